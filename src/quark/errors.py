@@ -1,0 +1,75 @@
+"""Every error that quark raises on purpose.
+
+    QuarkError
+    ├── ConfigError              a config, scheme, pattern or option is wrong          (also ValueError)
+    ├── CalibrationError         the calibration data cannot give what the config needs (also ValueError)
+    ├── NonFiniteError           NaN or Inf in a weight or an activation               (also ValueError)
+    ├── ShapeError               a shape does not fit a granularity or a layout        (also ValueError)
+    ├── FormatError              a file or folder is corrupt, truncated or of another kind (also ValueError)
+    ├── OutputExistsError        the output is there already and may not be replaced   (also FileExistsError)
+    ├── OutputError              the output could not be written; nothing was left behind (also OSError)
+    ├── NotSupportedError        a documented thing that this version does not do      (also NotImplementedError)
+    └── MissingDependencyError   an optional package is absent; names the pip line     (also ImportError)
+
+Each message says what came, where, and what is possible.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuarkError(Exception):
+    """Base of all errors raised by quark."""
+
+
+class ConfigError(QuarkError, ValueError):
+    """A configuration, scheme name, pattern or option is wrong."""
+
+
+class CalibrationError(QuarkError, ValueError):
+    """The calibration data cannot give what the configuration needs."""
+
+
+class NonFiniteError(QuarkError, ValueError):
+    """A weight or an activation holds NaN or Inf."""
+
+
+class ShapeError(QuarkError, ValueError):
+    """A shape does not fit a granularity or a storage layout."""
+
+
+class FormatError(QuarkError, ValueError):
+    """A file or folder is corrupt, truncated or of another kind."""
+
+
+class OutputExistsError(QuarkError, FileExistsError):
+    """The output exists already and replacing it was not asked for."""
+
+
+class OutputError(QuarkError, OSError):
+    """The output could not be written, and nothing of it was left behind."""
+
+
+class NotSupportedError(QuarkError, NotImplementedError):
+    """A documented feature that this version does not have yet."""
+
+
+class MissingDependencyError(QuarkError, ImportError):
+    """An optional package is needed for what was asked."""
+
+
+def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
+    """Return a sentence that names the nearest of `known`, or all of them when none is near.
+
+    >>> did_you_mean("uint4_wo_12", ["uint4_wo_128", "fp8"])
+    "Did you mean 'uint4_wo_128'?"
+    """
+    options = sorted(set(known))
+    near = difflib.get_close_matches(name, options, n=limit, cutoff=0.6)
+    if near:
+        return "Did you mean " + " or ".join(repr(option) for option in near) + "?"
+    shown = ", ".join(repr(option) for option in options[:40])
+    more = f" and {len(options) - 40} more" if len(options) > 40 else ""
+    return f"Possible: {shown}{more}." if options else "There is nothing to choose from."
