@@ -1,0 +1,99 @@
+"""One body of code for numpy arrays and torch tensors.
+
+`namespace(x)` is the module whose functions compute on `x`. numpy and torch agree on most names that the
+numerics need (`abs`, `where`, `floor`, `round`, `clip`, `amax(x, axis=..., keepdims=...)`), so only the few
+that differ are here. torch is never imported: it is found in `sys.modules` once a tensor exists.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = Any
+"""A `numpy.ndarray` or a `torch.Tensor`."""
+
+
+def is_torch(x: Array) -> bool:
+    """Whether `x` is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def namespace(x: Array) -> Any:
+    """Return the module (`numpy` or `torch`) that computes on `x`."""
+    return sys.modules["torch"] if is_torch(x) else np
+
+
+def astype(x: Array, dtype: str) -> Array:
+    """Convert `x` to the dtype named `dtype` ("float32", "int32", ...); no copy if it has it already."""
+    if is_torch(x):
+        return x.to(getattr(sys.modules["torch"], dtype))
+    return np.asarray(x).astype(dtype, copy=False)
+
+
+def dtype_name(x: Array) -> str:
+    """Name of the element type of `x`: "float32", "bfloat16", ..."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def view(x: Array, dtype: str) -> Array:
+    """Reinterpret the bits of `x` as another dtype of the same width."""
+    return x.view(getattr(sys.modules["torch"], dtype)) if is_torch(x) else x.view(dtype)
+
+
+def like(value: Any, x: Array, dtype: str = "float32") -> Array:
+    """Return `value` as an array of the library and on the device of `x`."""
+    if is_torch(x):
+        torch = sys.modules["torch"]
+        return torch.as_tensor(value, dtype=getattr(torch, dtype), device=x.device)
+    return np.asarray(value, dtype=dtype)
+
+
+def to_numpy(x: Array) -> np.ndarray[Any, Any]:
+    """Return `x` as a numpy array on the host (bfloat16 tensors become float32, which holds them exactly)."""
+    if is_torch(x):
+        torch = sys.modules["torch"]
+        x = x.detach().to("cpu")
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()  # type: ignore[no-any-return]
+    return np.asarray(x)
+
+
+def minmax(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:
+    """Minimum and maximum over `axes`, which stay with length 1. NaN in, NaN out; 0 for no values."""
+    axes = tuple(axes)
+    xp = namespace(x)
+    if not axes:
+        # Nothing to reduce (torch would reduce everything); a copy, because statistics outlive x.
+        return x * 1, x * 1
+    if 0 in x.shape:
+        empty = xp.zeros_like(x).sum(axis=axes, keepdims=True)
+        return empty, empty
+    if is_torch(x):
+        if len(axes) == x.ndim:
+            low, high = x.aminmax()
+            return low.reshape([1] * x.ndim), high.reshape([1] * x.ndim)
+        if len(axes) == 1:
+            return tuple(x.aminmax(dim=axes[0], keepdim=True))  # type: ignore[return-value]
+    return xp.amin(x, axis=axes, keepdims=True), xp.amax(x, axis=axes, keepdims=True)
+
+
+def pad_axis(x: Array, axis: int, count: int) -> Array:
+    """Append `count` zeros along `axis`."""
+    if count == 0:
+        return x
+    xp = namespace(x)
+    shape = list(x.shape)
+    shape[axis] = count
+    tail = x.new_zeros(shape) if is_torch(x) else np.zeros(shape, dtype=x.dtype)
+    return xp.concatenate([x, tail], axis=axis)
+
+
+def row_chunks(rows: int, row_bytes: int, chunk_bytes: int = 1 << 19) -> Iterator[slice]:
+    """Slices over `rows` so that one chunk (and its temporaries) stays in the L2 cache."""
+    step = max(1, chunk_bytes // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

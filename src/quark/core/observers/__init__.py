@@ -1,0 +1,35 @@
+"""The observers by name. A new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from quark.core.observers.base import Observer
+from quark.core.observers.block import BlockObserver, MXDiffsObserver
+from quark.core.observers.entropy import EntropyObserver
+from quark.core.observers.histogram import HistogramObserver
+from quark.core.observers.min_max import MinMaxObserver
+from quark.core.observers.moving_average import MovingAverageObserver
+from quark.core.observers.mse import MSEObserver
+from quark.core.observers.percentile import PercentileObserver
+from quark.core.observers.placeholder import PlaceholderObserver
+from quark.core.observers.power_of_two import (
+    PowerOfTwoMinMaxObserver,
+    PowerOfTwoMinMSEObserver,
+    PowerOfTwoNonOverflowObserver,
+)
+from quark.core.registry import Registry
+
+OBSERVERS: Registry[type[Observer]] = Registry("observer")
+OBSERVERS.register("min_max", MinMaxObserver)
+OBSERVERS.register("moving_average", MovingAverageObserver)
+OBSERVERS.register("percentile", PercentileObserver)
+OBSERVERS.register("mse", MSEObserver)
+OBSERVERS.register("histogram", HistogramObserver)
+OBSERVERS.register("entropy", EntropyObserver)
+OBSERVERS.register("pof2_min_max", PowerOfTwoMinMaxObserver)
+OBSERVERS.register("pof2_min_mse", PowerOfTwoMinMSEObserver)
+OBSERVERS.register("pof2_non_overflow", PowerOfTwoNonOverflowObserver)
+OBSERVERS.register("block", BlockObserver)
+OBSERVERS.register("mx_diffs", MXDiffsObserver)
+OBSERVERS.register("placeholder", PlaceholderObserver)
+
+__all__ = ["OBSERVERS", "Observer"]

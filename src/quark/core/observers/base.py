@@ -1,0 +1,115 @@
+"""Observer: a statistic of the values of a tensor that ends in a range.
+
+`update(x)` collects, `merge(other)` adds what another observer saw, `range()` decides. The three are such that the
+order of the data, the batch size and the number of workers cannot change the result: every statistic here is a
+minimum, a maximum, a count or a sum of counts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from quark.core.array import Array, namespace, to_numpy
+from quark.core.granularity import PerTensor
+from quark.core.quantize import quantize_scales, range_of
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError, ConfigError, NonFiniteError
+
+
+class Observer:
+    """Base: the running minimum and maximum, which every range is checked against.
+
+    Args:
+        spec: The spec of the observed tensor; its `split` says which values share a range.
+
+    Attributes:
+        per_tensor_only: Whether the statistic has a single range (then another granularity raises ConfigError).
+        count: Number of tensors seen.
+    """
+
+    per_tensor_only: ClassVar[bool] = False
+
+    def __init__(self, spec: TensorSpec) -> None:
+        if self.per_tensor_only and not isinstance(spec.split, PerTensor):
+            raise ConfigError(
+                f"The observer {type(self).__name__} has one range for a whole tensor; {spec.granularity} needs "
+                "one of: min_max, pof2_min_max, pof2_min_mse, pof2_non_overflow."
+            )
+        self.spec = spec
+        self.count = 0
+        self.low: Array | None = None
+        self.high: Array | None = None
+        self.model_dtype = "float32"
+
+    def update(self, x: Array) -> None:
+        """Collect a tensor. Empty tensors count for nothing."""
+        if 0 in x.shape:
+            return
+        self.model_dtype = str(x.dtype).removeprefix("torch.")
+        self._include(*range_of(x, self.spec))
+        self.count += 1
+
+    def merge(self, other: Observer) -> None:
+        """Add what `other`, of the same class and spec, has seen."""
+        if other.low is not None and other.high is not None:
+            self._include(other.low, other.high)
+            self.count += other.count
+            self.model_dtype = other.model_dtype
+
+    def range(self) -> tuple[Array, Array]:
+        """The range [low, high] that quantization should cover, shaped like the stored scale; float32.
+
+        Raises:
+            CalibrationError: nothing was observed.
+            NonFiniteError: NaN or Inf was observed.
+        """
+        return self.extremes()
+
+    def extremes(self) -> tuple[Array, Array]:
+        """The exact minimum and maximum seen; raises as `range` does."""
+        if self.low is None or self.high is None:
+            raise CalibrationError("No values were observed: the calibration data never reached this tensor.")
+        xp = namespace(self.low)
+        if not bool(xp.isfinite(self.low).all() and xp.isfinite(self.high).all()):
+            raise NonFiniteError(f"The observed values hold NaN or Inf after {self.count} tensors.")
+        return self.low, self.high
+
+    def qparams(self) -> QParams:
+        """Scale and zero point for the range."""
+        low, high = self.range()
+        params = qparams_from_range(low, high, self.spec, self.model_dtype)
+        if self.spec.scale_spec is not None:
+            second = qparams_from_range(params.scale.min(), params.scale.max(), self.spec.scale_spec)
+            return quantize_scales(params, second, self.spec.scale_spec)
+        return params
+
+    def _include(self, low: Array, high: Array) -> None:
+        if self.low is None or self.high is None:
+            self.low, self.high = low, high
+            return
+        if self.low.shape != low.shape:
+            raise CalibrationError(
+                f"The scale shape changed from {tuple(self.low.shape)} to {tuple(low.shape)} between batches: "
+                f"{self.spec.granularity} of a static tensor needs batches of one shape. "
+                "Possible: per_tensor, or dynamic quantization."
+            )
+        xp = namespace(low)
+        self.low, self.high = xp.minimum(self.low, low), xp.maximum(self.high, high)
+
+    def _scalars(self) -> tuple[float, float]:
+        low, high = self.extremes()
+        return float(low), float(high)
+
+    def _as_range(self, low: float, high: float) -> tuple[Array, Array]:
+        """A decided scalar range, cut to what was seen, as arrays like the statistic's."""
+        assert self.low is not None
+        zero = self.low * 0
+        return zero + float(np.float32(low)), zero + float(np.float32(high))
+
+
+def host(x: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """x as float64 on the host, where ranges are solved (once, from small statistics)."""
+    return to_numpy(x).astype(np.float64)

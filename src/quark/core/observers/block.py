@@ -1,0 +1,62 @@
+"""Observers of the shared-exponent formats.
+
+MX and BFP scales follow from the largest magnitude of a block, so the statistic is MinMax. MXDiffs compares, for each
+block, the ceil exponent with the one below by squared error and keeps the better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quark.core.array import Array, astype, namespace
+from quark.core.observers.base import Observer
+from quark.core.quantize import dequantize, quantize
+from quark.core.scales import QParams, ScaleRule, qparams_from_range
+from quark.core.spec import TensorSpec
+
+
+class BlockObserver(Observer):
+    """Largest magnitude of each block, for MX, MX4/6/9, BFP16 and the two-level formats."""
+
+
+class MXDiffsObserver(Observer):
+    """Per block, ceil exponent or one less, by squared error summed over what was seen."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(replace(spec, scale_rule=ScaleRule.ceil))
+        self.seen: list[Array] = []
+
+    def update(self, x: Array) -> None:
+        super().update(x)
+        if 0 in x.shape:
+            return
+        # The better exponent depends on the final maximum, so the values are needed once it is known (weights).
+        self.seen.append(x)
+
+    def merge(self, other: Observer) -> None:
+        super().merge(other)
+        if isinstance(other, MXDiffsObserver):
+            self.seen.extend(other.seen)
+
+    def qparams(self) -> QParams:
+        """The scale of the lower error for each block."""
+        low, high = self.range()
+        upper = qparams_from_range(low, high, self.spec)
+        xp = namespace(low)
+        lower = QParams(xp.where(upper.scale > self._smallest(), upper.scale / 2, upper.scale))
+        return QParams(xp.where(self._error(lower) < self._error(upper), lower.scale, upper.scale))
+
+    def _smallest(self) -> float:
+        """The step at which an E8M0 exponent is -127."""
+        dtype = self.spec.dtype
+        return 2.0 ** (-127 if dtype.is_float else -127 - dtype.emax)
+
+    def _error(self, params: QParams) -> Array:
+        """Squared error of each part; float64, so that order and library do not decide between near errors."""
+        split = self.spec.split
+        total = 0.0
+        for x in self.seen:
+            y = dequantize(quantize(x, params, self.spec), params, self.spec)
+            squared = split.blocks((astype(x, "float64") - astype(y, "float64")) ** 2)
+            total = total + squared.sum(axis=split.axes(x.ndim))
+        return total

@@ -1,0 +1,40 @@
+"""MovingAverage: low = mean over batches of min(batch), high = mean over batches of max(batch).
+
+The arithmetic mean (ONNX Runtime's `CalibMovingAverage`), not an exponential one: a mean of batches does not
+depend on their order, so it can be merged.
+"""
+
+from __future__ import annotations
+
+from quark.core.array import Array, astype
+from quark.core.observers.base import Observer
+from quark.core.quantize import range_of
+from quark.core.spec import TensorSpec
+
+
+class MovingAverageObserver(Observer):
+    """Mean of the batches' minima and maxima: one outlier batch moves the range by its share only."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(spec)
+        self.sums: tuple[Array, Array] | None = None
+
+    def update(self, x: Array) -> None:
+        if 0 in x.shape:
+            return
+        super().update(x)
+        low, high = range_of(x, self.spec)
+        self._add(astype(low, "float64"), astype(high, "float64"))
+
+    def merge(self, other: Observer) -> None:
+        super().merge(other)
+        if isinstance(other, MovingAverageObserver) and other.sums is not None:
+            self._add(*other.sums)
+
+    def _add(self, low: Array, high: Array) -> None:
+        self.sums = (low, high) if self.sums is None else (self.sums[0] + low, self.sums[1] + high)
+
+    def range(self) -> tuple[Array, Array]:
+        self.extremes()
+        assert self.sums is not None
+        return astype(self.sums[0] / self.count, "float32"), astype(self.sums[1] / self.count, "float32")

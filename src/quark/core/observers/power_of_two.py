@@ -1,0 +1,108 @@
+"""Power-of-two scales: the exponent that rounds the min-max scale (MinMax), that never clips (NonOverflow), or that
+has the least squared error (MinMSE).
+
+    MinMax        scale = 2^round(log2 s)          s: the scale of the min-max range
+    NonOverflow   scale = 2^ceil(log2 s)
+    MinMSE        the best of 2^(round(log2 s) + k), k = -4 .. 2, on a histogram of each part
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from quark.core.array import Array, like, namespace
+from quark.core.granularity import PerTensor
+from quark.core.observers.base import Observer, host
+from quark.core.observers.bit_histogram import BitHistogram
+from quark.core.observers.histogram_based import squared_error
+from quark.core.scales import ScaleType, exp2, exponent, qparams_from_range
+from quark.core.spec import TensorSpec
+
+CANDIDATES = range(-4, 3)
+
+
+class PowerOfTwoMinMaxObserver(Observer):
+    """Nearest power of two of the min-max scale. For every granularity."""
+
+    def range(self) -> tuple[Array, Array]:
+        return scaled_range(*self.extremes(), self.spec, self._exponent())
+
+    def _exponent(self) -> Array:
+        """Exponent of the scale for each part, int32."""
+        low, high = self.extremes()
+        return exponent(qparams_from_range(low, high, replace(self.spec, scale_type=ScaleType.pof2)).scale)
+
+
+class PowerOfTwoNonOverflowObserver(PowerOfTwoMinMaxObserver):
+    """Smallest power of two at which no value clips. For every granularity."""
+
+    def _exponent(self) -> Array:
+        low, high = self.extremes()
+        scale = qparams_from_range(low, high, replace(self.spec, scale_type=ScaleType.float32)).scale
+        below = exponent(scale)
+        return namespace(scale).where(exp2(below) < scale, below + 1, below)
+
+
+class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
+    """The power of two with the least squared error, per tensor or per channel."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(spec)
+        self.histogram: BitHistogram | None = None
+
+    def update(self, x: Array) -> None:
+        if 0 in x.shape:
+            return
+        super().update(x)
+        parts = self._parts(x)
+        if self.histogram is None:
+            # One row of 65,536 counters for a tensor; 4,096 for each channel, which is enough to rank exponents.
+            self.histogram = BitHistogram(parts.shape[0], 16 if parts.shape[0] == 1 else 12)
+        self.histogram.update(parts)
+
+    def merge(self, other: Observer) -> None:
+        super().merge(other)
+        if isinstance(other, PowerOfTwoMinMSEObserver) and other.histogram is not None:
+            if self.histogram is None:
+                self.histogram = BitHistogram(other.histogram.rows, other.histogram.bits)
+            self.histogram.merge(other.histogram)
+
+    def _parts(self, x: Array) -> Array:
+        """x as (parts that share a scale, values)."""
+        xp, split = namespace(x), self.spec.split
+        blocks, axes = split.blocks(x), split.axes(x.ndim)
+        kept = [axis for axis in range(blocks.ndim) if axis not in axes]
+        return xp.moveaxis(blocks, kept, list(range(len(kept)))).reshape(
+            int(np.prod([blocks.shape[axis] for axis in kept])), -1
+        )
+
+    def _exponent(self) -> Array:
+        center = super()._exponent()
+        low, high = self.extremes()
+        assert self.histogram is not None
+        best = host(center).reshape(-1).astype(np.int32)
+        lows, highs = host(low).reshape(-1), host(high).reshape(-1)
+        scalar = replace(self.spec, granularity=PerTensor())
+        for row in range(self.histogram.rows):
+            bins = self.histogram.bins(row, lows[row], highs[row])
+            tried = best[row] + np.array(CANDIDATES, dtype=np.int32)
+            extremes = (np.full(len(tried), side[row], dtype=np.float32) for side in (lows, highs))
+            errors = squared_error(bins, *map(host, scaled_range(*extremes, scalar, tried)), scalar)
+            best[row] = tried[int(np.argmin(errors))]
+        return like(best.reshape(tuple(center.shape)), center, "int32")
+
+
+def scaled_range(low: Array, high: Array, spec: TensorSpec, e: Array) -> tuple[Array, Array]:
+    """The range that makes the integer rule give the scale 2^e: as wide as the type, placed where [low, high] is."""
+    xp = namespace(low)
+    steps = spec.dtype.max - spec.dtype.min
+    scale = exp2(e)
+    if spec.dtype.is_float:
+        return -scale * spec.dtype.max, scale * spec.dtype.max
+    if spec.symmetric:
+        return -scale * (steps / 2), scale * (steps / 2)
+    # Asymmetric: keep the zero point that [low, high] asks for at this scale.
+    zero = xp.clip(spec.dtype.min - xp.round(xp.clip(low, None, 0.0) / scale), spec.dtype.min, spec.dtype.max)
+    return (spec.dtype.min - zero) * scale, (spec.dtype.max - zero) * scale

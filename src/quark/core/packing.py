@@ -1,0 +1,146 @@
+"""Codes to bytes and back.
+
+    bits      word = sum over i of code[order[i]] << (bits * i), 8 codes a word, its first `bits` bytes stored
+    floats    code = sign | exponent + bias | mantissa, as IEEE 754 lays out its fields
+
+Eight uint8 codes are read as one little-endian 64-bit word, so a word is packed by 8 shifts and masks whatever the
+bit width; nothing loops over elements. `order` permutes the codes of a word: AWQ_ORDER is the nibble order of
+AWQ's GEMM kernels, MSB_PAIRS puts the first 2-bit value on top of its byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from quark.core.array import Array, astype, is_torch, like, namespace, pad_axis, row_chunks, view
+from quark.core.dtypes import Dtype
+from quark.core.rounding import power_of_two_below
+from quark.errors import ShapeError
+
+SEQUENTIAL = tuple(range(8))
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+MSB_PAIRS = (3, 2, 1, 0, 7, 6, 5, 4)
+
+assert sys.byteorder == "little", "quark packs through little-endian words"
+
+
+def encode(values: Array, dtype: Dtype) -> Array:
+    """Bit patterns (uint8, int32 or int64 by width) of float-held `values` that `dtype` holds exactly."""
+    if not dtype.is_float:
+        if dtype.bits > 16:
+            return astype(values, "int64")
+        return astype(astype(values, "int32") & ((1 << dtype.bits) - 1), "uint8" if dtype.bits <= 8 else "int32")
+    xp = namespace(values)
+    magnitude = abs(values)
+    bits = view(magnitude, "int32")
+    code = (bits >> (23 - dtype.mbits)) - ((127 - dtype.bias) << dtype.mbits)
+    if dtype.ebits < 8:
+        small = xp.clip(magnitude, None, 2.0**dtype.emin)
+        subnormal = astype(small * 2.0 ** (dtype.mbits - dtype.emin), "int32")
+        code = xp.where(power_of_two_below(magnitude) < 2.0**dtype.emin, subnormal, code)
+    if dtype.signed:
+        code = code | ((view(values, "int32") < 0) << (dtype.bits - 1))
+    return astype(code, "uint8" if dtype.bits <= 8 else "int32")
+
+
+def decode(codes: Array, dtype: Dtype) -> Array:
+    """The values of bit patterns made by `encode`: float32, float64 for 32-bit integers."""
+    if dtype.is_float:
+        return like(_values(dtype), codes)[astype(codes, "int64")]
+    if dtype.bits > 16:
+        return astype(codes, "float64")
+    values = astype(codes, "int32")
+    if dtype.signed:
+        # Moves the sign bit to the top of the word and back, which extends it.
+        values = (values << (32 - dtype.bits)) >> (32 - dtype.bits)
+    return astype(values, "float32")
+
+
+@lru_cache(maxsize=None)
+def _values(dtype: Dtype) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """All values of a float type, by code."""
+    codes = np.arange(1 << dtype.bits)
+    field = codes & ((1 << (dtype.ebits + dtype.mbits)) - 1)
+    exponent, mantissa = field >> dtype.mbits, field & ((1 << dtype.mbits) - 1)
+    fraction = mantissa / 2.0**dtype.mbits
+    magnitude = np.where(exponent == 0, fraction * 2.0**dtype.emin, (1 + fraction) * 2.0 ** (exponent - dtype.bias))
+    magnitude = np.where(magnitude > dtype.max, np.nan, magnitude)
+    sign = np.where((codes >> (dtype.ebits + dtype.mbits)) & 1, -1.0, 1.0) if dtype.signed else 1.0
+    return (sign * magnitude).astype(np.float32)
+
+
+def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Array:
+    """Pack uint8 codes of `bits` bits along the last axis into bytes.
+
+    Args:
+        codes: uint8, shape (..., n) with n * bits divisible by 8 (and n by 8 unless `order` is sequential).
+        bits: Width of one code, 1 to 8.
+        order: order[i] is the code of each 8 that goes to bits [bits * i, bits * (i + 1)).
+
+    Returns:
+        uint8 of shape (..., n * bits / 8).
+    """
+    n = codes.shape[-1]
+    if (n * bits) % 8 or (tuple(order) != SEQUENTIAL and n % 8):
+        raise ShapeError(
+            f"Cannot pack an axis of {n} codes of {bits} bits into whole words; "
+            f"its length must be a multiple of {8 if tuple(order) != SEQUENTIAL else 8 // _gcd(bits)}."
+        )
+    if 0 in codes.shape:
+        return codes[..., : n * bits // 8]
+    codes = _contiguous(pad_axis(codes, codes.ndim - 1, -n % 8))
+    words = view(codes, "int64").reshape(-1)
+    packed = namespace(codes).empty_like(words)
+    mask = (1 << bits) - 1
+    for rows in row_chunks(words.shape[0], 8):
+        word = words[rows]
+        total = (word >> (8 * order[0])) & mask
+        for i in range(1, 8):
+            total |= ((word >> (8 * order[i])) & mask) << (bits * i)
+        packed[rows] = total
+    out = view(packed, "uint8").reshape(*codes.shape[:-1], -1, 8)[..., :bits]
+    return out.reshape(*codes.shape[:-1], -1)[..., : n * bits // 8]
+
+
+def unpack_bits(packed: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Array:
+    """Inverse of `pack_bits`: uint8 (..., m) to uint8 codes (..., m * 8 / bits)."""
+    n = packed.shape[-1] * 8 // bits
+    if 0 in packed.shape:
+        return pad_axis(packed, packed.ndim - 1, n - packed.shape[-1])
+    packed = pad_axis(packed, packed.ndim - 1, -packed.shape[-1] % bits)
+    words = packed.reshape(*packed.shape[:-1], -1, bits)
+    words = _contiguous(pad_axis(words, words.ndim - 1, 8 - bits))
+    flat = view(words, "int64").reshape(-1)
+    codes = namespace(flat).empty_like(flat)
+    mask = (1 << bits) - 1
+    for rows in row_chunks(flat.shape[0], 8):
+        word = flat[rows]
+        total = (word & mask) << (8 * order[0])
+        for i in range(1, 8):
+            total |= ((word >> (bits * i)) & mask) << (8 * order[i])
+        codes[rows] = total
+    return view(codes, "uint8").reshape(*packed.shape[:-1], -1)[..., :n]
+
+
+def pack_int4(codes: Array, order: Sequence[int] = AWQ_ORDER) -> Array:
+    """Pack 4-bit codes (uint8, shape (..., n), n divisible by 8) into int32 words, shape (..., n / 8)."""
+    if codes.shape[-1] % 8:
+        raise ShapeError(f"Cannot pack an axis of {codes.shape[-1]} 4-bit codes into int32: a multiple of 8 is needed.")
+    return view(_contiguous(pack_bits(codes, 4, order)), "int32")
+
+
+def unpack_int4(words: Array, order: Sequence[int] = AWQ_ORDER) -> Array:
+    """Inverse of `pack_int4`: int32 (..., m) to uint8 codes (..., 8 m)."""
+    return unpack_bits(view(_contiguous(words), "uint8"), 4, order)
+
+
+def _gcd(bits: int) -> int:
+    return int(np.gcd(bits, 8))
+
+
+def _contiguous(x: Array) -> Array:
+    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)

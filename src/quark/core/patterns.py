@@ -1,0 +1,59 @@
+"""Which layer gets which spec: exclude > by name > by type > global; a pattern that matches nothing is an error.
+
+A pattern is an fnmatch pattern on the full name ("*.q_proj", "lm_head"), or "re:" and a regular expression that
+matches the whole name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from quark.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the full name matches the pattern."""
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def first_match(name: str, rules: Mapping[str, T]) -> T | None:
+    """The value of the first pattern of `rules` that matches, in the order of the mapping."""
+    return next((value for pattern, value in rules.items() if matches(name, pattern)), None)
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns matches."""
+    return any(matches(name, pattern) for pattern in patterns)
+
+
+def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -> None:
+    """Raise ConfigError for the first pattern that matches none of `names`.
+
+    Args:
+        patterns: Patterns as the user wrote them.
+        names: Everything that could be meant.
+        where: The config field, for the message.
+    """
+    names = list(names)
+    for pattern in patterns:
+        try:
+            found = any(matches(name, pattern) for name in names)
+        except re.error as error:
+            raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {error}.") from None
+        if not found:
+            core = pattern.removeprefix("re:").replace("*", "")
+            near = [name for name in names if core and core in name][:5]
+            hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(core, _with_leaves(names))
+            raise ConfigError(f"{where}: the pattern {pattern!r} matches no layer. {hint}")
+
+
+def _with_leaves(names: list[str]) -> set[str]:
+    """Full names when there are few, else their last parts (what a pattern mostly ends with)."""
+    return set(names) if len(names) <= 12 else {name.rsplit(".", 1)[-1] for name in names}

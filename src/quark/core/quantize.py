@@ -1,0 +1,182 @@
+"""quantize, dequantize, fake_quantize: the only place where the formulas are written.
+
+    integers          q = clamp(round(x * (1/scale)) + zero_point, qmin, qmax)  y = (q - zero_point) * scale
+    float zero point  q = clamp(round(x * (1/scale) + zero_point), qmin, qmax)
+    floats            q = round_to(clamp(x / scale, -fmax, fmax))               y = q * scale
+    scales quantized  scale = q2 * scale2                                       (NVFP4)
+    codes quantized   q2 = quantize(q), y = dequantize(q2) * scale              (int4 of FP8 codes)
+
+Integers multiply by the float32 reciprocal of the scale, as the documented system (and torch's own integer
+kernels) do; ONNX Runtime divides, which can differ by one code where x / scale lies within an ulp of a tie.
+
+x, codes and y are float arrays (numpy or torch); a code is held as the float that it stands for. The arithmetic
+is float32 (float64 for 32-bit integers, which float32 does not hold). `fake_quantize` walks over the first axis in
+chunks that stay in the cache, so the handful of elementwise steps cost little more than reading the tensor once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from quark.core.array import Array, astype, dtype_name, is_torch, minmax, namespace, row_chunks
+from quark.core.granularity import PerTensor
+from quark.core.rounding import round_integer, round_to
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+
+__all__ = ["QParams", "compute_qparams", "dequantize", "fake_quantize", "quantize", "range_of", "second_level"]
+
+
+def range_of(x: Array, spec: TensorSpec) -> tuple[Array, Array]:
+    """Minimum and maximum of each part of x that shares a scale, in the shape of the stored scale; float32."""
+    split = spec.split
+    blocks = split.blocks(x)
+    low, high = minmax(blocks, split.axes(x.ndim))
+    shape = split.scale_shape(tuple(x.shape))
+    return astype(low.reshape(shape), "float32"), astype(high.reshape(shape), "float32")
+
+
+def compute_qparams(x: Array, spec: TensorSpec) -> QParams:
+    """Scale and zero point of x from its own minimum and maximum."""
+    low, high = range_of(x, spec)
+    params = qparams_from_range(low, high, spec, dtype_name(x))
+    return second_level(params, x, spec)
+
+
+def second_level(params: QParams, x: Array, spec: TensorSpec) -> QParams:
+    """Add the second level of a two-level spec to first-level parameters of x."""
+    if spec.scale_spec is not None:
+        return quantize_scales(params, compute_qparams(params.scale, spec.scale_spec), spec.scale_spec)
+    if spec.code_spec is not None:
+        codes = quantize(x, params, replace(spec, code_spec=None))
+        return replace(params, second=compute_qparams(codes, spec.code_spec))
+    return params
+
+
+def quantize_scales(params: QParams, second: QParams, spec: TensorSpec) -> QParams:
+    """Round first-level scales to codes of `spec` under the scale `second`; a block that rounds to 0 gets 1."""
+    codes = quantize(params.scale, second, spec)
+    return QParams(namespace(codes).where(codes == 0, 1.0, codes), params.zero_point, second)
+
+
+def effective(params: QParams, spec: TensorSpec) -> QParams:
+    """One-level parameters: quantized scales multiplied out."""
+    if spec.scale_spec is None or params.second is None:
+        return params
+    return QParams(dequantize(params.scale, params.second, spec.scale_spec), params.zero_point)
+
+
+def quantize(x: Array, params: QParams, spec: TensorSpec) -> Array:
+    """Codes of x, as floats that hold the code's value; same shape as x."""
+    if spec.is_cast:
+        return round_to(astype(x, "float32"), spec.dtype, spec.rounding)
+    split, shape = spec.split, tuple(x.shape)
+    scale, zero = _broadcast(effective(params, spec), spec, shape)
+    codes = split.unblock(_encode(split.blocks(x), scale, zero, spec), shape)
+    if spec.code_spec is not None and params.second is not None:
+        return quantize(codes, params.second, spec.code_spec)
+    return codes
+
+
+def dequantize(codes: Array, params: QParams, spec: TensorSpec) -> Array:
+    """The float32 values that the codes stand for."""
+    if spec.is_cast:
+        return astype(codes, "float32")
+    if spec.code_spec is not None and params.second is not None:
+        codes = dequantize(codes, params.second, spec.code_spec)
+    split, shape = spec.split, tuple(codes.shape)
+    scale, zero = _broadcast(effective(params, spec), spec, shape)
+    return split.unblock(_decode(split.blocks(codes), scale, zero, spec), shape)
+
+
+def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array | None = None) -> Array:
+    """dequantize(quantize(x)): what x becomes, in the dtype of x.
+
+    Args:
+        x: Any float array.
+        params: Scale and zero point; None computes them from x (dynamic quantization).
+        spec: The element type and the rules.
+        out: Where the result is written, x itself for in place; contiguous, same shape and dtype as x.
+    """
+    if params is None and not spec.is_cast:
+        params = compute_qparams(x, spec)
+    if out is None:
+        out = namespace(x).empty_like(x)
+    source, target = spec.split.blocks(x), spec.split.blocks(out)
+    if spec.code_spec is not None or source.ndim == 0 or not (_is_view(source, x) and _is_view(target, out)):
+        y = dequantize(quantize(x, params, spec), params, spec)  # type: ignore[arg-type]
+        out[...] = astype(_saturate(y, x), dtype_name(x))
+        return out
+    scale = zero = None
+    if params is not None:
+        scale, zero = _broadcast(effective(params, spec), spec, tuple(x.shape))
+    if isinstance(spec.split, PerTensor):
+        source, target = source.reshape(-1), target.reshape(-1)
+        scale, zero = (None if p is None else p.reshape(1) for p in (scale, zero))
+    while source.ndim > 1 and source.shape[0] == 1:
+        source, target = source[0], target[0]
+        scale, zero = (None if p is None else p[0] for p in (scale, zero))
+    for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:])):
+        target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
+    return out
+
+
+def _saturate(y: Array, x: Array) -> Array:
+    """y within the range of x's dtype: a code times its scale may pass the 65504 of float16."""
+    return namespace(y).clip(y, -65504.0, 65504.0) if dtype_name(x) == "float16" else y
+
+
+def _is_view(part: Array, whole: Array) -> bool:
+    """Whether `part` shares the memory of `whole`, entire and in order."""
+    if is_torch(whole):
+        return bool(part.data_ptr() == whole.data_ptr() and whole.is_contiguous() and part.numel() == whole.numel())
+    return bool(np.shares_memory(part, whole) and whole.flags.c_contiguous and part.size == whole.size)
+
+
+def _rows(parameter: Array | None, rows: slice) -> Array | None:
+    return parameter if parameter is None or parameter.shape[0] == 1 else parameter[rows]
+
+
+def _broadcast(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
+    """Scale and zero point, shaped to broadcast against the block view."""
+    work = _work_dtype(spec)
+    scale = spec.split.to_blocks(astype(params.scale, work), shape)
+    if params.zero_point is None:
+        return scale, None
+    return scale, spec.split.to_blocks(astype(params.zero_point, work), shape)
+
+
+def _work_dtype(spec: TensorSpec) -> str:
+    return "float64" if spec.dtype.bits > 16 and not spec.dtype.is_float else "float32"
+
+
+def _qdq(x: Array, scale: Array | None, zero: Array | None, spec: TensorSpec) -> Array:
+    if scale is None:
+        return round_to(astype(x, "float32"), spec.dtype, spec.rounding)
+    return _decode(_encode(x, scale, zero, spec), scale, zero, spec)
+
+
+def _encode(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:
+    xp, dtype = namespace(x), spec.dtype
+    x = astype(x, _work_dtype(spec))
+    if dtype.is_float:
+        # A group of zeros may have scale 0 (E5M3): its codes are 0.
+        return round_to(x / xp.where(scale == 0, 1.0, scale), dtype, spec.rounding)
+    # Steps of the block formats are powers of two, whose reciprocal may overflow: dividing is exact there.
+    codes = x / scale if dtype.is_block else x * (1.0 / scale)
+    if spec.float_zero_point:
+        codes += zero
+    codes = round_integer(codes, spec.rounding)
+    if zero is not None and not spec.float_zero_point and not (spec.symmetric and dtype.signed):
+        codes += zero
+    return xp.clip(codes, dtype.min, dtype.max)
+
+
+def _decode(codes: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:
+    codes = astype(codes, _work_dtype(spec))
+    if zero is not None and not (spec.symmetric and spec.dtype.signed):
+        codes = codes - zero
+    return astype(codes * scale, "float32")

@@ -1,0 +1,78 @@
+"""Rounding to the values of an element type.
+
+A float type ExMy spaces its values by step(x) = 2^(max(floor(log2 |x|), emin) - mbits), so
+
+    round_to(x) = step * round(x / step),   x first clipped to [min, max].
+
+For half-even the division is not needed: with c = 1.5 * 2^(23 - mbits) * 2^floor(log2 |x|), the float32 sum
+x + c has its last bit at step(x), the addition itself rounds half to even, and subtracting c is exact.
+2^floor(log2 |x|) is the float32 bit pattern of x with all but the exponent cleared.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from quark.core.array import Array, astype, namespace, view
+from quark.core.dtypes import Dtype
+
+
+class RoundType(Enum):
+    """Rounding of a real number to an integer."""
+
+    round = 2
+    """Nearest; ties away from zero."""
+    floor = 3
+    """Toward minus infinity."""
+    half_even = 8
+    """Nearest; ties to the even integer (IEEE 754 default; what runtimes do)."""
+
+
+def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
+    """Round x (any float array) to integers, still as floats."""
+    xp = namespace(x)
+    if rounding is RoundType.half_even:
+        return xp.round(x)
+    if rounding is RoundType.floor:
+        return xp.floor(x)
+    # Not trunc(x + 0.5): that sum rounds 0.49999997 up to 1.
+    whole = xp.trunc(x)
+    return whole + xp.sign(x) * astype(abs(x - whole) >= 0.5, str(x.dtype).removeprefix("torch."))
+
+
+def power_of_two_below(x: Array) -> Array:
+    """2^floor(log2 |x|) of normal float32 numbers; 0 for zeros and subnormals."""
+    return view(view(x, "int32") & 0x7F800000, "float32")
+
+
+def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) -> Array:
+    """Nearest value of `dtype` for each x, saturating at its range; float32 in and out. NaN stays NaN.
+
+    Signed zeros keep their sign, as IEEE 754 conversion does.
+    """
+    xp = namespace(x)
+    if not dtype.is_float:
+        return xp.clip(round_integer(x, rounding), dtype.min, dtype.max)
+    clipped = xp.clip(x, dtype.min, dtype.max)
+    if rounding is RoundType.half_even:
+        # bfloat16 has float32's own exponent range, where the sum of _round_exponent would overflow.
+        return _round_bits(clipped, 23 - dtype.mbits) if dtype.ebits == 8 else _round_exponent(clipped, dtype)
+    step = xp.clip(power_of_two_below(clipped), 2.0**dtype.emin, None) * 2.0**-dtype.mbits
+    return xp.clip(round_integer(clipped / step, rounding) * step, dtype.min, dtype.max)
+
+
+def _round_exponent(x: Array, dtype: Dtype) -> Array:
+    xp = namespace(x)
+    magic = xp.clip(power_of_two_below(x), 2.0**dtype.emin, None)
+    magic *= 1.5 * 2.0 ** (23 - dtype.mbits)
+    rounded = x + magic
+    rounded -= magic
+    return xp.copysign(rounded, x)
+
+
+def _round_bits(x: Array, drop: int) -> Array:
+    """Half-even on the last `drop` bits of the pattern: for types with float32's own exponent (bfloat16)."""
+    bits = view(x, "int32")
+    rounded = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)
+    xp = namespace(x)
+    return xp.where(xp.isnan(x), x, view(rounded, "float32"))

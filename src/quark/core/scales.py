@@ -1,0 +1,206 @@
+"""From a range to a scale and a zero point.
+
+    integers, symmetric    scale = max(|min|, |max|) / ((qmax - qmin) / 2)     zero_point = 0 (middle if unsigned)
+    integers, asymmetric   min, max widened to include 0; scale = (max - min) / (qmax - qmin)
+                           zero_point = clamp(qmin - round(min / scale))
+    float zero point       true min, max; zero_point = qmin - min / scale
+    floats                 scale = amax / fmax
+    E8M0 (OCP MX v1.0)     scale = 2^(exponent(amax) - emax), the exponent rounded even, floor or ceil
+    power of two           2^round(log2 scale) of the integer rule
+    mx4, mx6, mx9          E = floor(log2 amax of the block); a pair whose own exponent is below E shifts by one:
+                           step = 2^(E - shift - bits + 2)
+    bfp16                  step = 2^(E - 6), doubled when a code would leave [-128, 127]
+
+All in float32. Ranges have the shape of the stored scale. The smallest scale is the float32 epsilon, which keeps an
+all-zero group finite. Steps of the block formats count in units of one code, so MXINT8 (value = code / 64) is
+the E8M0 rule with emax = 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from quark.core.array import Array, astype, namespace, view
+from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
+from quark.core.granularity import PerGroup, PerTensor
+from quark.core.rounding import round_integer, round_to
+
+if TYPE_CHECKING:
+    from quark.core.spec import TensorSpec
+
+EPS = 2.0**-23
+SQRT2_MANTISSA = 0x3504F3
+
+
+class ScaleType(Enum):
+    """Type that a scale is rounded to before it is used."""
+
+    float = "float"
+    """The dtype of the model (float32 for a per-tensor integer scale and for live activations)."""
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    pof2 = "power_of_2"
+    float8_e4m3 = "float8_e4m3"
+    float8_e5m3 = "float8_e5m3"
+    float8_e8m0fnu = "float8_e8m0fnu"
+
+
+class ScaleRule(Enum):
+    """How the exponent of an E8M0 scale is taken from the largest magnitude of a block."""
+
+    even = "even"
+    """Round amax to the element's mantissa first (ties up), then floor(log2)."""
+    floor = "floor"
+    """floor(log2 amax): the rule of OCP MX v1.0, section 6.3."""
+    ceil = "ceil"
+    """ceil(log2 amax): nothing saturates by more than the element's last binade."""
+
+
+SCALE_DTYPES = {
+    ScaleType.float16: "float16",
+    ScaleType.bfloat16: "bfloat16",
+    ScaleType.float8_e4m3: "fp8_e4m3",
+    ScaleType.float8_e5m3: "fp8_e5m3",
+}
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Scale and zero point, shaped `granularity.scale_shape(x.shape)`; float32 (zero points of asymmetric
+    32-bit integers: float64, which holds them).
+
+    Attributes:
+        scale: The step between codes (first level). Values of the scale's own type, held as float32.
+        zero_point: The code of 0.0, or None where the type has none.
+        second: Parameters of the second level: of the scales (`scale_spec`) or of the codes (`code_spec`).
+    """
+
+    scale: Array
+    zero_point: Array | None = None
+    second: QParams | None = None
+
+
+def qparams_from_range(low: Array, high: Array, spec: TensorSpec, model_dtype: str = "float32") -> QParams:
+    """Scale and zero point for values in [low, high].
+
+    Args:
+        low, high: Smallest and largest value of each part, shaped like the stored scale of `spec.split`; float32.
+        spec: The element type and the rules.
+        model_dtype: dtype of the tensor, for `ScaleType.float`.
+    """
+    xp = namespace(low)
+    amax = xp.maximum(abs(low), abs(high))
+    if spec.dtype.name in MICRO_EXPONENT:
+        return QParams(_micro_step(amax, spec))
+    if spec.dtype.name == "bfp16":
+        return QParams(_bfp_step(low, high, amax, spec))
+    if spec.scale_type is ScaleType.float8_e8m0fnu:
+        return QParams(_e8m0(amax, spec.dtype, spec.scale_rule))
+    if spec.dtype.is_float:
+        return _float_qparams(amax, spec, model_dtype)
+    return _integer_qparams(low, high, amax, spec, model_dtype)
+
+
+def _float_qparams(amax: Array, spec: TensorSpec, model_dtype: str) -> QParams:
+    xp = namespace(amax)
+    scale = amax / spec.dtype.max
+    if spec.scale_spec is not None:
+        return QParams(scale)
+    if spec.scale_type is ScaleType.pof2:
+        scale = nearest_power_of_two(xp.clip(scale, EPS, None))
+    if spec.scale_type in (ScaleType.float8_e5m3, ScaleType.float8_e4m3):
+        return QParams(round_scale(scale, spec, model_dtype))
+    scale = round_scale(xp.where(scale == 0, EPS, scale), spec, model_dtype)
+    return QParams(xp.where(scale == 0, EPS, scale))
+
+
+def _integer_qparams(low: Array, high: Array, amax: Array, spec: TensorSpec, model_dtype: str) -> QParams:
+    xp, dtype = namespace(low), spec.dtype
+    steps = dtype.max - dtype.min
+    if not spec.symmetric and not spec.float_zero_point:
+        low, high = xp.clip(low, None, 0.0), xp.clip(high, 0.0, None)
+    scale = amax / (steps / 2) if spec.symmetric else (high - low) / steps
+    if spec.float_zero_point:
+        scale = xp.where(scale <= EPS, 1.0, scale)
+    scale = xp.clip(scale, EPS, None)
+    if spec.scale_type is ScaleType.pof2:
+        scale = nearest_power_of_two(scale)
+    scale = round_scale(scale, spec, model_dtype)
+    # A small scale may round to 0 in an FP8 type; all codes of its part are 0 then, under any scale.
+    scale = xp.where(scale == 0, 1.0, scale)
+    if spec.symmetric:
+        # An unsigned type is centred: its codes are those of the signed type, shifted by half the range.
+        return QParams(scale, xp.zeros_like(scale) + (0.0 if dtype.signed else (steps + 1) / 2))
+    if spec.float_zero_point:
+        return QParams(scale, dtype.min - low / scale)
+    work = "float64" if dtype.bits > 16 else "float32"
+    zero = dtype.min - round_integer(astype(low, work) / astype(scale, work))
+    return QParams(scale, xp.clip(zero, dtype.min, dtype.max))
+
+
+def round_scale(scale: Array, spec: TensorSpec, model_dtype: str) -> Array:
+    """Round a float32 scale to the values of the spec's scale type."""
+    kind = spec.scale_type
+    if kind is ScaleType.float:
+        exact = spec.dynamic or (isinstance(spec.granularity, PerTensor) and not spec.dtype.is_float)
+        name = "" if exact or model_dtype not in ("float16", "bfloat16") else model_dtype
+    else:
+        name = SCALE_DTYPES.get(kind, "")
+    return round_to(scale, DTYPES[name]) if name else scale
+
+
+def nearest_power_of_two(scale: Array) -> Array:
+    """2^round(log2 scale) of positive normal numbers, exact: up from the mantissa of sqrt(2)."""
+    bits = view(scale, "int32")
+    up = astype((bits & 0x7FFFFF) > SQRT2_MANTISSA, "int32")
+    return view(((bits >> 23) + up) << 23, "float32")
+
+
+def exponent(x: Array) -> Array:
+    """floor(log2 |x|) as int32; -127 for zeros and subnormals."""
+    return ((view(x, "int32") >> 23) & 0xFF) - 127
+
+
+def exp2(e: Array) -> Array:
+    """2^e for int32 e in [-149, 127], exact, subnormals included."""
+    xp = namespace(e)
+    normal = (xp.clip(e, -126, None) + 127) << 23
+    subnormal = xp.ones_like(e) << xp.clip(e + 149, 0, 22)
+    return view(xp.where(e < -126, subnormal, normal), "float32")
+
+
+def _e8m0(amax: Array, dtype: Dtype, rule: ScaleRule) -> Array:
+    xp = namespace(amax)
+    bits = view(amax, "int32")
+    if rule is ScaleRule.even:
+        # An integer element has 8 bits to round amax to.
+        bits = bits + (1 << (22 - (dtype.mbits if dtype.is_float else 8)))
+    e = ((bits >> 23) & 0xFF) - 127
+    if rule is ScaleRule.ceil:
+        e = e + astype((bits & 0x7FFFFF) != 0, "int32")
+    # Capped at 127: the largest code times the scale stays finite.
+    shared = xp.clip(xp.clip(e, None, 127) - (dtype.emax if dtype.is_float else 0), -127, 127)
+    scale = exp2(shared if dtype.is_float else shared - dtype.emax)
+    return scale if rule is ScaleRule.even else xp.where(amax == 0, EPS, scale)
+
+
+def _micro_step(amax: Array, spec: TensorSpec) -> Array:
+    xp, granularity = namespace(amax), spec.granularity
+    assert isinstance(granularity, PerGroup)
+    pairs = PerGroup(granularity.axis, max(1, granularity.size // 2), pad=True)
+    own = exponent(amax)
+    grouped = pairs.blocks(own + 127)
+    block = xp.amax(grouped, axis=pairs.axes(own.ndim), keepdims=True) - 127
+    block = pairs.unblock(block + xp.zeros_like(grouped), tuple(own.shape))
+    shift = astype(own < block, "int32")
+    return exp2(block - shift - (spec.dtype.bits - 2))
+
+
+def _bfp_step(low: Array, high: Array, amax: Array, spec: TensorSpec) -> Array:
+    xp, dtype = namespace(amax), spec.dtype
+    step = exp2(exponent(amax) - 6)
+    over = (round_integer(high / step) > dtype.max) | (round_integer(low / step) < dtype.min)
+    return xp.where(over, step * 2, step)

@@ -1,0 +1,104 @@
+"""The named schemes: one row each, weight and input activation of a linear layer.
+
+`wo` is weight-only; the number is the group size along the input axis. A scheme of one's own is one `register` call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
+from quark.core.registry import Registry
+from quark.core.scales import ScaleType
+from quark.core.spec import LayerSpec, TensorSpec, spec
+
+SCHEMES: Registry[LayerSpec] = Registry("scheme")
+
+
+def _integer(dtype: str, group: int | None = None, symmetric: bool = True) -> TensorSpec:
+    """Integer weights per output channel, or per group of inputs; the scale has the model's dtype."""
+    split = PerChannel(0) if group is None else PerGroup(-1, group)
+    observer = "min_max"
+    return spec(dtype, split, symmetric=symmetric, scale_type=ScaleType.float, observer=observer)
+
+
+def _ocp(dtype: str) -> TensorSpec:
+    """OCP MX v1.0: blocks of 32 along the input axis under an E8M0 scale."""
+    e8m0 = ScaleType.float8_e8m0fnu
+    return spec(dtype, PerGroup(-1, 32, pad=True), scale_type=e8m0, observer="block")
+
+
+def _block(dtype: str, size: int) -> TensorSpec:
+    return spec(dtype, PerGroup(-1, size, pad=True), observer="block")
+
+
+def _amdfp4(group: int) -> TensorSpec:
+    return spec("fp4_e2m1", PerGroup(-1, group), scale_type=ScaleType.float8_e5m3, observer="block")
+
+
+def _two_level_fp4(group: int, scale_dtype: str) -> TensorSpec:
+    """FP4 groups whose scales are `scale_dtype` codes under one float32 scale of the tensor (NVFP4)."""
+    return spec("fp4_e2m1", PerGroup(-1, group), scale_spec=spec(scale_dtype), observer="block")
+
+
+def _live(tensor: TensorSpec) -> TensorSpec:
+    return replace(tensor, dynamic=True)
+
+
+_FP8 = spec("fp8_e4m3", scale_type=ScaleType.float)
+_INT8 = spec("int8", scale_type=ScaleType.float)
+_INT8_CHANNEL = _integer("int8")
+_PROGRESSIVE = replace(
+    spec("fp8_e4m3", PerTensor(), scale_type=ScaleType.float32),
+    code_spec=spec("int4", PerChannel(0), scale_type=ScaleType.float32),
+)
+
+
+def _row(name: str, weight: TensorSpec, activation: TensorSpec | None = None) -> None:
+    SCHEMES.register(name, LayerSpec(weight=weight, input=activation))
+
+
+for _group in (32, 64, 128):
+    _row(f"int4_wo_{_group}", _integer("int4", _group))
+_row("int4_wo_per_channel", _integer("int4"))
+_row("int4_wa_64", _integer("int4", 64), _live(_integer("int4", 64)))
+for _group in (32, 64, 128):
+    _row(f"uint4_wo_{_group}", _integer("uint4", _group, symmetric=False))
+_row("uint4_wo_per_channel", _integer("uint4", symmetric=False))
+_row("int8", _INT8, _INT8)
+_row("fp8", _FP8, _FP8)
+_row(
+    "ptpc_fp8",
+    spec("fp8_e4m3", PerChannel(0), scale_type=ScaleType.float),
+    spec("fp8_e4m3", PerToken(), scale_type=ScaleType.float, dynamic=True),
+)
+_row("mxfp4", _ocp("fp4_e2m1"), _live(_ocp("fp4_e2m1")))
+_row("mxfp4_weight_only", _ocp("fp4_e2m1"))
+_row("mxfp6_e3m2", _ocp("fp6_e3m2"), _live(_ocp("fp6_e3m2")))
+_row("mxfp6_e2m3", _ocp("fp6_e2m3"), _live(_ocp("fp6_e2m3")))
+_row("mxfp4_mxfp6_e2m3", _ocp("fp4_e2m1"), _live(_ocp("fp6_e2m3")))
+_row("mxfp4_fp8", _ocp("fp4_e2m1"), _FP8)
+_row("amdfp4", _amdfp4(16), _live(_amdfp4(16)))
+_row("amdfp4_g32", _amdfp4(32), _live(_amdfp4(32)))
+_row("int4_fp8", _PROGRESSIVE, spec("fp8_e4m3", scale_type=ScaleType.float32, dynamic=True))
+for _name, _size in (("mx6", 16), ("mx9", 16), ("bfp16", 8)):
+    _row(_name, _block(_name, _size), _live(_block(_name, _size)))
+for _name, _group, _scales in (
+    ("nvfp4", 16, "fp8_e4m3"),
+    ("fp4_block16_scale_e4m3", 16, "fp8_e4m3"),
+    ("amdfp4_global16", 16, "fp8_e5m3"),
+    ("amdfp4_global32", 32, "fp8_e5m3"),
+):
+    _row(_name, _two_level_fp4(_group, _scales), _live(_two_level_fp4(_group, _scales)))
+
+# Beyond the documented list: the remaining element types, and the usual names of the field.
+_row("int8_wo", _INT8_CHANNEL)
+_row("int8_dynamic", _INT8_CHANNEL, spec("int8", PerToken(), dynamic=True))
+_row("int3_wo_128", _integer("int3", 128))
+_row("int2_wo_64", _integer("int2", 64))
+_row("mx4", _block("mx4", 16), _live(_block("mx4", 16)))
+_row("mxint8", _ocp("mxint8"), _live(_ocp("mxint8")))
+_row("mxfp8_e4m3", _ocp("fp8_e4m3"), _live(_ocp("fp8_e4m3")))
+_row("mxfp8_e5m2", _ocp("fp8_e5m2"), _live(_ocp("fp8_e5m2")))
+for _name in ("float16", "bfloat16"):
+    _row(_name, spec(_name, observer="placeholder"))

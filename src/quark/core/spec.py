@@ -1,0 +1,115 @@
+"""TensorSpec and LayerSpec: what one tensor, and one layer, becomes. Frozen, checked once when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
+from quark.core.granularity import Granularity, PerGroup, PerTensor
+from quark.core.rounding import RoundType
+from quark.core.scales import ScaleRule, ScaleType
+from quark.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How one tensor is quantized.
+
+    Attributes:
+        dtype: Element type.
+        granularity: Which values share a scale.
+        symmetric: Zero point fixed (0, or the middle of an unsigned type); integers only.
+        dynamic: Scales come from each live tensor instead of from calibration.
+        scale_type: Type that the scale is rounded to.
+        scale_rule: How an E8M0 scale is derived from the largest magnitude.
+        rounding: Rounding of the codes.
+        float_zero_point: Keep the zero point unrounded (asymmetric integers); the range is not widened to 0.
+        observer: Name of the statistic that finds the range of a static tensor.
+        scale_spec: Quantizes the scales themselves (NVFP4: FP8 scales under one float32 scale).
+        code_spec: Quantizes the codes once more (int4 of FP8 codes).
+    """
+
+    dtype: Dtype
+    granularity: Granularity = PerTensor()
+    symmetric: bool = True
+    dynamic: bool = False
+    scale_type: ScaleType = ScaleType.float32
+    scale_rule: ScaleRule = ScaleRule.even
+    rounding: RoundType = RoundType.half_even
+    float_zero_point: bool = False
+    observer: str = "min_max"
+    scale_spec: TensorSpec | None = None
+    code_spec: TensorSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale_spec and self.code_spec:
+            raise ConfigError("A TensorSpec takes scale_spec or code_spec, not both.")
+        if self.dtype.is_block and not isinstance(self.granularity, PerGroup):
+            raise ConfigError(
+                f"{self.dtype} shares an exponent in blocks of {self.dtype.block} along one axis: "
+                f"its granularity must be PerGroup(axis, size), got {self.granularity}."
+            )
+        if self.dtype.name in MICRO_EXPONENT and getattr(self.granularity, "size", 0) % 2:
+            raise ConfigError(f"{self.dtype} shifts pairs: its block size must be even, got {self.granularity}.")
+        if self.float_zero_point and (self.symmetric or self.dtype.is_float):
+            raise ConfigError("A float zero point needs an asymmetric integer type.")
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the type is a plain 16-bit float, which has no scale."""
+        return self.dtype.name in ("float16", "bfloat16")
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether a zero point belongs to the scale (every plain integer type, symmetric or not)."""
+        return not self.dtype.is_float and not self.dtype.is_block
+
+    @property
+    def split(self) -> Granularity:
+        """The granularity of the stored step: pairs for the micro-exponent formats, else `granularity`."""
+        if self.dtype.name in MICRO_EXPONENT and isinstance(self.granularity, PerGroup):
+            return PerGroup(self.granularity.axis, 2, pad=True)
+        return self.granularity
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether data must be seen before the tensor can be quantized."""
+        if self.is_cast or (self.dtype.is_block and self.dynamic):
+            return False
+        return not self.dynamic or (self.scale_spec is not None and not self.scale_spec.dynamic)
+
+    def __str__(self) -> str:
+        parts = [str(self.dtype), str(self.granularity)]
+        if self.has_zero_point and not self.symmetric:
+            parts.append("asymmetric")
+        if self.scale_type is not ScaleType.float32:
+            parts.append(f"scale {self.scale_type.name}")
+        if self.dynamic:
+            parts.append("dynamic")
+        second = self.scale_spec or self.code_spec
+        text = " ".join(parts)
+        return f"{text} -> {second}{' on scales' if self.scale_spec else ''}" if second else text
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What happens to the tensors of one layer; None leaves a tensor in float."""
+
+    weight: TensorSpec | None = None
+    bias: TensorSpec | None = None
+    input: TensorSpec | None = None
+    output: TensorSpec | None = None
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether activations must be calibrated."""
+        return any(spec is not None and spec.needs_calibration for spec in (self.input, self.output))
+
+    def __str__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{name}: {spec}" for name, spec in shown.items() if spec) or "float"
+
+
+def spec(dtype: str, granularity: Granularity | None = None, **options: object) -> TensorSpec:
+    """Short form: `spec("int8", PerChannel(0), symmetric=False)`."""
+    return TensorSpec(DTYPES[dtype], granularity or PerTensor(), **options)  # type: ignore[arg-type]
