@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -30,6 +31,18 @@ def _make_logger() -> logging.Logger:
 
 
 logger = _make_logger()
+
+
+@contextmanager
+def severity(level: int | None) -> Iterator[None]:
+    """Within: log only from this level on (0 debug, 1 info, 2 warning, 3 error, 4 critical; None: no change)."""
+    before = logger.level
+    if level is not None:
+        logger.setLevel(10 * (level + 1))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:

@@ -43,7 +43,7 @@ def encode(values: Array, dtype: Dtype) -> Array:
         subnormal = astype(small * 2.0 ** (dtype.mbits - dtype.emin), "int32")
         code = xp.where(power_of_two_below(magnitude) < 2.0**dtype.emin, subnormal, code)
     if dtype.signed:
-        code = code | ((view(values, "int32") < 0) << (dtype.bits - 1))
+        code = code | (astype(view(values, "int32") < 0, "int32") << (dtype.bits - 1))
     return astype(code, "uint8" if dtype.bits <= 8 else "int32")
 
 
@@ -92,8 +92,8 @@ def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Arr
         )
     if 0 in codes.shape:
         return codes[..., : n * bits // 8]
-    codes = _contiguous(pad_axis(codes, codes.ndim - 1, -n % 8))
-    words = view(codes, "int64").reshape(-1)
+    codes = pad_axis(codes, codes.ndim - 1, -n % 8)
+    words = view(_flat(codes), "int64")
     packed = namespace(codes).empty_like(words)
     mask = (1 << bits) - 1
     for rows in row_chunks(words.shape[0], 8):
@@ -113,8 +113,7 @@ def unpack_bits(packed: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> 
         return pad_axis(packed, packed.ndim - 1, n - packed.shape[-1])
     packed = pad_axis(packed, packed.ndim - 1, -packed.shape[-1] % bits)
     words = packed.reshape(*packed.shape[:-1], -1, bits)
-    words = _contiguous(pad_axis(words, words.ndim - 1, 8 - bits))
-    flat = view(words, "int64").reshape(-1)
+    flat = view(_flat(pad_axis(words, words.ndim - 1, 8 - bits)), "int64")
     codes = namespace(flat).empty_like(flat)
     mask = (1 << bits) - 1
     for rows in row_chunks(flat.shape[0], 8):
@@ -130,17 +129,19 @@ def pack_int4(codes: Array, order: Sequence[int] = AWQ_ORDER) -> Array:
     """Pack 4-bit codes (uint8, shape (..., n), n divisible by 8) into int32 words, shape (..., n / 8)."""
     if codes.shape[-1] % 8:
         raise ShapeError(f"Cannot pack an axis of {codes.shape[-1]} 4-bit codes into int32: a multiple of 8 is needed.")
-    return view(_contiguous(pack_bits(codes, 4, order)), "int32")
+    packed = pack_bits(codes, 4, order)
+    return view(_flat(packed), "int32").reshape(*codes.shape[:-1], codes.shape[-1] // 8)
 
 
 def unpack_int4(words: Array, order: Sequence[int] = AWQ_ORDER) -> Array:
     """Inverse of `pack_int4`: int32 (..., m) to uint8 codes (..., 8 m)."""
-    return unpack_bits(view(_contiguous(words), "uint8"), 4, order)
+    return unpack_bits(view(_flat(words), "uint8").reshape(*words.shape[:-1], -1), 4, order)
 
 
 def _gcd(bits: int) -> int:
     return int(np.gcd(bits, 8))
 
 
-def _contiguous(x: Array) -> Array:
-    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
+def _flat(x: Array) -> Array:
+    """All elements in order, along one axis: what may be viewed as words whatever the strides of x."""
+    return (x.contiguous() if is_torch(x) else np.ascontiguousarray(x)).reshape(-1)

@@ -37,7 +37,8 @@ def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
         return xp.floor(x)
     # Not trunc(x + 0.5): that sum rounds 0.49999997 up to 1.
     whole = xp.trunc(x)
-    return whole + xp.sign(x) * astype(abs(x - whole) >= 0.5, str(x.dtype).removeprefix("torch."))
+    up = astype(abs(x - whole) >= 0.5, str(x.dtype).removeprefix("torch."))
+    return whole + xp.copysign(up, x)
 
 
 def power_of_two_below(x: Array) -> Array:

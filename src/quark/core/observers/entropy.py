@@ -42,8 +42,8 @@ def uniform(bins: Bins, amax: float) -> Floats:
 
 def _divergence(counts: Floats, end: int, levels: int) -> float:
     p = counts[:end].copy()
-    occupied = p > 0
     p[-1] += counts[end:].sum()
+    occupied = p > 0
     group = np.minimum(np.arange(end) * levels // end, levels - 1)
     sums = np.bincount(group, weights=counts[:end], minlength=levels)
     used = np.bincount(group, weights=occupied, minlength=levels)

@@ -19,6 +19,7 @@ from quark.core.observers.bit_histogram import BitHistogram
 from quark.core.observers.histogram_based import squared_error
 from quark.core.scales import ScaleType, exp2, exponent, qparams_from_range
 from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
 
 CANDIDATES = range(-4, 3)
 
@@ -50,6 +51,8 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(spec)
+        if spec.dtype.is_block:
+            raise ConfigError(f"The steps of {spec.dtype} are powers of two already; its observer is 'block'.")
         self.histogram: BitHistogram | None = None
 
     def update(self, x: Array) -> None:
@@ -58,8 +61,9 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         super().update(x)
         parts = self._parts(x)
         if self.histogram is None:
-            # One row of 65,536 counters for a tensor; 4,096 for each channel, which is enough to rank exponents.
-            self.histogram = BitHistogram(parts.shape[0], 16 if parts.shape[0] == 1 else 12)
+            # 65,536 counters for each of up to 64 channels; fewer, at least 4,096, for each of more.
+            bits = min(16, max(12, 22 - (parts.shape[0] - 1).bit_length()))
+            self.histogram = BitHistogram(parts.shape[0], bits)
         self.histogram.update(parts)
 
     def merge(self, other: Observer) -> None:

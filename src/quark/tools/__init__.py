@@ -1,0 +1,20 @@
+"""The commands, one file each. A new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quark.tools.evaluate import evaluate
+from quark.tools.plan import plan
+from quark.tools.quantize import quantize
+from quark.tools.schemes import schemes
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "quantize": quantize,
+    "evaluate": evaluate,
+    "plan": plan,
+    "schemes": schemes,
+}
+
+__all__ = ["COMMANDS"]

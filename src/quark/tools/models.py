@@ -1,0 +1,82 @@
+"""Loading for the commands: transformers is imported here, when a command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.errors import FormatError, MissingDependencyError
+
+
+def _transformers() -> Any:
+    try:
+        import transformers  # costs seconds: imported when a command needs it
+    except ImportError:
+        raise MissingDependencyError("This command needs transformers: pip install 'openquark[torch]'.") from None
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """The config.json of a model folder. Raises FormatError when it is not one."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FormatError(f"{folder} is no model folder: it has no config.json.")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise FormatError(f"{path} is not JSON: {error}.") from None
+    return dict(config)
+
+
+def load_model(folder: Path, device: str = "cpu", dtype: str = "auto") -> Any:
+    """The causal language model of a folder, in evaluation mode. Raises FormatError naming the folder."""
+    check_folder(folder)
+    transformers = _transformers()
+    with _as_format_error(folder):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+        )
+    return model.eval().to(device)
+
+
+def load_meta_model(folder: Path) -> Any:
+    """The model of a folder without weights: parameters on the meta device."""
+    check_folder(folder)
+    transformers = _transformers()
+    with _as_format_error(folder):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder. Raises FormatError when there is none."""
+    transformers = _transformers()
+    with _as_format_error(folder):
+        return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the weight files of a model folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@contextlib.contextmanager
+def _as_format_error(folder: Path) -> Iterator[None]:
+    """transformers, safetensors and tokenizers raise many kinds of error for a bad folder; here it is one."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, FormatError):
+            raise
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FormatError(f"{folder} cannot be loaded: {first}") from error

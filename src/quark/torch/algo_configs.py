@@ -1,0 +1,292 @@
+"""The documented algorithm configs (`algo_config=[...]`): parameters only.
+
+`scaling_layers`, `inside_layer_modules` and `model_decoder_layers` may stay empty: the structure is then found in
+the model. Argument order and defaults are the documented system's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quark.core.registry import Registry
+from quark.errors import ConfigError, FormatError
+from quark.torch.checked import checked, known_keys
+
+Layers = list[dict[str, Any]]
+Modules = list[str]
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """Base of all algorithm configs."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as JSON holds them."""
+        return dataclasses.asdict(self)
+
+
+class PreQuantOptConfig(AlgoConfig):
+    """Base of what runs before quantization; kept for code that names it."""
+
+
+@checked
+@dataclass(frozen=True)
+class SmoothQuantConfig(PreQuantOptConfig):
+    """SmoothQuant (Xiao et al. 2022): s = act_max^alpha / weight_max^(1 - alpha), folded into what precedes."""
+
+    name: str = "smooth"
+    alpha: float = 1
+    scale_clamp_min: float = 1e-3
+    scaling_layers: Layers = field(default_factory=list)
+    model_decoder_layers: str = ""
+
+
+@checked
+@dataclass(frozen=True)
+class AWQConfig(AlgoConfig):
+    """AWQ (Lin et al. 2023): searches the channel scales that protect salient weights."""
+
+    name: str = "awq"
+    scaling_layers: Layers = field(default_factory=list)
+    model_decoder_layers: str = ""
+
+
+@checked
+@dataclass(frozen=True)
+class AutoSmoothQuantConfig(AlgoConfig):
+    """SmoothQuant with alpha searched for each group of layers by `compute_scale_loss`."""
+
+    name: str = "autosmoothquant"
+    scaling_layers: Layers | None = None
+    model_decoder_layers: str | None = None
+    compute_scale_loss: str | None = "MSE"
+
+
+class _ColumnOrder:
+    """What the GPTQ family has in common."""
+
+    desc_act: bool
+    static_groups: bool
+
+    def _check(self) -> None:
+        if self.desc_act and not self.static_groups:
+            raise ConfigError(
+                f"{type(self).__name__}: desc_act=True needs static_groups=True: reordered columns would mix "
+                "groups. Set static_groups=True or desc_act=False."
+            )
+
+
+@checked
+@dataclass(frozen=True)
+class GPTQConfig(_ColumnOrder, AlgoConfig):
+    """GPTQ (Frantar et al. 2022): column by column, the error spread over the columns that follow."""
+
+    name: str = "gptq"
+    block_size: int = 128
+    damp_percent: float = 0.01
+    desc_act: bool = True
+    static_groups: bool = True
+    inside_layer_modules: Modules = field(default_factory=list)
+    model_decoder_layers: str = ""
+
+
+@checked
+@dataclass(frozen=True)
+class GPTAQConfig(_ColumnOrder, AlgoConfig):
+    """GPTAQ (Li et al. 2025): GPTQ against the float model's activations, weighted by alpha."""
+
+    name: str = "gptaq"
+    block_size: int = 128
+    damp_percent: float = 0.01
+    alpha: float = 0.25
+    desc_act: bool = True
+    static_groups: bool = True
+    inside_layer_modules: Modules = field(default_factory=list)
+    model_decoder_layers: str = ""
+
+
+@checked
+@dataclass(frozen=True)
+class QronosConfig(_ColumnOrder, AlgoConfig):
+    """Qronos (Zhang et al. 2025): corrects past quantization error, then rounds."""
+
+    inside_layer_modules: Modules = field(default_factory=list)
+    model_decoder_layers: str = ""
+    name: str = "qronos"
+    block_size: int = 128
+    desc_act: bool = True
+    static_groups: bool = True
+    alpha: float = 1e-3
+    beta: float = 1e4
+
+
+@checked
+@dataclass(frozen=True)
+class OnlineRotationConfig:
+    """Rotations that run with the model instead of being folded into weights."""
+
+    shared_parallel: bool
+    online_rotation_layers: list[str] | None = None
+    use_input_prescale: bool = False
+
+
+@checked
+@dataclass(frozen=True)
+class RotationConfig(PreQuantOptConfig):
+    """Hadamard rotations (QuaRot, SpinQuant): r1 residual, r2 heads of v/o, r3 queries and keys, r4 down."""
+
+    scaling_layers: dict[str, Layers] = field(default_factory=dict)
+    name: str = "rotation"
+    r1: bool = True
+    r2: bool = False
+    r3: bool = False
+    r4: bool = False
+    rotation_size: int | None = None
+    random_r1: bool = False
+    random_r2: bool = False
+    backbone: str = "model"
+    model_decoder_layers: str = "model.layers"
+    v_proj: str = "self_attn.v_proj"
+    o_proj: str = "self_attn.o_proj"
+    self_attn: str = "self_attn"
+    mlp: str = "mlp"
+    online_r1_rotation: bool | None = None
+    online_config: OnlineRotationConfig | None = None
+    trainable: bool = False
+    train_smooth: bool | None = None
+    smooth_positions: list[str] | None = None
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        if isinstance(values.get("online_config"), dict):
+            values["online_config"] = OnlineRotationConfig(**values["online_config"])
+
+
+@checked
+@dataclass(frozen=True)
+class QuaRotConfig(RotationConfig):
+    """RotationConfig under its older name, with all four rotations on."""
+
+    name: str = "quarot"
+    r2: bool = True
+    r3: bool = True
+    r4: bool = True
+
+
+@checked
+@dataclass(frozen=True)
+class AutoRoundConfig(AlgoConfig):
+    """AutoRound (Cheng et al. 2023): rounding and clipping learned by signed gradient descent."""
+
+    name: str = "autoround"
+    iters: int = 200
+    lr: float = 1 / 200
+    enable_minmax_tuning: bool = True
+    minmax_lr: float = 1 / 200
+    batch_size: int = 8
+    inside_layer_modules: Modules = field(default_factory=list)
+    model_decoder_layers: str = ""
+
+
+@checked
+@dataclass(frozen=True)
+class SVDQuantConfig(AlgoConfig):
+    """SVDQuant (Li et al. 2024): a low-rank branch in high precision carries the outliers."""
+
+    name: str = "svdquant"
+    svd_rank: int = 32
+    smooth_alpha: float = 0.5
+    search_alpha: bool = True
+    alpha_candidates: list[float] | None = None
+    alpha_search_max_samples: int = 8
+    exclude_patterns: list[str] = field(
+        default_factory=lambda: ["time_embedding", "add_time_proj", "conv_in", "conv_out", "time_proj"]
+    )
+    min_layer_size: int = 256
+    use_gptq: bool = False
+    gptq_n_bits: int = 4
+    gptq_symmetric: bool = True
+    gptq_group_size: int = -1
+    gptq_blocksize: int = 128
+    gptq_percdamp: float = 0.01
+    gptq_actorder: bool = False
+
+
+@dataclass(frozen=True)
+class UnknownAlgoConfig(AlgoConfig):
+    """An algorithm of a checkpoint for which this version has no class; kept as it came."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict that it was read from."""
+        return dict(self.settings)
+
+
+ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
+for _name, _class in {
+    "smooth": SmoothQuantConfig,
+    "smoothquant": SmoothQuantConfig,
+    "awq": AWQConfig,
+    "autosmoothquant": AutoSmoothQuantConfig,
+    "gptq": GPTQConfig,
+    "gptaq": GPTAQConfig,
+    "qronos": QronosConfig,
+    "rotation": RotationConfig,
+    "quarot": QuaRotConfig,
+    "autoround": AutoRoundConfig,
+    "svdquant": SVDQuantConfig,
+}.items():
+    ALGO_CONFIGS.register(_name, _class)
+
+
+def algo_config_from_dict(data: Mapping[str, Any]) -> AlgoConfig:
+    """The config of an algorithm from its dict; the class follows from "name".
+
+    Raises ConfigError for an unknown name or field.
+    """
+    if "name" not in data:
+        raise ConfigError(f"An algorithm needs a 'name', one of: {', '.join(ALGO_CONFIGS)}. Got {dict(data)!r}.")
+    cls = ALGO_CONFIGS[data["name"]]
+    return cls(**known_keys(data, cls))
+
+
+def recorded_algo_config(data: Mapping[str, Any]) -> AlgoConfig:
+    """The same for the record in a checkpoint, which another version may have written: never an error.
+
+    The algorithm has run already, so nothing depends on it when the checkpoint is loaded.
+    """
+    try:
+        return algo_config_from_dict(data)
+    except ConfigError:
+        return UnknownAlgoConfig(str(data.get("name", "")), dict(data))
+
+
+def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
+    """Read one algorithm config from a JSON file such as `{"name": "awq", "scaling_layers": [...]}`.
+
+    Raises:
+        FormatError: the file is not a JSON object.
+        ConfigError: unknown algorithm or field.
+    """
+    try:
+        data = json.loads(Path(file_path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{file_path} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise FormatError(f"{file_path} holds a {type(data).__name__}, not one JSON object with a 'name'.")
+    return algo_config_from_dict(data)
+
+
+def load_pre_optimization_config_from_file(file_path: str | Path) -> PreQuantOptConfig:
+    """The same for what runs before quantization: smooth, rotation, quarot."""
+    config = load_quant_algo_config_from_file(file_path)
+    if not isinstance(config, PreQuantOptConfig):
+        raise ConfigError(f"{file_path} describes {type(config).__name__}, which is no pre-quantization optimization.")
+    return config

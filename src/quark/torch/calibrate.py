@@ -1,0 +1,181 @@
+"""Runs the calibration: scales of the weights from the weights, ranges of the activations from data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.observers import OBSERVERS
+from quark.core.quantize import compute_qparams, quantize_scales, range_of, second_level
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError, NonFiniteError, QuarkError
+from quark.log import progress
+from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.layers import QuantLayer
+
+FROM_OWN_RANGE = frozenset({"min_max", "block"})
+"""Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
+
+
+def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
+    """Find the scales of all weights and biases.
+
+    Raises:
+        NonFiniteError: A weight or bias holds NaN or Inf; names it.
+    """
+    for name, layer in progress(layers.items(), "weights", total=len(layers)):
+        for role in ("weight", "bias"):
+            quantizer = layer.quantizer(role)
+            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic:
+                continue
+            tensor = getattr(layer, role).detach()
+            if tensor.is_meta:
+                raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
+            if quantizer.spec.is_cast:
+                continue
+            with _naming(f"{name}.{role}"):
+                quantizer.store(tensor_qparams(tensor, quantizer.spec))
+
+
+def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+    """Scale and zero point of one known tensor, by the observer of its spec.
+
+    Raises:
+        NonFiniteError: x holds NaN or Inf.
+    """
+    if spec.observer not in FROM_OWN_RANGE:
+        observer = OBSERVERS[spec.observer](spec)
+        observer.update(x)
+        return observer.qparams()
+    low, high = range_of(x, spec)
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+    params = qparams_from_range(low, high, spec, str(x.dtype).removeprefix("torch."))
+    return second_level(params, x, spec)
+
+
+def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str]]) -> None:
+    """Give siblings whose leaf names are in one group the largest second-level weight scale among them.
+
+    A runtime that fuses q, k and v (or gate and up) into one matrix has one such scale for it (NVFP4).
+    """
+    families: dict[tuple[str, int], list[tuple[QuantLayer, FakeQuantize]]] = {}
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        quantizer = layer.quantizer("weight")
+        if not isinstance(quantizer, FakeQuantize) or quantizer.spec.scale_spec is None or quantizer.scale_2 is None:
+            continue
+        for index, group in enumerate(groups):
+            if leaf in group:
+                families.setdefault((parent, index), []).append((layer, quantizer))
+    for members in families.values():
+        largest = torch.stack([quantizer.scale_2 for _, quantizer in members if quantizer.scale_2 is not None]).amax(0)
+        for layer, quantizer in members:
+            assert quantizer.spec.scale_spec is not None
+            weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator, assignment]
+            first = compute_qparams(weight, replace(quantizer.spec, scale_spec=None))
+            quantizer.store(quantize_scales(first, QParams(largest.clone()), quantizer.spec.scale_spec))
+
+
+def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None) -> None:
+    """Run the data through the float model and fix the static scales of inputs and outputs.
+
+    Raises:
+        CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
+        NonFiniteError: An activation held NaN or Inf; names the layer.
+    """
+    quantizers = {
+        f"{name}.{role}": quantizer
+        for name, layer in layers.items()
+        for role in ("input", "output")
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and quantizer.spec.needs_calibration
+    }
+    if not quantizers:
+        return
+    if data is None:
+        raise CalibrationError(
+            f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
+            "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
+        )
+    with _observing(layers, quantizers):
+        batches = run_batches(model, data)
+    if batches == 0:
+        raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    for name, quantizer in quantizers.items():
+        with _naming(name):
+            quantizer.finish_observing()
+
+
+@contextmanager
+def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+    """Within: the quantizers given observe, all others are off, so that the float model runs."""
+    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    modes = [(quantizer, quantizer.mode) for quantizer in everything]
+    for quantizer in everything:
+        quantizer.mode = Mode.off
+    for quantizer in quantizers.values():
+        quantizer.start_observing()
+    try:
+        yield
+    finally:
+        for quantizer, mode in modes:
+            quantizer.mode = mode
+
+
+def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
+    """Forward every batch without gradients, in evaluation mode; return how many there were."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    count = 0
+    try:
+        with torch.no_grad():
+            for batch in progress(data, "calibration", total=len(data) if hasattr(data, "__len__") else None):
+                _calibration_step(model, batch, device)
+                count += 1
+    finally:
+        for module, training in modes:
+            module.training = training
+    return count
+
+
+def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
+    try:
+        forward_batch(model, batch, device)
+    except TypeError as error:
+        raise CalibrationError(f"The model does not take a calibration batch ({type(batch).__name__}): {error}") from error
+
+
+def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
+    """Call the model on a tensor, a mapping (dict, BatchEncoding) or a tuple or list of arguments."""
+    if isinstance(batch, torch.Tensor):
+        return model(batch.to(device))
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return model(**{key: _to(batch[key], device) for key in batch.keys()})  # noqa: SIM118 (BatchEncoding)
+    if isinstance(batch, (tuple, list)) and batch:
+        if len(batch) == 1 and isinstance(batch[0], Mapping):
+            return forward_batch(model, batch[0], device)
+        return model(*(_to(item, device) for item in batch))
+    raise CalibrationError(
+        f"A calibration batch is a {type(batch).__name__}; possible: a torch.Tensor, a dict or BatchEncoding of "
+        "keyword arguments, or a tuple or list of positional arguments."
+    )
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Prefix the message of a quark error with the tensor it is about."""
+    try:
+        yield
+    except QuarkError as error:
+        raise type(error)(f"{name}: {error}") from None

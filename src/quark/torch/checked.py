@@ -1,0 +1,131 @@
+"""checked: dataclasses whose every problem is a ConfigError that names the class, the field and what came.
+
+The types are checked by pydantic in strict mode. It is imported, and a class's validator built, when the
+first object is made: `import quark.torch` does not pay for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
+
+from quark.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def checked(cls: type[T]) -> type[T]:
+    """Give a frozen dataclass an `__init__` that validates, and assignments that say what to do instead.
+
+    Two optional methods of the class take part: `_accept(values)`, a classmethod that turns other accepted forms
+    into the documented ones before the types are checked, and `_check()`, which finds inconsistent fields.
+
+    Args:
+        cls: A class made by `@dataclass(frozen=True)`.
+    """
+    made: Any = cls
+    signature = inspect.signature(made.__init__)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes the class's own
+        values = _bind(type(self), made, args, kwargs)
+        for name, kind in _enums(made).items():
+            if isinstance(values.get(name), str):
+                values[name] = member(kind, values[name], f"{type(self).__name__}.{name}")
+        accept = getattr(cls, "_accept", None)
+        if accept is not None:
+            accept(values)
+        _validate(self, made, values)
+        if hasattr(self, "_check"):
+            self._check()
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    made.__init__ = __init__
+    made.__setattr__ = _refuse_assignment
+    made.__pydantic_config__ = {"strict": True, "arbitrary_types_allowed": True}
+    return cls
+
+
+E_ = TypeVar("E_", bound=Enum)
+
+
+def member(kind: type[E_], text: str, where: str) -> E_:
+    """The member of an enum by its name or value; ConfigError with the nearest names otherwise."""
+    for entry in kind:
+        if text in (entry.name, entry.value):
+            return entry
+    raise ConfigError(f"{where}: unknown {kind.__name__} {text!r}. {did_you_mean(text, [e.name for e in kind])}")
+
+
+def known_keys(data: Mapping[str, Any], cls: type, ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """`data` without the ignored keys; ConfigError for a key that is no field of `cls`."""
+    names = _names(cls)
+    for key in data:
+        if key not in names and key not in ignored:
+            raise ConfigError(f"{cls.__name__} has no field {key!r}. {did_you_mean(str(key), names)}")
+    return {key: value for key, value in data.items() if key in names}
+
+
+@cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@cache
+def _enums(cls: Any) -> dict[str, type[Enum]]:
+    """The fields whose annotation holds an Enum."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        for kind in (hint, *get_args(hint)):
+            if isinstance(kind, type) and issubclass(kind, Enum):
+                found[name] = kind
+    return found
+
+
+@cache
+def _validator(cls: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls).validator
+
+
+def _bind(shown: type, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by field name."""
+    names = _names(cls)
+    if len(args) > len(names):
+        raise ConfigError(f"{shown.__name__} takes at most {len(names)} values, got {len(args)}.")
+    values = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in names:
+            raise ConfigError(f"{shown.__name__} has no field {name!r}. {did_you_mean(name, names)}")
+        if name in values:
+            raise ConfigError(f"{shown.__name__}.{name} is given twice: by position and by name.")
+        values[name] = value
+    return values
+
+
+def _validate(self: Any, cls: type, values: dict[str, Any]) -> None:
+    from pydantic_core import ArgsKwargs, ValidationError
+
+    try:
+        _validator(cls).validate_python(ArgsKwargs((), values), self_instance=self)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = str(first["loc"][0])
+        name = f"{type(self).__name__}.{field}"
+        if field not in values:
+            raise ConfigError(f"{name} is required.") from None
+        came = values[field]
+        expected = next(f.type for f in dataclasses.fields(cls) if f.name == field)
+        raise ConfigError(f"{name}: expected {expected}, got {came!r} ({type(came).__name__}).") from None
+
+
+def _refuse_assignment(self: Any, name: str, value: Any) -> NoReturn:
+    names = _names(cast(Any, type(self)))
+    hint = f"Make a new one: dataclasses.replace(config, {name}=...)."
+    if name not in names:
+        hint = did_you_mean(name, names)
+    raise ConfigError(f"{type(self).__name__}.{name} cannot be assigned: configs are never changed once made. {hint}")

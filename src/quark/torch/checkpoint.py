@@ -1,0 +1,154 @@
+"""The tensors of a quantized model under their names in a checkpoint, and folders of safetensors shards.
+
+Names: `<layer>.weight`, then `.weight_scale`, `.weight_zero_point`, `.weight_scale_2`, ..., and the same of input,
+output and bias. Shards are planned from shapes alone, and each is filled, written and released before the next, so
+memory holds one shard beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from quark.core.spec import LayerSpec
+from quark.errors import FormatError
+from quark.log import progress
+from quark.torch.fake_quant import FakeQuantize
+from quark.torch.formats.layout import Tensors
+from quark.torch.formats.quark import QuarkLayout
+from quark.torch.layers import ROLES, QuantLayer
+from quark.torch.loading import empty_params
+from quark.torch.plan import Plan
+from quark.torch.quantizer import quantized_layers
+
+INDEX = "model.safetensors.index.json"
+Entry = tuple[str, Callable[[], Tensors], Tensors]
+"""Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
+
+
+def entries(model: nn.Module, pack_method: str, real: bool) -> Iterator[Entry]:
+    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once."""
+    layers = quantized_layers(model)
+    quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
+    seen: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.startswith(quantizer_names):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        layer = layers.get(parent)
+        quantizer = layer.quantizer(leaf) if layer is not None and leaf in ("weight", "bias") else None
+        if isinstance(quantizer, FakeQuantize):
+            yield _quantized_entry(name, tensor.detach(), quantizer, pack_method, real)
+            continue
+        key = (tensor.data_ptr(), tensor.shape)
+        if not tensor.is_meta and tensor.numel() and key in seen:
+            continue
+        seen[key] = name
+        yield name, lambda t=tensor.detach(): {"": t}, {"": tensor.detach().to("meta")}  # type: ignore[misc]
+    for name, layer in layers.items():
+        yield from _activation_entries(name, layer)
+
+
+def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, pack_method: str, real: bool) -> Entry:
+    layout = QuarkLayout(quantizer.spec, x.dtype, pack_method, real)
+
+    def make() -> Tensors:
+        return layout.store(x, quantizer.params)
+
+    return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
+
+
+def _activation_entries(name: str, layer: QuantLayer) -> Iterator[Entry]:
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    for role in ("input", "output"):
+        quantizer = layer.quantizer(role)
+        if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
+            continue
+        layout = QuarkLayout(quantizer.spec, weight.dtype)
+        if quantizer.spec.dynamic:
+            assert quantizer.scale_2 is not None
+            tensors = {"scale_2": quantizer.scale_2.float()}
+        else:
+            assert quantizer.params is not None
+            tensors = layout.store_params(quantizer.params)
+        yield f"{name}.{role}", lambda t=tensors: t, {k: t.to("meta") for k, t in tensors.items()}  # type: ignore[misc]
+
+
+def predicted_bytes(model: nn.Module, plan: Plan | None) -> int:
+    """Bytes of all tensors of the checkpoint that the plan gives (None: of the float model). Reads no value."""
+    specs = plan.layers if plan else {}
+    total = 0
+    for name, parameter in model.named_parameters():
+        parent, _, leaf = name.rpartition(".")
+        spec = getattr(specs.get(parent, LayerSpec()), leaf, None) if leaf in ("weight", "bias") else None
+        tensors: Tensors = {"": parameter}
+        if spec is not None:
+            params = empty_params(spec, tuple(parameter.shape))
+            tensors = QuarkLayout(spec, parameter.dtype).store(parameter.detach().to("meta"), params)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return total
+
+
+def stored_name(source: str, suffix: str) -> str:
+    """Name in the file: "layer.weight" and "scale" give "layer.weight_scale"."""
+    return f"{source}_{suffix}" if suffix else source
+
+
+def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB") -> int:
+    """Write the entries as model.safetensors, or as shards with an index; return the bytes of all tensors."""
+    # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    meta = {stored_name(name, suffix): t for name, _, shapes in items for suffix, t in shapes.items()}
+    split = split_torch_state_dict_into_shards(meta, max_shard_size=max_shard_size)
+    where = {name: file for file, names in split.filename_to_tensors.items() for name in names}
+    makers = {stored_name(name, suffix): (name, suffix, make) for name, make, shapes in items for suffix in shapes}
+    leftover: Tensors = {}
+    for file, names in progress(split.filename_to_tensors.items(), "write", total=len(split.filename_to_tensors)):
+        shard = {}
+        for stored in names:
+            if stored not in leftover:
+                source, _, make = makers[stored]
+                leftover |= {stored_name(source, suffix): t for suffix, t in make().items()}
+            shard[stored] = leftover.pop(stored).contiguous().cpu()
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    total = sum(t.numel() * t.element_size() for t in meta.values())
+    if split.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder. Raises FormatError if there are none or one is absent."""
+    index = folder / INDEX
+    if not index.exists():
+        single = folder / "model.safetensors"
+        if not single.exists():
+            raise FormatError(f"{folder} holds neither model.safetensors nor {INDEX}.")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise FormatError(f"{index} is not a safetensors index: {error}.") from None
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise FormatError(f"{index} names {missing[0]}, which is not there.")
+    return [folder / name for name in names]
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the files, one at a time. Raises FormatError for a corrupt file."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{file} is corrupt or truncated: {error}.") from None

@@ -1,0 +1,137 @@
+"""The documented enums of the PyTorch flow. ScaleType and RoundType are core's own."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from quark.core import dtypes
+from quark.core.rounding import RoundType
+from quark.core.scales import ScaleType
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
+
+__all__ = [
+    "DeviceType",
+    "Dtype",
+    "QSchemeType",
+    "QuantFlow",
+    "QuantizationMode",
+    "RoundType",
+    "ScaleType",
+    "TQTThresholdInitMeth",
+    "ZeroPointType",
+]
+
+
+class Dtype(Enum):
+    """Element types.
+
+    `fp4` is E2M1 and `fp8_e5m3` is unsigned. `mx` is an OCP MX block whose element type is `mx_element_dtype`;
+    `mx4 mx6 mx9` are micro-exponent formats; `bfp16` is a block of 8 with 8-bit mantissas.
+    """
+
+    int8 = "int8"
+    uint8 = "uint8"
+    int16 = "int16"
+    uint16 = "uint16"
+    int32 = "int32"
+    uint32 = "uint32"
+    int4 = "int4"
+    uint4 = "uint4"
+    int3 = "int3"
+    int2 = "int2"
+    uint2 = "uint2"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    fp8_e5m2 = "fp8_e5m2"
+    fp8_e4m3 = "fp8_e4m3"
+    fp8_e5m3 = "fp8_e5m3"
+    fp6_e3m2 = "fp6_e3m2"
+    fp6_e2m3 = "fp6_e2m3"
+    fp4 = "fp4"
+    mx = "mx"
+    mx4 = "mx4"
+    mx6 = "mx6"
+    mx9 = "mx9"
+    bfp16 = "bfp16"
+
+    @property
+    def row(self) -> dtypes.Dtype:
+        """The row of core/dtypes.py. `mx` has none of its own and raises NotSupportedError."""
+        if self is Dtype.mx:
+            raise NotSupportedError("Dtype.mx is a family: its width and storage are those of mx_element_dtype.")
+        return dtypes.DTYPES["fp4_e2m1" if self is Dtype.fp4 else self.value]
+
+    @staticmethod
+    def from_row(row: dtypes.Dtype) -> Dtype:
+        """The member of a row of core/dtypes.py; mxint8 is `mx`."""
+        return {"fp4_e2m1": Dtype.fp4, "mxint8": Dtype.mx}.get(row.name) or Dtype(row.name)
+
+    @staticmethod
+    def from_str(name: str) -> Dtype:
+        """The member of this name. Raises ConfigError with the nearest names."""
+        try:
+            return Dtype(name.lower())
+        except (ValueError, AttributeError):
+            raise ConfigError(f"Unknown Dtype {name!r}. {did_you_mean(str(name), [d.name for d in Dtype])}") from None
+
+    @staticmethod
+    def from_torch_dtype(dtype: torch.dtype) -> Dtype:
+        """The element type with the values of a torch dtype. Raises ConfigError where there is none."""
+        name = str(dtype).removeprefix("torch.")
+        name = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(name, name)
+        return Dtype.from_str(name)
+
+    def to_bitwidth(self) -> int:
+        """Bits of one code, without the shared exponent of a block format."""
+        return self.row.bits
+
+    def to_torch_packed_dtype(self) -> torch.dtype:
+        """The torch dtype that stores the codes, packed where several fit into one element."""
+        packed: torch.dtype = getattr(torch, self.row.torch)
+        return packed
+
+
+class QSchemeType(Enum):
+    """Which values share a scale."""
+
+    per_tensor = "per_tensor"
+    per_channel = "per_channel"
+    per_group = "per_group"
+    per_block = "per_block"
+
+
+class ZeroPointType(Enum):
+    """`int32`: rounded. `float32`: unrounded, and the range is not widened to include 0."""
+
+    int32 = "int32"
+    float32 = "float32"
+
+
+class DeviceType(Enum):
+    """A tag written to the config; it changes nothing."""
+
+    CPU = "cpu"
+    IPU = "ipu"
+
+
+class QuantizationMode(Enum):
+    """Module replacement, or a traced graph."""
+
+    eager_mode = 1
+    fx_graph_mode = 2
+
+
+class QuantFlow(Enum):
+    """Whole model, file to file, or one decoder block at a time."""
+
+    standard = 1
+    file2file = 2
+    per_block = 3
+
+
+class TQTThresholdInitMeth(Enum):
+    """How TQT finds its first threshold: |mean| + 3 sigma, or least KL divergence."""
+
+    _3SD = "_3sd"
+    _KL_J = "_kl_j"

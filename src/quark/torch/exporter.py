@@ -1,0 +1,229 @@
+"""Writes a quantized model to files that other programs load."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from quark import __version__
+from quark.errors import ConfigError, NotSupportedError, OutputError, did_you_mean
+from quark.files import atomic_folder
+from quark.log import logger
+from quark.torch.checkpoint import Entry, entries, shard_files, write_shards
+from quark.torch.config import QConfig
+from quark.torch.fake_quant import FakeQuantize
+from quark.torch.formats.quark import PACK_METHODS
+from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
+from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.quantizer import quantized_layers
+
+CUSTOM_MODES = ("quark", "awq", "fp8")
+SIDE_FILES = re.compile(
+    r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
+)
+"""Files of a source checkpoint that travel along."""
+
+
+def export_safetensors(
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    custom_mode: str = "quark",
+    weight_format: str | None = None,
+    pack_method: str = "reorder",
+    *,
+    tokenizer: Any = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> Path:
+    """Write a Hugging Face checkpoint that `AutoModelForCausalLM.from_pretrained` and vLLM load.
+
+    Args:
+        model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not; not changed.
+        output_dir: Folder to make. It appears when all of it is written.
+        custom_mode: "quark".
+        weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values).
+        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order".
+        tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
+        max_shard_size: Largest safetensors file.
+        overwrite: Replace `output_dir` if it is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: An unknown option, or a model that was not quantized or is no transformers model.
+        OutputExistsError, OutputError: See there.
+        ShapeError: A weight that the layout cannot pack; names it.
+    """
+    config = _quantized_config(model)
+    weight_format = weight_format or REAL_QUANTIZED
+    _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    _check_choice("custom_mode", custom_mode, CUSTOM_MODES)
+    _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
+    if custom_mode != "quark":
+        raise NotSupportedError(f"custom_mode={custom_mode!r} is not part of this version; 'quark' is.")
+    if not hasattr(model, "config") or not hasattr(model.config, "to_json_file"):
+        raise ConfigError(
+            f"export_safetensors writes transformers models; {type(model).__name__} has no transformers config. "
+            "Possible: quark.torch.save_params, which stores any module."
+        )
+    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED))
+    source = _source_folder(model)
+    try:
+        with atomic_folder(output_dir, overwrite) as folder:
+            items += _dropped_entries(model, source)
+            write_shards(folder, items, max_shard_size)
+            quantization = quantization_config(model, config, weight_format, pack_method)
+            _write_config(model, quantization, folder)
+            _write_companions(model, source, tokenizer, folder)
+    except SafetensorError as error:
+        raise OutputError(f"Could not write {output_dir}: {error}. Nothing was left behind.") from error
+    logger.info("Exported to %s.", output_dir)
+    return Path(output_dir)
+
+
+def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
+    """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
+    stored = config.to_dict()
+    patterns = stored["exclude"]
+    stored["exclude"] = [
+        name for name, module in model.named_modules() if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
+    ]
+    export = {
+        "kv_cache_group": list(config.kv_cache_group),
+        "min_kv_scale": config.min_kv_scale,
+        "pack_method": pack_method,
+        "weight_format": weight_format,
+        "weight_merge_groups": None,
+    }
+    return {"quant_method": "quark", **stored, "exclude_patterns": patterns, "export": export}
+
+
+def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:
+    """ONNX export; not in this version."""
+    raise NotSupportedError(
+        "export_onnx is not part of this version. Possible: export_safetensors, or quantize the float ONNX model."
+    )
+
+
+def export_gguf(model: nn.Module, output_dir: str | os.PathLike[str], model_type: str, tokenizer_path: str) -> None:
+    """GGUF export; not in this version."""
+    raise NotSupportedError("export_gguf is not part of this version. Possible: export_safetensors.")
+
+
+class ModelExporter:
+    """The exporter of the documented generations before `export_safetensors`.
+
+    Args:
+        config: An ExporterConfig, or the export folder itself (the oldest form).
+        export_dir: Folder to write to.
+    """
+
+    def __init__(self, config: Any = None, export_dir: str | os.PathLike[str] | None = None) -> None:
+        if export_dir is None:
+            if not isinstance(config, (str, os.PathLike)):
+                raise ConfigError("ModelExporter needs a folder: ModelExporter(export_dir) or (config, export_dir).")
+            config, export_dir = None, config
+        self.config = config
+        self.export_dir = Path(export_dir)
+
+    def export_safetensors_model(
+        self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark", tokenizer: Any = None
+    ) -> Path:
+        """Write a Hugging Face checkpoint; see `export_safetensors`."""
+        options = getattr(self.config, "json_export_config", None)
+        return export_safetensors(
+            model,
+            self.export_dir,
+            custom_mode,
+            getattr(options, "weight_format", None),
+            getattr(options, "pack_method", "reorder"),
+            tokenizer=tokenizer,
+        )
+
+    def export_quark_model(self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark") -> Path:
+        """Write a Hugging Face checkpoint: the "quark format" of old is the same tensors in the same layout."""
+        return self.export_safetensors_model(model, quant_config, custom_mode)
+
+    def export_onnx_model(self, model: nn.Module, input_args: Any, *args: Any, **options: Any) -> None:
+        """ONNX export; not in this version."""
+        export_onnx(model, self.export_dir, input_args)
+
+    def export_gguf_model(self, model: nn.Module, tokenizer_path: str, model_type: str) -> None:
+        """GGUF export; not in this version."""
+        export_gguf(model, self.export_dir, model_type, tokenizer_path)
+
+
+def _quantized_config(model: nn.Module) -> QConfig:
+    config = getattr(model, "quant_config", None)
+    layers = quantized_layers(model)
+    if not isinstance(config, QConfig) or not layers:
+        raise ConfigError("Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized.")
+    if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):
+        raise ConfigError("This model was loaded from a quantized checkpoint; copy that folder instead of exporting.")
+    return config
+
+
+def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option}={value!r} is unknown. {did_you_mean(value, choices)}")
+
+
+def _source_folder(model: Any) -> Path | None:
+    path = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
+    """Tensors of the source checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    if source is None or not patterns or not list(source.glob("*.safetensors")):
+        return []
+    own = set(model.state_dict())
+    found: list[Entry] = []
+    for file in shard_files(source):
+        with safe_open(file, framework="pt") as handle:
+            names = [n for n in handle.keys() if n not in own and any(re.search(p, n) for p in patterns)]  # noqa: SIM118
+            for name in names:
+                tensor = handle.get_tensor(name)
+                found.append((name, lambda t=tensor: {"": t}, {"": tensor.to("meta")}))  # type: ignore[misc]
+    return found
+
+
+def _write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None and head in list(quantized_layers(model).values()):
+        # A quantized head no longer shares its weight with the embedding.
+        config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    stored = json.loads(path.read_text())
+    stored["quantization_config"] = {**quantization, "version": quantization.get("version", __version__)}
+    path.write_text(json.dumps(stored, indent=2) + "\n")
+
+
+def _write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        return
+    for file in sorted(source.iterdir()) if source else []:
+        if file.is_file() and SIDE_FILES.search(file.name) and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+

@@ -1,0 +1,152 @@
+"""FakeQuantize: the module that stands where a tensor is quantized. One class for weights, biases and activations.
+
+The gradient is straight-through: dL/dx = dL/dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerTensor
+from quark.core.observers import OBSERVERS, Observer
+from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError
+
+
+Extras = Mapping[str, torch.Tensor]
+"""Tensors of one role beside scale and zero point, by their suffix in the file: "scale_2", "zero_point_2", "shift"."""
+
+
+class Mode(Enum):
+    """What a FakeQuantize does with the tensor that passes."""
+
+    off = "off"
+    """Nothing: the float tensor goes on."""
+    observe = "observe"
+    """Collect statistics; the float tensor goes on."""
+    quantize = "quantize"
+    """Quantize and dequantize."""
+    baked = "baked"
+    """Nothing: the stored tensor holds quantized values already (a frozen weight)."""
+
+
+class FakeQuantize(nn.Module):
+    """Quantizes and dequantizes a tensor as its spec says.
+
+    Args:
+        spec: What to do.
+
+    Attributes:
+        scale, zero_point: Buffers, shaped `spec.split.scale_shape(x.shape)`; None until calibrated, and for ever
+            where the tensor is dynamic or the type has none.
+        scale_2, zero_point_2: The same of the second level.
+    """
+
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+    scale_2: torch.Tensor | None
+    zero_point_2: torch.Tensor | None
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.mode = Mode.quantize
+        self.observer: Observer | None = None
+        for name in ("scale", "zero_point", "scale_2", "zero_point_2"):
+            self.register_buffer(name, None)
+
+    def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
+        """Return x quantized; `extras` are tensors that a loaded checkpoint keeps on the layer (second level)."""
+        if self.mode in (Mode.off, Mode.baked) or x.numel() == 0:
+            return x
+        if self.mode is Mode.observe:
+            assert self.observer is not None
+            self.observer.update(x.detach())
+            return x
+        second = second_level_of(extras or {})
+        result: torch.Tensor = _StraightThrough.apply(x, self.params_for(x, second), self.spec)
+        return result
+
+    def params_for(self, x: torch.Tensor, second: QParams | None = None) -> QParams | None:
+        """The scales that x is quantized with: the stored ones, or those of x itself."""
+        stored = self.params
+        second = second or (stored.second if stored else None) or self._second
+        if not self.spec.dynamic:
+            if stored is None and not self.spec.is_cast:
+                raise CalibrationError("This tensor has no scale yet: run quantize_model with calibration data first.")
+            return replace(stored, second=second) if stored and second else stored
+        if self.spec.scale_spec is None or second is None:
+            return None
+        first = compute_qparams(x.detach(), replace(self.spec, scale_spec=None))
+        return quantize_scales(first, second, self.spec.scale_spec)
+
+    @property
+    def params(self) -> QParams | None:
+        """The stored scale and zero point, or None."""
+        if self.scale is None:
+            return None
+        return QParams(self.scale, self.zero_point, self._second)
+
+    @property
+    def _second(self) -> QParams | None:
+        return None if self.scale_2 is None else QParams(self.scale_2, self.zero_point_2)
+
+    def store(self, params: QParams) -> None:
+        """Keep scale and zero point; from now on the tensor is quantized with them."""
+        self.scale, self.zero_point = params.scale, params.zero_point
+        self._store_second(params.second)
+        self.mode = Mode.quantize
+
+    def _store_second(self, second: QParams | None) -> None:
+        if second is not None:
+            self.scale_2, self.zero_point_2 = second.scale, second.zero_point
+
+    def start_observing(self) -> None:
+        """Collect statistics from now on."""
+        spec = self.spec
+        if spec.dynamic:
+            # Block scales are live; only the scale of the scales is static, and its range is that of the tensor.
+            spec = replace(spec, granularity=PerTensor(), scale_spec=None, dynamic=False, observer="min_max")
+        self.observer = OBSERVERS[spec.observer](spec)
+        self.mode = Mode.observe
+
+    def finish_observing(self) -> None:
+        """Solve the range and quantize from now on. Raises what the observer's range() raises."""
+        assert self.observer is not None
+        if self.spec.dynamic:
+            assert self.spec.scale_spec is not None
+            low, high = self.observer.range()
+            largest = torch.maximum(low.abs(), high.abs()) / self.spec.dtype.max
+            self._store_second(qparams_from_range(largest, largest, self.spec.scale_spec))
+        else:
+            self.store(self.observer.qparams())
+        self.observer, self.mode = None, Mode.quantize
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, {self.mode.value}"
+
+
+def second_level_of(extras: Extras) -> QParams | None:
+    """The second level among a layer's extra tensors."""
+    return QParams(extras["scale_2"], extras.get("zero_point_2")) if "scale_2" in extras else None
+
+
+class _StraightThrough(torch.autograd.Function):
+    """fake_quantize with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, params: QParams | None, spec: TensorSpec) -> torch.Tensor:
+        result: torch.Tensor = fake_quantize(x.contiguous(), params, spec)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient, None, None

@@ -1,0 +1,39 @@
+"""Layout: how the tensors of one quantized weight lie in a file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+
+Tensors = dict[str, torch.Tensor]
+"""Stored tensors by their suffix: "" is the tensor itself, then "scale", "zero_point", "scale_2", ..."""
+
+
+class Layout(ABC):
+    """Stores codes and scales as named tensors, and reads them back.
+
+    Args:
+        spec: The spec of the tensor.
+        model_dtype: dtype of the float tensor.
+    """
+
+    def __init__(self, spec: TensorSpec, model_dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.model_dtype = model_dtype
+
+    @abstractmethod
+    def store(self, x: torch.Tensor, params: QParams | None) -> Tensors:
+        """The tensors of x under these parameters. Works on the meta device, to know shapes beforehand."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        """The float tensor of `shape` that the stored tensors stand for, in the model's dtype."""
+
+    @abstractmethod
+    def store_params(self, params: QParams) -> Tensors:
+        """The tensors of static activation parameters."""

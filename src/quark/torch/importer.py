@@ -1,0 +1,173 @@
+"""Reads a quantized checkpoint back into a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import ConfigError, FormatError, MissingDependencyError
+from quark.torch.checkpoint import read_tensors, shard_files
+from quark.torch.config import QConfig
+from quark.torch.layers import ROLES
+from quark.torch.loading import REAL_QUANTIZED, map_to_stored
+from quark.torch.quantizer import quantized_layers, set_submodule
+
+
+def import_model_from_safetensors(
+    model: nn.Module | None,
+    model_dir: str | os.PathLike[str],
+    multi_device: bool = False,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "eager",
+    device: str | torch.device | None = None,
+    multi_gpu: bool = False,
+) -> nn.Module:
+    """Load a checkpoint written by `export_safetensors`.
+
+    Args:
+        model: The float model to load into (its layers are replaced in place; on any error it is as it was), or None
+            to build one with transformers.
+        model_dir: The folder.
+        multi_device, multi_gpu: With model=None, spread the model over the devices (accelerate's "auto").
+        trust_remote_code, attn_implementation: For transformers, with model=None.
+        device: Where to; default: CUDA if there is one, else the CPU (model=None), or where the model is.
+
+    Returns:
+        The model, computing with the stored weights.
+
+    Raises:
+        FormatError: The folder is no quark checkpoint, or a tensor is corrupt, missing or of another shape.
+    """
+    folder = Path(model_dir)
+    stored = read_quantization_config(folder)
+    if model is None:
+        return _with_transformers(folder, multi_device or multi_gpu, trust_remote_code, attn_implementation, device)
+    load_into(model, QConfig.from_dict(stored), stored.get("export") or {}, shard_files(folder))
+    return model if device is None else model.to(device)
+
+
+def read_quantization_config(folder: Path) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint folder. Raises FormatError for one of another quantizer."""
+    path = folder / "config.json"
+    try:
+        stored = json.loads(path.read_text()).get("quantization_config")
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise FormatError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(stored, dict):
+        raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
+    if stored.get("quant_method") != "quark":
+        raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; only 'quark' can be imported.")
+    return stored
+
+
+def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: list[Path]) -> None:
+    """Replace layers of a float model by stored ones and fill them from the files."""
+    originals = map_to_stored(
+        model, config, export.get("pack_method", "reorder"), export.get("weight_format") or REAL_QUANTIZED
+    )
+    try:
+        _fill(model, files)
+    except BaseException:
+        for name, module in originals.items():
+            set_submodule(model, name, module)
+        raise
+    model.quant_config = config  # type: ignore[assignment]
+    model.quark_quantized = True  # type: ignore[assignment]
+
+
+def _fill(model: nn.Module, files: list[Path]) -> None:
+    layers = quantized_layers(model)
+    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    loaded: dict[str, torch.Tensor] = {}
+    for stored, tensor in read_tensors(files):
+        name = _module_name(stored, own)
+        if name is None:
+            continue
+        if own[name].shape != tensor.shape:
+            raise FormatError(
+                f"{stored} has shape {tuple(tensor.shape)} in the checkpoint; the model needs {tuple(own[name].shape)}."
+            )
+        loaded[name] = tensor
+    pointers = {own[name].data_ptr() for name in loaded if not own[name].is_meta}
+    absent = [n for n in own if n not in loaded and own[n].data_ptr() not in pointers]
+    if absent:
+        raise FormatError(f"The checkpoint lacks {len(absent)} tensors of the model: {', '.join(absent[:5])}.")
+    for name, tensor in loaded.items():
+        parent, _, leaf = name.rpartition(".")
+        _assign(model.get_submodule(parent), leaf, tensor, quantized=parent in layers)
+
+
+def _module_name(stored: str, own: dict[str, torch.Tensor]) -> str | None:
+    """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
+    if stored in own:
+        return stored
+    for role in ROLES:
+        for kind in ("scale", "zero_point"):
+            parent, found, rest = stored.rpartition(f".{role}_{kind}")
+            candidate = f"{parent}.{role}_quantizer.{kind}"
+            if found and not rest and candidate in own:
+                return candidate
+    return None
+
+
+def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool) -> None:
+    present: torch.Tensor = getattr(module, leaf)
+    device = torch.device("cpu") if present.is_meta else present.device
+    stays = tensor.dtype if quantized or not tensor.is_floating_point() else present.dtype
+    tensor = tensor.to(device, stays)
+    if leaf in module._parameters and (present.is_meta or quantized):
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    elif present.is_meta or leaf in ("scale", "zero_point"):
+        module._buffers[leaf] = tensor
+    else:
+        # In place, so that a tied weight stays tied.
+        with torch.no_grad():
+            present.copy_(tensor)
+
+
+def _with_transformers(
+    folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
+) -> nn.Module:
+    try:
+        from transformers import AutoModelForCausalLM  # imported when a model is really built: it costs seconds
+    except ImportError:
+        raise MissingDependencyError(
+            "Building a model from a folder needs transformers: pip install 'openquark[torch]'. "
+            "Possible without: pass the float model."
+        ) from None
+    where: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder,
+        device_map="auto" if spread else where,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attention,
+    )
+    return model
+
+
+class ModelImporter:
+    """The importer of the documented generations before `import_model_from_safetensors`.
+
+    Args:
+        model_info_dir: The exported folder.
+        saved_format: "hf_format" or "safetensors" (one and the same), or "quark_format".
+        multi_device: For the documented signature.
+    """
+
+    def __init__(
+        self, model_info_dir: str | os.PathLike[str], saved_format: str = "quark_format", multi_device: bool = False
+    ) -> None:
+        if saved_format not in ("quark_format", "hf_format", "safetensors"):
+            raise ConfigError(f"saved_format={saved_format!r}; possible: 'quark_format', 'hf_format', 'safetensors'.")
+        self.model_info_dir = Path(model_info_dir)
+
+    def import_model_info(self, model: nn.Module) -> nn.Module:
+        """Load the folder into a float model; see `import_model_from_safetensors`."""
+        return import_model_from_safetensors(model, self.model_info_dir)

@@ -1,0 +1,74 @@
+"""QuantLayer: what every quantized layer shares."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quark.core.spec import LayerSpec
+from quark.torch.fake_quant import FakeQuantize
+
+ROLES = ("weight", "bias", "input", "output")
+"""The tensors of a layer that can be quantized; `<role>_quantizer` is the module that does it."""
+
+
+EXTRA_SUFFIXES = ("scale_2", "zero_point_2", "shift")
+"""Second-level scale and zero point, and the pair shifts of the micro-exponent formats."""
+
+
+class QuantLayer(nn.Module):
+    """Mixin before a float layer class: quantizes weight, bias, input and output around its forward.
+
+    Subclasses are `class QuantX(QuantLayer, nn.X)` and define `forward` with `self.quantized(role, tensor)`.
+
+    Attributes:
+        float_class: The layer that is replaced.
+        weight_quantizer, bias_quantizer, input_quantizer, output_quantizer: Modules, or None to keep float.
+    """
+
+    float_class: ClassVar[type[nn.Module]]
+    spec: LayerSpec
+
+    @classmethod
+    def from_float(cls, module: nn.Module, spec: LayerSpec) -> QuantLayer:
+        """A quantized layer that shares parameters, hooks and flags with `module`, which stays as it is."""
+        layer = cls.__new__(cls)
+        # A shallow copy of the attributes: nothing is allocated or initialised, even for huge or meta weights.
+        layer.__dict__.update({key: copy.copy(value) for key, value in module.__dict__.items()})
+        layer.attach(spec)
+        return layer
+
+    def attach(self, spec: LayerSpec) -> None:
+        """Add the quantizers that the spec asks for."""
+        self.spec = spec
+        for role in ROLES:
+            tensor_spec = getattr(spec, role)
+            absent = role == "bias" and getattr(self, "bias", None) is None
+            quantizer = None if tensor_spec is None or absent else FakeQuantize(tensor_spec)
+            self.add_module(f"{role}_quantizer", quantizer)
+
+    def quantizer(self, role: str) -> nn.Module | None:
+        """The module that quantizes `role`, or None."""
+        return getattr(self, f"{role}_quantizer")  # type: ignore[no-any-return]
+
+    def quantized(self, role: str, x: torch.Tensor) -> torch.Tensor:
+        """x, quantized as the role's spec says."""
+        quantizer = self.quantizer(role)
+        if quantizer is None:
+            return x
+        result: torch.Tensor = quantizer(x, self.extras(role))
+        return result
+
+    def quantized_bias(self) -> torch.Tensor | None:
+        """The bias, quantized as its spec says."""
+        bias: torch.Tensor | None = getattr(self, "bias", None)
+        return bias if bias is None else self.quantized("bias", bias)
+
+    def extras(self, role: str) -> dict[str, torch.Tensor]:
+        """Tensors of a loaded checkpoint that live on the layer under their file names: transformers renames only
+        scale and zero point to `<role>_quantizer.*` when it loads."""
+        named = {suffix: getattr(self, f"{role}_{suffix}", None) for suffix in EXTRA_SUFFIXES}
+        return {suffix: tensor for suffix, tensor in named.items() if tensor is not None}

@@ -1,0 +1,168 @@
+"""Turns a float model into the modules that hold a quantized checkpoint, before its tensors are loaded.
+
+After loading, a layer computes with `weight_quantizer(weight)`, which decodes the stored tensors in each forward: the
+model needs the memory of the checkpoint, not of the float model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerTensor
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.torch.config import QConfig
+from quark.torch.fake_quant import Extras, FakeQuantize
+from quark.torch.formats.layout import Tensors
+from quark.torch.formats.quark import QuarkLayout
+from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.plan import make_plan
+from quark.torch.quantizer import set_submodule
+
+REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
+
+
+class StoredTensor(nn.Module):
+    """Decodes a stored weight or bias.
+
+    Args:
+        layout: Reads the stored tensors.
+        shape: Shape of the float tensor.
+        tensors: What the file will hold, for the shapes and dtypes of the buffers.
+    """
+
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+
+    def __init__(self, layout: QuarkLayout, shape: tuple[int, ...], tensors: Tensors) -> None:
+        super().__init__()
+        self.layout = layout
+        self.shape = shape
+        for name in ("scale", "zero_point"):
+            self.register_buffer(name, tensors.get(name))
+
+    def forward(self, stored: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
+        """The float tensor; `extras` are the stored tensors that live on the layer."""
+        own = {"scale": self.scale, "zero_point": self.zero_point}
+        tensors = {"": stored, **{k: v for k, v in own.items() if v is not None}, **(extras or {})}
+        return self.layout.load(tensors, self.shape)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of the decoded tensor."""
+        return self.layout.spec
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, stored"
+
+
+def map_to_stored(
+    model: nn.Module, config: QConfig, pack_method: str = "reorder", weight_format: str = REAL_QUANTIZED
+) -> dict[str, nn.Module]:
+    """Replace the layers that a checkpoint quantizes by modules with its tensors' shapes, on the device of the model.
+
+    Args:
+        model: Float model, on the meta device where memory matters; its values are not used.
+        config: The config stored in the checkpoint; its excludes are resolved names.
+        pack_method: Nibble order of the checkpoint.
+        weight_format: "real_quantized" (codes) or "fake_quantized" (float values).
+
+    Returns:
+        The float layers that were replaced, by name.
+    """
+    plan = make_plan(config, model, strict=False)
+    originals = {}
+    for name, spec in plan.layers.items():
+        module = originals[name] = model.get_submodule(name)
+        quantized = layer_class(module)
+        assert quantized is not None
+        layer = quantized.from_float(module, spec)
+        for role in ("weight", "bias"):
+            _hold_stored(layer, role, pack_method, weight_format == REAL_QUANTIZED)
+        for role in ("input", "output"):
+            _hold_activation(layer, role)
+        set_submodule(model, name, layer)
+    return originals
+
+
+def _hold_stored(layer: QuantLayer, role: str, pack_method: str, real: bool) -> None:
+    quantizer = layer.quantizer(role)
+    if not isinstance(quantizer, FakeQuantize):
+        return
+    parameter: torch.Tensor = getattr(layer, role)
+    layout = QuarkLayout(quantizer.spec, parameter.dtype, pack_method, real)
+    tensors = _empty_tensors(layout, parameter)
+    setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
+    layer.add_module(f"{role}_quantizer", StoredTensor(layout, tuple(parameter.shape), tensors))
+    _register_extras(layer, role, tensors)
+
+
+def _hold_activation(layer: QuantLayer, role: str) -> None:
+    quantizer = layer.quantizer(role)
+    if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
+        return
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    layout = QuarkLayout(quantizer.spec, _float_dtype(layer, weight), real=True)
+    tensors = _on_device(_empty_activation(layer, role, layout), weight.device)
+    if not quantizer.spec.dynamic:
+        quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
+    _register_extras(layer, role, tensors)
+
+
+def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
+    for suffix in ("scale_2", "zero_point_2", "shift"):
+        if suffix in tensors:
+            layer.register_buffer(f"{role}_{suffix}", tensors[suffix])
+
+
+def _empty_tensors(layout: QuarkLayout, parameter: torch.Tensor) -> Tensors:
+    """What `layout` stores for a tensor like `parameter`: the store itself runs on the meta device."""
+    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return _on_device(layout.store(meta, empty_params(layout.spec, tuple(parameter.shape))), parameter.device)
+
+
+def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
+    """Parameters of the right shapes for a tensor of `shape`, on the meta device."""
+    if spec.is_cast:
+        return None
+    scale = torch.empty(spec.split.scale_shape(shape), device="meta")
+    zero = torch.empty_like(scale) if spec.has_zero_point else None
+    second = None
+    if spec.scale_spec is not None:
+        second = empty_params(spec.scale_spec, tuple(scale.shape))
+    elif spec.code_spec is not None:
+        second = empty_params(spec.code_spec, shape)
+    return QParams(scale, zero, second)
+
+
+def _empty_activation(layer: QuantLayer, role: str, layout: QuarkLayout) -> Tensors:
+    spec = layout.spec
+    if spec.dynamic:
+        # Only the scale of the scales is static.
+        assert spec.scale_spec is not None
+        return {"scale_2": torch.empty((), device="meta")}
+    features = activation_features(layer, role)
+    params = empty_params(replace(spec, granularity=PerTensor()) if features is None else spec, features or ())
+    assert params is not None
+    return layout.store_params(params)
+
+
+def activation_features(layer: QuantLayer, role: str) -> tuple[int, ...] | None:
+    """A shape that stands for the activations of a layer: channels where the layer has them, other axes 1."""
+    names = ("in_features", "in_channels") if role == "input" else ("out_features", "out_channels", "embedding_dim")
+    count = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    if count is None:
+        return None
+    return (1, count, 1, 1) if hasattr(layer, "in_channels") else (1, 1, count)
+
+
+def _float_dtype(layer: QuantLayer, weight: torch.Tensor) -> torch.dtype:
+    quantizer = layer.quantizer("weight")
+    return quantizer.layout.model_dtype if isinstance(quantizer, StoredTensor) else weight.dtype
+
+
+def _on_device(tensors: Tensors, device: torch.device) -> Tensors:
+    return {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}

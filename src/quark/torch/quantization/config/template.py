@@ -1,0 +1,7 @@
+"""Address of LLMTemplate."""
+
+from quark.torch.template import LLMTemplate
+
+__all__ = [
+    "LLMTemplate",
+]

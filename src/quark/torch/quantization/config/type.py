@@ -1,0 +1,25 @@
+"""Address of the enums."""
+
+from quark.torch.enums import (
+    DeviceType,
+    Dtype,
+    QSchemeType,
+    QuantFlow,
+    QuantizationMode,
+    RoundType,
+    ScaleType,
+    TQTThresholdInitMeth,
+    ZeroPointType,
+)
+
+__all__ = [
+    "DeviceType",
+    "Dtype",
+    "QSchemeType",
+    "QuantFlow",
+    "QuantizationMode",
+    "RoundType",
+    "ScaleType",
+    "TQTThresholdInitMeth",
+    "ZeroPointType",
+]

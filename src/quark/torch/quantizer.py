@@ -1,0 +1,166 @@
+"""ModelQuantizer: the flow on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.quantize import fake_quantize
+from quark.errors import ConfigError, NotSupportedError
+from quark.log import logger, severity
+from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
+from quark.torch.config import QConfig
+from quark.torch.enums import QuantFlow, QuantizationMode
+from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.plan import Plan, make_plan
+
+
+class ModelQuantizer:
+    """Quantizes a float model in place.
+
+    Args:
+        config: What becomes of which layer; never changed.
+        multi_device: Accepted for the documented signature; a model spread over several devices needs no flag.
+
+    Example:
+        >>> quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("uint4_wo_128"))
+        >>> model = quantizer.freeze(quantizer.quantize_model(model))
+    """
+
+    def __init__(self, config: QConfig, multi_device: bool = False) -> None:
+        if not isinstance(config, QConfig):
+            raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
+        _refuse_unsupported(config)
+        self.config = config
+
+    def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
+        """Replace the layers that the config names by quantized ones and find their scales.
+
+        Args:
+            model: Float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place;
+                on any error it is as it was.
+            dataloader: Batches for static activations: tensors, dicts, BatchEncodings, tuples. May be None otherwise.
+
+        Returns:
+            The same model.
+
+        Raises:
+            ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
+        """
+        with severity(self.config.log_severity_level):
+            plan = make_plan(self.config, model)
+            with replaced(model, plan) as layers:
+                calibrate_weights(layers)
+                share_scales(layers, self.config.shared_scale_groups)
+                calibrate_activations(model, layers, dataloader)
+            model.quant_config = self.config  # type: ignore[assignment]
+            model.quark_quantized = True  # type: ignore[assignment]
+            logger.info("Model quantization has been completed.")
+        return model
+
+    @staticmethod
+    def freeze(model: nn.Module, quantize: bool | None = None, runtime_options: object | None = None) -> nn.Module:
+        """Write the quantized values into the weights and biases, so that a forward no longer quantizes them.
+
+        Args:
+            model: A model from `quantize_model`.
+            quantize: None or True: write them. False: keep the float weights and quantize in each forward.
+            runtime_options: Native kernels; not in this version.
+
+        Returns:
+            The same model. Freezing twice changes nothing.
+        """
+        if runtime_options is not None:
+            raise NotSupportedError("freeze(runtime_options=...): native kernels are not part of this version.")
+        layers = quantized_layers(model)
+        if not layers:
+            raise ConfigError("freeze needs a model from quantize_model; this one has no quantized layer.")
+        if quantize is False:
+            return model
+        shared = _shared_parameters(model)
+        for layer in layers.values():
+            for role in ("weight", "bias"):
+                _bake(layer, role, shared)
+        return model
+
+    def direct_quantize_checkpoint(self, pretrained_model_path: str, save_path: str, **options: object) -> None:
+        """File to file without a model object; not in this version."""
+        raise NotSupportedError("direct_quantize_checkpoint is not part of this version; use quantize_model.")
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """Full name -> quantized layer."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+
+
+@contextmanager
+def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
+    """Replace the layers of the plan; put the float layers back if the body fails."""
+    if "" in plan.layers:
+        raise ConfigError("The model itself is a single layer, which cannot be replaced in place; wrap it in a module.")
+    originals = {name: model.get_submodule(name) for name in plan.layers}
+    layers = {}
+    for name, module in originals.items():
+        quantized = layer_class(module)
+        assert quantized is not None
+        layers[name] = quantized.from_float(module, plan.layers[name])
+        set_submodule(model, name, layers[name])
+    try:
+        yield layers
+    except BaseException:
+        for name, module in originals.items():
+            set_submodule(model, name, module)
+        raise
+
+
+def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where `name` is."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:
+    quantizer = layer.quantizer(role)
+    if not isinstance(quantizer, FakeQuantize) or quantizer.mode is not Mode.quantize:
+        return
+    parameter: nn.Parameter = getattr(layer, role)
+    if id(parameter) in shared:
+        # A tied weight (lm_head and embedding): only this layer's use of it is quantized.
+        parameter = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        setattr(layer, role, parameter)
+    data = parameter.detach()
+    with torch.no_grad():
+        fake_quantize(data, quantizer.params, quantizer.spec, out=data)
+    quantizer.mode = Mode.baked
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that more than one module holds."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _refuse_unsupported(config: QConfig) -> None:
+    """Raise for documented features of later versions: none is accepted and ignored."""
+    later = {
+        "algo_config": config.algo_config,
+        "kv_cache_quant_config": config.kv_cache_quant_config,
+        "softmax_quant_spec": config.softmax_quant_spec,
+        "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
+        "quant_flow": config.quant_flow is not QuantFlow.standard,
+        "kv_cache_post_rope": config.kv_cache_post_rope,
+        "min_kv_scale": config.min_kv_scale,
+        "gpu_resident_blocks": config.gpu_resident_blocks,
+    }
+    for name, value in later.items():
+        if value:
+            raise NotSupportedError(f"{name} is documented but not part of this version: leave it at its default.")

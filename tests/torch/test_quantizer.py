@@ -1,0 +1,262 @@
+"""ModelQuantizer: replacement, priorities, calibration, freezing, bad input."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.schemes import SCHEMES
+from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.granularity import PerChannel, PerGroup, PerToken
+from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
+from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.layers import LAYERS, QuantLayer
+from quark.torch.lowering import raise_layer
+from quark.torch.quantizer import quantized_layers
+from tests.zoo import every_layer, mlp, tiny_llama, token_batches
+
+INT8 = spec("int8", PerChannel(0))
+
+
+def config(layer: LayerSpec, **options: Any) -> QConfig:
+    return QConfig(global_quant_config=raise_layer(layer), **options)
+
+
+def quantize(model: nn.Module, layer: LayerSpec, data: Any = None, **options: Any) -> nn.Module:
+    return ModelQuantizer(config(layer, **options)).quantize_model(model, data)
+
+
+def inputs(count: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, 128, generator=generator).to(dtype) for _ in range(count)]
+
+
+def test_every_supported_layer_is_replaced_and_computes_with_quantized_weights() -> None:
+    model, reference = every_layer(), every_layer()
+    by_type = {cls: raise_layer(LayerSpec(weight=INT8)) for cls in LAYERS}
+    quantize(model, LayerSpec(weight=INT8), layer_type_quant_config=by_type)
+    assert {type(m).float_class for m in model.modules() if isinstance(m, QuantLayer)} == set(LAYERS)
+    with torch.no_grad():
+        for module in reference.modules():
+            if type(module) in LAYERS:
+                module.weight.copy_(fake_quantize(module.weight, compute_qparams(module.weight, INT8), INT8))
+        (ids,) = token_batches(1)
+        assert torch.equal(model(ids), reference(ids))
+
+
+def test_embeddings_stay_in_float_unless_named() -> None:
+    model = quantize(every_layer(), LayerSpec(weight=INT8))
+    assert {"embedding", "bag"}.isdisjoint(quantized_layers(model))
+    named = quantize(every_layer(), LayerSpec(), layer_quant_config={"embedding": raise_layer(LayerSpec(weight=INT8))})
+    assert set(quantized_layers(named)) == {"embedding"}
+
+
+def test_exclude_beats_name_beats_type_beats_global() -> None:
+    int4, int2 = LayerSpec(weight=spec("int4")), LayerSpec(weight=spec("int2"))
+    model = quantize(
+        every_layer(),
+        LayerSpec(weight=INT8),
+        exclude=["head"],
+        layer_quant_config={"lin*": raise_layer(int4), "head": raise_layer(int4)},
+        layer_type_quant_config={nn.Linear: raise_layer(int2), nn.Conv2d: raise_layer(int2)},
+    )
+    found = {name: layer.spec.weight.dtype.name for name, layer in quantized_layers(model).items() if layer.spec.weight}
+    assert found == {"linear": "int4", "conv": "int2", "deconv": "int8"}
+
+
+def test_the_config_is_not_changed_and_serves_a_second_model() -> None:
+    shared = config(LayerSpec(weight=INT8), exclude=["do*"])
+    before = shared.to_dict()
+    for _ in range(2):
+        ModelQuantizer(shared).quantize_model(mlp())
+    assert shared.to_dict() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_every_scheme_runs_and_freezing_changes_no_output(scheme: str, dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    model = quantize(model, SCHEMES[scheme], inputs(dtype=dtype))
+    (x,) = inputs(1, dtype)
+    with torch.no_grad():
+        before = model(x)
+        after = ModelQuantizer.freeze(model)(x)
+        again = ModelQuantizer.freeze(model)(x)
+    assert torch.isfinite(before).all()
+    assert torch.equal(before, after)
+    assert torch.equal(after, again)
+    if not (SCHEMES[scheme].weight.is_cast and dtype is not torch.float32):  # type: ignore[union-attr]
+        assert not torch.equal(before, mlp(dtype)(x))
+
+
+def test_dynamic_per_token_scales_do_not_depend_on_other_tokens() -> None:
+    layer = LayerSpec(weight=INT8, input=spec("int8", PerToken(), dynamic=True))
+    model = quantize(mlp(), layer)
+    (x,) = inputs(1)
+    with torch.no_grad():
+        alone, together = model(x[:1]), model(torch.cat([x[:1], 1000 * x[1:]]))[:1]
+    assert torch.allclose(alone, together, rtol=0, atol=1e-6)
+
+
+def test_static_scales_come_from_all_batches() -> None:
+    layer = LayerSpec(weight=INT8, input=spec("int8"), output=spec("uint8", symmetric=False))
+    model = mlp()
+    batches = inputs(3)
+    highest = max(float(batch.abs().max()) for batch in batches)
+    quantize(model, layer, batches)
+    assert float(model.up.input_quantizer.scale) == pytest.approx(highest / 127.5, rel=1e-6)
+    with torch.no_grad():
+        outputs = torch.cat([nn.functional.linear(b, mlp().up.weight, mlp().up.bias) for b in batches])
+    width = float(outputs.max() - outputs.min())
+    assert float(model.up.output_quantizer.scale) == pytest.approx(width / 255, rel=1e-5)
+
+
+def test_bias_is_quantized_where_there_is_one() -> None:
+    layer = LayerSpec(weight=INT8, bias=spec("int8"))
+    model = ModelQuantizer.freeze(quantize(mlp(), layer))
+    bias = mlp().up.bias.detach()
+    assert torch.equal(model.up.bias, fake_quantize(bias, compute_qparams(bias, spec("int8")), spec("int8")))
+    assert model.down.bias_quantizer is None
+
+
+class Words(UserDict):  # type: ignore[type-arg]
+    """Like transformers' BatchEncoding: a mapping that is no dict."""
+
+
+def test_batches_may_be_tensors_mappings_and_tuples() -> None:
+    from transformers import BatchEncoding
+
+    layer = LayerSpec(weight=INT8, input=spec("int8"))
+    ids = token_batches(1)[0]
+    scales = set()
+    batches: list[Any] = [ids, {"input_ids": ids}, BatchEncoding({"input_ids": ids}), Words(input_ids=ids), (ids,), [ids]]
+    for batch in [*batches, [{"input_ids": ids}]]:
+        model = quantize(tiny_llama(), layer, [batch])
+        scales.add(float(model.model.layers[1].mlp.down_proj.input_quantizer.scale))
+    assert len(scales) == 1
+
+
+def test_a_tied_head_is_quantized_without_touching_the_embedding() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    embedding = model.model.embed_tokens.weight.detach().clone()
+    frozen = ModelQuantizer.freeze(quantize(model, LayerSpec(weight=spec("int4"))))
+    assert torch.equal(frozen.model.embed_tokens.weight, embedding)
+    assert not torch.equal(frozen.lm_head.weight, embedding)
+
+
+def test_training_flags_and_gradients_survive() -> None:
+    model = mlp().train()
+    quantize(model, LayerSpec(weight=INT8, input=spec("int8")), inputs())
+    assert model.training and model.up.training
+    model(inputs(1)[0]).sum().backward()
+    assert model.up.weight.grad is not None and bool(model.up.weight.grad.abs().sum() > 0)
+
+
+def test_the_template_excludes_the_head_of_any_causal_model() -> None:
+    model = tiny_llama()
+    ModelQuantizer(LLMTemplate.get("never-heard-of").get_config("int4_wo_32")).quantize_model(model)
+    names = set(quantized_layers(model))
+    assert "lm_head" not in names and len(names) == 14
+
+
+# Bad input: one clear error, and the model as it was. ----------------------------------------------------------------
+
+
+def assert_untouched(model: nn.Module, reference: nn.Module) -> None:
+    assert not quantized_layers(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num()), name
+
+
+STATIC = LayerSpec(weight=INT8, input=spec("int8"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "data", "error", "message"),
+    [
+        (STATIC, None, CalibrationError, "up.input"),
+        (STATIC, [], CalibrationError, "empty"),
+        (STATIC, ["a string"], CalibrationError, "batch is a str"),
+        (STATIC, [{"y": torch.zeros(2, 128)}], CalibrationError, "unexpected keyword argument 'y'"),
+        (STATIC, [torch.full((2, 128), float("nan"))], NonFiniteError, "up.input"),
+        (STATIC, [torch.full((2, 128), float("inf"))], NonFiniteError, "up.input"),
+        (LayerSpec(weight=spec("int4", PerGroup(-1, 48))), None, ShapeError, "'up'.*group_size 48.*length 128"),
+        (
+            LayerSpec(weight=INT8, input=spec("int4", PerGroup(-1, 48), dynamic=True)),
+            None,
+            ShapeError,
+            "'up'.*input.*group_size 48",
+        ),
+    ],
+)
+def test_bad_input_leaves_the_model_as_it_was(
+    layer: LayerSpec, data: Any, error: type[Exception], message: str
+) -> None:
+    model = mlp()
+    with pytest.raises(error, match=message):
+        quantize(model, layer, data)
+    assert_untouched(model, mlp())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("scheme", ["int8_wo", "uint4_wo_32", "fp8", "mxfp4", "nvfp4", "mx6", "bfp16", "int4_fp8"])
+def test_non_finite_weights_are_named(scheme: str, value: float) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model.down.weight[3, 5] = value
+    with pytest.raises(NonFiniteError, match=r"down\.weight"):
+        quantize(model, SCHEMES[scheme], inputs())
+    assert not quantized_layers(model)
+
+
+def test_a_pattern_without_a_match_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"exclude: the pattern 'lm_hed'.*lm_head"):
+        quantize(tiny_llama(), LayerSpec(weight=INT8), exclude=["lm_hed"])
+    with pytest.raises(ConfigError, match=r"layer_quant_config: the pattern '\*\.q_prj'.*q_proj"):
+        quantize(tiny_llama(), LayerSpec(weight=INT8), layer_quant_config={"*.q_prj": raise_layer(STATIC)})
+    with pytest.raises(ConfigError, match="no quantizable layer is a Conv2d"):
+        quantize(mlp(), LayerSpec(weight=INT8), layer_type_quant_config={nn.Conv2d: raise_layer(STATIC)})
+    with pytest.raises(ConfigError, match="Nothing to quantize"):
+        quantize(mlp(), LayerSpec(weight=INT8), exclude=["*"])
+
+
+def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused() -> None:
+    model = quantize(mlp(), LayerSpec(weight=INT8))
+    with pytest.raises(ConfigError, match="quantized layers already"):
+        quantize(model, LayerSpec(weight=INT8))
+    with pytest.raises(ConfigError, match="freeze needs a model from quantize_model"):
+        ModelQuantizer.freeze(mlp())
+    from quark.torch.algo_configs import AWQConfig
+
+    with pytest.raises(NotSupportedError, match="algo_config"):
+        ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[AWQConfig()]))
+    with pytest.raises(QuarkError):
+        ModelQuantizer("int8")  # type: ignore[arg-type]
+
+
+def test_an_uncalled_layer_is_named() -> None:
+    model = mlp()
+    model.unused = nn.Linear(4, 4)
+    with pytest.raises(CalibrationError, match=r"unused\.input"):
+        quantize(model, STATIC, inputs())
+
+
+def test_multihead_attention_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.attention = nn.MultiheadAttention(64, 4)
+    quantize(model, LayerSpec(weight=INT8))
+    assert set(quantized_layers(model)) == {"0"}
+
+
+def test_spec_of_two_levels_needs_data_for_activations() -> None:
+    nvfp4: TensorSpec | None = SCHEMES["nvfp4"].input
+    assert nvfp4 is not None and nvfp4.dynamic and nvfp4.needs_calibration
+    with pytest.raises(CalibrationError, match="dynamic or weight-only"):
+        quantize(mlp(), SCHEMES["nvfp4"])

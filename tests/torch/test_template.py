@@ -1,0 +1,151 @@
+"""LLMTemplate: schemes by name, roles instead of model types, and what goes into the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from quark.core.schemes import SCHEMES
+from quark.errors import ConfigError
+from quark.torch.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.config import SELECTORS, QConfig, QLayerConfig
+from quark.torch.enums import Dtype
+from quark.torch.lowering import lower_layer, raise_layer
+from quark.torch.specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.template import OLD_SCHEMES, LLMTemplate
+
+DOCUMENTED = (
+    "int4_wo_32 int4_wo_64 int4_wo_128 int4_wo_per_channel int4_wa_64 uint4_wo_32 uint4_wo_64 uint4_wo_128 "
+    "uint4_wo_per_channel int8 fp8 ptpc_fp8 mxfp4 mxfp4_weight_only mxfp6_e3m2 mxfp6_e2m3 mxfp4_mxfp6_e2m3 mxfp4_fp8 "
+    "amdfp4 amdfp4_g32 int4_fp8 mx6 mx9 bfp16 nvfp4 fp4_block16_scale_e4m3 amdfp4_global16 amdfp4_global32"
+).split()
+FP8 = FP8E4M3PerTensorSpec().to_quantization_spec()
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Registrations of a test end with it."""
+    templates = dict(LLMTemplate._registered)
+    yield
+    LLMTemplate._registered.clear()
+    LLMTemplate._registered.update(templates)
+    for name in list(LLMTemplate._schemes):
+        LLMTemplate.unregister_scheme(name)
+
+
+def config(scheme: str = "fp8", **options: Any) -> QConfig:
+    return LLMTemplate.get("llama").get_config(scheme, **options)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme(scheme: str) -> None:
+    made = config(scheme)
+    assert lower_layer(made.global_quant_config, per_token=True) == SCHEMES[scheme]
+    assert made.exclude == ["@output_head", "@router", "@non_text"] == list(SELECTORS)
+    assert scheme in LLMTemplate.get_supported_schemes()
+
+
+def test_the_documented_schemes_are_there() -> None:
+    assert len(DOCUMENTED) == 28 and set(DOCUMENTED) <= set(LLMTemplate.get_supported_schemes())
+    for old, new in OLD_SCHEMES.items():
+        assert config(old) == config(new)
+
+
+def test_any_model_type() -> None:
+    assert {"llama", "qwen3_moe", "grok-1", "phi3"} <= set(LLMTemplate.list_available())
+    assert len(LLMTemplate.list_available()) == len(set(LLMTemplate.list_available())) >= 51
+    assert LLMTemplate.get("a_model_of_next_year").get_config("fp8") == config("fp8")
+
+
+def test_exclude_is_replaced_by_a_list() -> None:
+    assert config(exclude_layers=["lm_head"]).exclude == ["lm_head"]
+    assert config(exclude_layers=[]).exclude == []
+    assert LLMTemplate("x", exclude_layers_name=["*.gate"]).get_config("fp8").exclude == ["*.gate"]
+    assert LLMTemplate("x", exclude_layers_name=[]).get_config("fp8").exclude == []
+
+
+def test_layer_and_type_schemes() -> None:
+    made = config(layer_config={"*.o_proj": "int8"}, layer_type_config={nn.Conv2d: "int4_wo_32"})
+    assert made.layer_quant_config == {"*.o_proj": raise_layer(SCHEMES["int8"])}
+    assert made.layer_type_quant_config == {nn.Conv2d: raise_layer(SCHEMES["int4_wo_32"])}
+
+
+def test_kv_cache_and_attention() -> None:
+    made = config("int8", kv_cache_scheme="fp8", min_kv_scale=1.0, layer_config={"*o_proj": "fp8", "*v_proj": "fp8"})
+    assert list(made.layer_quant_config) == ["*o_proj", "*v_proj", "*k_proj"]
+    assert made.kv_cache_group == list(made.kv_cache_quant_config) == ["*k_proj", "*v_proj"]
+    assert made.min_kv_scale == 1.0
+    key, value = (made.kv_cache_quant_config[name] for name in ("*k_proj", "*v_proj"))
+    assert key.output_tensors == value.output_tensors == FP8
+    assert (key.weight.dtype, value.weight.dtype) == (Dtype.int8, Dtype.fp8_e4m3)  # type: ignore[union-attr]
+    made = config(attention_scheme="fp8")
+    assert made.softmax_quant_spec == FP8
+    assert made.layer_quant_config["*q_proj"].output_tensors == FP8
+    fused = LLMTemplate("x", ["*qkv"], "*qkv").get_config("fp8", kv_cache_scheme="fp8", attention_scheme="fp8")
+    assert list(fused.layer_quant_config) == ["*qkv"]
+    for option in ("kv_cache_scheme", "attention_scheme"):
+        with pytest.raises(ConfigError, match=f"{option}: unknown scheme 'int8'. Possible: 'fp8'"):
+            config(**{option: "int8"})
+
+
+def test_algorithms() -> None:
+    assert config(algorithm="awq").algo_config == [AWQConfig()]
+    both = config(algorithm=["smoothquant", "gptq"], algo_configs={"gptq": GPTQConfig(damp_percent=0.1)})
+    assert both.algo_config == [SmoothQuantConfig(), GPTQConfig(damp_percent=0.1)]
+    mine = AWQConfig(model_decoder_layers="layers")
+    for template in (LLMTemplate("x", algorithm_configs={"awq": mine}), LLMTemplate("x", awq_config=mine)):
+        assert template.get_config("fp8", algorithm="awq").algo_config == [mine]
+    assert config().algo_config is None
+    for name in ALGO_CONFIGS:
+        assert config(algorithm=name).algo_config
+    with pytest.raises(ConfigError, match="Unknown algorithm 'qptq'. Did you mean 'gptq'"):
+        config(algorithm="qptq")
+    with pytest.raises(ConfigError, match="Unknown algorithm"):
+        config(algo_configs={"qptq": GPTQConfig()})
+    with pytest.raises(ConfigError, match="no argument 'kv_layer_name'. Did you mean 'kv_layers_name'"):
+        LLMTemplate("x", kv_layer_name=["k"])  # type: ignore[arg-type]
+
+
+def test_shared_scales() -> None:
+    siblings = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
+    for scheme in ("nvfp4", "fp4_block16_scale_e4m3"):
+        made = config(scheme)
+        assert made.shared_scale_groups == siblings and made.sync_moe_expert_input_amax
+    assert config("fp8", layer_config={"*.mlp.*": "nvfp4"}).shared_scale_groups == siblings
+    assert config("nvfp4", shared_scale_groups=[["a", "b"]]).shared_scale_groups == [["a", "b"]]
+    assert config("mxfp4").shared_scale_groups == [] and not config("mxfp4").sync_moe_expert_input_amax
+
+
+def test_unknown_schemes_list_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Unknown scheme 'uint4_wo_12'. Did you mean 'uint4_wo_128'"):
+        config("uint4_wo_12")
+    with pytest.raises(ConfigError, match="Unknown scheme 'fp9'"):
+        config(layer_config={"*.o_proj": "fp9"})
+
+
+@pytest.mark.usefixtures("clean")
+def test_schemes_of_ones_own() -> None:
+    mine = QLayerConfig(weight=Int8PerTensorSpec())  # type: ignore[arg-type]
+    LLMTemplate.register_scheme("mine", mine)
+    assert "mine" in LLMTemplate.get_supported_schemes()
+    assert config("mine").global_quant_config == mine
+    for name in ("mine", "fp8", "w_fp8_a_fp8"):
+        with pytest.raises(ConfigError, match="choose another name"):
+            LLMTemplate.register_scheme(name, mine)
+    LLMTemplate.unregister_scheme("mine")
+    with pytest.raises(ConfigError, match="Unknown scheme 'mine'"):
+        config("mine")
+    with pytest.raises(ConfigError, match="Unknown scheme 'mine'"):
+        LLMTemplate.unregister_scheme("mine")
+
+
+@pytest.mark.usefixtures("clean")
+def test_templates_of_ones_own() -> None:
+    template = LLMTemplate("mine", kv_layers_name=["*wk", "*wv"], q_layer_name="*wq", exclude_layers_name=["head"])
+    LLMTemplate.register_template(template)
+    assert LLMTemplate.get("mine") is template and "mine" in LLMTemplate.list_available()
+    made = QConfig.with_llm_template(template, "fp8", kv_cache_scheme="fp8")
+    assert made.exclude == ["head"] and made.kv_cache_group == ["*wk", "*wv"]
