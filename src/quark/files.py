@@ -60,7 +60,9 @@ def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterato
 def _refuse_existing(target: Path, overwrite: bool) -> None:
     empty_folder = target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty_folder and not overwrite:
-        raise OutputExistsError(f"{target} exists already. Choose another output, or replace it with overwrite (--force).")
+        raise OutputExistsError(
+            f"{target} exists already. Choose another output, or replace it with overwrite (--force)."
+        )
 
 
 def _beside(target: Path) -> Path:

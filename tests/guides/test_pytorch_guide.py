@@ -56,7 +56,9 @@ def test_step_5_freezes_and_says_that_onnx_export_is_to_come(workplace: Path) ->
     done = run(code, workplace)
     assert done.returncode != 0
     assert "NotSupportedError: export_onnx is not part of this version" in done.stderr
-    frozen = code.replace("exporter.export_onnx_model(quant_model, input_args)", "print(quant_model(input_args).logits.shape)")
+    frozen = code.replace(
+        "exporter.export_onnx_model(quant_model, input_args)", "print(quant_model(input_args).logits.shape)"
+    )
     done = run(frozen, workplace)
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, " in done.stdout

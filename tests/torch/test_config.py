@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, FormatError
@@ -21,6 +20,7 @@ from quark.torch.enums import DeviceType, Dtype, QSchemeType, QuantizationMode, 
 from quark.torch.lowering import raise_layer
 from quark.torch.observer import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
 from quark.torch.specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
+from torch import nn
 
 INT8: dict[str, Any] = {
     "dtype": Dtype.int8,
@@ -82,10 +82,11 @@ def test_documented_fields_and_defaults() -> None:
         made = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
         return {f.name: made.get(f.name, "required or a factory") for f in dataclasses.fields(cls)}
 
-    none = dict.fromkeys(
-        "observer_cls is_dynamic qscheme ch_axis group_size block_size symmetric round_method scale_type scale_format "
-        "scale_calculation_mode qat_spec mx_element_dtype".split()
+    optional = (
+        "observer_cls is_dynamic qscheme ch_axis group_size block_size symmetric round_method "
+        "scale_type scale_format scale_calculation_mode qat_spec mx_element_dtype"
     )
+    none = dict.fromkeys(optional.split())
     last = {
         "zero_point_type": ZeroPointType.int32,
         "is_scale_quant": False,
@@ -96,11 +97,26 @@ def test_documented_fields_and_defaults() -> None:
     assert defaults(QTensorConfig) == {"dtype": "required or a factory", **none, **last}
     layer = dict.fromkeys(["input_tensors", "output_tensors", "weight", "bias", "target_device"])
     assert defaults(QLayerConfig) == layer
-    documented = (
-        "global_quant_config exclude algo_config log_severity_level version layer_type_quant_config layer_quant_config "
-        "kv_cache_quant_config kv_cache_group min_kv_scale kv_cache_post_rope shared_scale_groups softmax_quant_spec "
-        "quant_mode quant_flow gpu_resident_blocks sync_moe_expert_input_amax keep_prequantized_layers"
-    ).split()
+    documented = [
+        "global_quant_config",
+        "exclude",
+        "algo_config",
+        "log_severity_level",
+        "version",
+        "layer_type_quant_config",
+        "layer_quant_config",
+        "kv_cache_quant_config",
+        "kv_cache_group",
+        "min_kv_scale",
+        "kv_cache_post_rope",
+        "shared_scale_groups",
+        "softmax_quant_spec",
+        "quant_mode",
+        "quant_flow",
+        "gpu_resident_blocks",
+        "sync_moe_expert_input_amax",
+        "keep_prequantized_layers",
+    ]
     assert list(defaults(QConfig))[: len(documented)] == documented
     assert defaults(QConfig)["quant_mode"] is QuantizationMode.eager_mode
     assert defaults(QConfig)["keep_prequantized_layers"] is True
@@ -118,10 +134,10 @@ def test_positional_arguments() -> None:
 
 def test_names_are_accepted_for_enums_and_observers() -> None:
     named = QTensorConfig("int8", "PerTensorMinMaxObserver", False, "per_tensor", None, None, None, True,
-                          "half_even", "float")  # type: ignore[arg-type]  # fmt: skip
+                          "half_even", "float")  # fmt: skip
     assert named == int8()
     assert int8(scale_type="power_of_2").scale_type is int8(scale_type="pof2").scale_type is ScaleType.pof2
-    assert QLayerConfig(target_device="CPU").target_device is DeviceType.CPU  # type: ignore[arg-type]
+    assert QLayerConfig(target_device="CPU").target_device is DeviceType.CPU
 
 
 MX6: dict[str, Any] = {"dtype": "mx6", "ch_axis": -1, "group_size": 16}
@@ -196,23 +212,29 @@ def test_wrong_layer_and_model_configs() -> None:
         (lambda: QConfig(int8()), "QConfig.global_quant_config: expected QLayerConfig, got"),
         (lambda: QConfig(layer, exclude="lm_head"), r"QConfig.exclude: expected list\[str\], got 'lm_head' \(str\)"),
         (lambda: QConfig(layer, exclude=[1]), r"QConfig.exclude"),
-        (lambda: QConfig(layer, exclude=["@outputhead"]), "unknown selector '@outputhead'. Did you mean '@output_head'"),
+        (
+            lambda: QConfig(layer, exclude=["@outputhead"]),
+            "unknown selector '@outputhead'. Did you mean '@output_head'",
+        ),
         (lambda: QConfig(layer, layer_quant_config={"a": int8()}), "QConfig.layer_quant_config: expected"),
-        (lambda: QConfig(layer, layer_type_quant_config={"Linear": layer}), "QConfig.layer_type_quant_config: expected"),
+        (
+            lambda: QConfig(layer, layer_type_quant_config={"Linear": layer}),
+            "QConfig.layer_type_quant_config: expected",
+        ),
         (lambda: QConfig(layer, algo_config=["awq"]), "QConfig.algo_config: expected"),
         (lambda: QConfig(layer, pre_quant_opt_config=[]), "QConfig has no field 'pre_quant_opt_config'"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            build()  # type: ignore[no-untyped-call]
+            build()
 
 
 def test_what_is_accepted_beside_the_documented_types() -> None:
     config = QConfig(
-        QLayerConfig(weight=Int8PerTensorSpec(), input_tensors=[FP8E4M3PerTensorSpec(), int8(is_scale_quant=True)]),  # type: ignore[arg-type,list-item]
-        exclude=("lm_head", "@router"),  # type: ignore[arg-type]
-        algo_config=AWQConfig(),  # type: ignore[arg-type]
+        QLayerConfig(weight=Int8PerTensorSpec(), input_tensors=[FP8E4M3PerTensorSpec(), int8(is_scale_quant=True)]),
+        exclude=("lm_head", "@router"),
+        algo_config=AWQConfig(),
         layer_type_quant_config={nn.Linear: QLayerConfig()},
-        softmax_quant_spec=FP8E4M3PerTensorSpec(),  # type: ignore[arg-type]
+        softmax_quant_spec=FP8E4M3PerTensorSpec(),
     )
     assert config.global_quant_config.weight == int8()
     assert config.exclude == ["lm_head", "@router"]
@@ -232,7 +254,7 @@ def test_nothing_changes_after_construction() -> None:
         with pytest.raises(ConfigError, match=r"cannot be assigned.*dataclasses.replace\(config, " + name):
             setattr(target, name, None)
     with pytest.raises(ConfigError, match="Did you mean 'exclude'"):
-        config.exclud = []  # type: ignore[attr-defined]
+        config.exclud = []
     assert dataclasses.replace(config, exclude=["d"]).exclude == ["d"]
     assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
 
@@ -260,7 +282,7 @@ def test_tensor_json_has_the_17_keys_in_order() -> None:
     assert config.to_dict() == INT4_JSON and list(config.to_dict()) == list(INT4_JSON)
     assert QTensorConfig.from_dict(INT4_JSON) == config
     assert QTensorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    blocks = QTensorConfig(Dtype.fp8_e4m3, "PerBlock2DMinMaxObserver", False, "per_block", block_size=[128, 128])  # type: ignore[arg-type]
+    blocks = QTensorConfig(Dtype.fp8_e4m3, "PerBlock2DMinMaxObserver", False, "per_block", block_size=[128, 128])
     assert blocks.to_dict()["block_size"] == [128, 128]
     assert QTensorConfig.from_dict(blocks.to_dict()) == blocks
 
@@ -336,13 +358,15 @@ def test_algorithm_configs() -> None:
             "inside_layer_modules": [], "model_decoder_layers": ""}  # fmt: skip
     assert GPTQConfig().to_dict() == gptq and list(GPTQConfig().to_dict()) == list(gptq)
     assert RotationConfig({"first_layer": []}).r2 is False and QuaRotConfig().r4 is True
-    assert QConfig(QLayerConfig(), algo_config=[AWQConfig(), RotationConfig()]).get_rotation_config() == RotationConfig()
+    assert (
+        QConfig(QLayerConfig(), algo_config=[AWQConfig(), RotationConfig()]).get_rotation_config() == RotationConfig()
+    )
     with pytest.raises(ConfigError, match="GPTQConfig: desc_act=True needs static_groups=True"):
         GPTQConfig(static_groups=False)
     with pytest.raises(ConfigError, match="GPTQConfig has no field 'true_sequential'"):
-        GPTQConfig(true_sequential=True)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="AWQConfig.scaling_layers: expected"):
-        AWQConfig(scaling_layers={})  # type: ignore[arg-type]
+        GPTQConfig(true_sequential=True)
+    with pytest.raises(ConfigError, match=r"AWQConfig.scaling_layers: expected"):
+        AWQConfig(scaling_layers={})
 
 
 def test_algorithm_configs_from_a_file(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
+import torch
+from quark.core.granularity import PerChannel
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, spec
-from quark.core.granularity import PerChannel
 from quark.errors import ConfigError, FormatError, OutputError, OutputExistsError, QuarkError
 from quark.torch import (
     LLMTemplate,

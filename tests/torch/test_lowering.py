@@ -54,7 +54,17 @@ JSON = {
     ("mxint8", "weight"): "mx None -1 32 None None None None None",
     ("bfloat16", "weight"): "bfloat16 None None None None None None PlaceholderObserver None",
 }
-KEYS = "dtype qscheme ch_axis group_size symmetric scale_type scale_format observer_cls is_dynamic".split()
+KEYS = [
+    "dtype",
+    "qscheme",
+    "ch_axis",
+    "group_size",
+    "symmetric",
+    "scale_type",
+    "scale_format",
+    "observer_cls",
+    "is_dynamic",
+]
 
 
 @pytest.mark.parametrize(("scheme", "tensor"), JSON, ids="-".join)
@@ -115,7 +125,7 @@ LOWERED = {
         spec("fp4_e2m1", PerGroup(-1, 32, pad=True), scale_type=ScaleType.float8_e8m0fnu, observer="mx_diffs"),
     ),
     "mx of a float": (
-        QTensorConfig("mx", ch_axis=-1, group_size=32, mx_element_dtype="fp6_e2m3"),  # type: ignore[arg-type]
+        QTensorConfig("mx", ch_axis=-1, group_size=32, mx_element_dtype="fp6_e2m3"),
         spec("fp6_e2m3", PerGroup(-1, 32, pad=True), scale_type=ScaleType.float8_e8m0fnu, observer="block"),
     ),
     "mx of int8": (
@@ -125,7 +135,7 @@ LOWERED = {
     "mx9": (specs.MX9Spec(-1, 16), spec("mx9", PerGroup(-1, 16, pad=True), observer="block")),
     "cast": (specs.Bfloat16Spec(), spec("bfloat16", observer="placeholder")),
     "blocks": (
-        QTensorConfig("fp8_e4m3", "PerBlock2DMinMaxObserver", False, "per_block", block_size=(64, 128)),  # type: ignore[arg-type]
+        QTensorConfig("fp8_e4m3", "PerBlock2DMinMaxObserver", False, "per_block", block_size=(64, 128)),
         spec("fp8_e4m3", PerBlock((64, 128)), scale_type=ScaleType.float),
     ),
     "percentile": (
@@ -134,7 +144,7 @@ LOWERED = {
     ),
     "power of two": (
         QTensorConfig("int8", "PerTensorPowOf2MinMSEObserver", False, "per_tensor", None, None, None, True,
-                      "half_even", "float"),  # type: ignore[arg-type]
+                      "half_even", "float"),
         TensorSpec(INT8, scale_type=ScaleType.pof2, observer="pof2_min_mse"),
     ),
 }  # fmt: skip
@@ -164,7 +174,7 @@ def test_layers() -> None:
     assert lower_layer(None) == LayerSpec() == lower_layer(QLayerConfig())
     assert raise_layer(LayerSpec()) == QLayerConfig()
     mx6 = specs.MX6Spec(-1, 16)
-    layer = lower_layer(QLayerConfig(input_tensors=mx6, output_tensors=mx6, weight=mx6, bias=specs.Int8PerTensorSpec()))  # type: ignore[arg-type]
+    layer = lower_layer(QLayerConfig(input_tensors=mx6, output_tensors=mx6, weight=mx6, bias=specs.Int8PerTensorSpec()))
     assert layer.input and layer.output and layer.weight and layer.bias
     # The block formats have no is_dynamic: what lives is dynamic, what is constant is not.
     assert layer.input.dynamic and layer.output.dynamic and not layer.weight.dynamic
@@ -174,9 +184,11 @@ def test_layers() -> None:
 def test_a_weight_is_never_dynamic() -> None:
     dynamic = specs.OCP_MXFP4Spec(-1)
     assert dynamic.is_dynamic is True
-    layer = lower_layer(QLayerConfig(weight=dynamic, input_tensors=dynamic))  # type: ignore[arg-type]
+    layer = lower_layer(QLayerConfig(weight=dynamic, input_tensors=dynamic))
     assert layer == SCHEMES["mxfp4"]
-    two = lower_layer(QLayerConfig(weight=specs.ScaleQuantSpec(specs.FP4PerGroupSpec(-1, 16), specs.FP8E4M3PerTensorSpec())))  # type: ignore[arg-type]
+    two = lower_layer(
+        QLayerConfig(weight=specs.ScaleQuantSpec(specs.FP4PerGroupSpec(-1, 16), specs.FP8E4M3PerTensorSpec()))
+    )
     assert two.weight is not None and not two.weight.dynamic and two.weight.scale_spec is not None
 
 
@@ -193,7 +205,7 @@ def test_what_would_have_no_effect_is_refused() -> None:
     percentile = specs.Int8PerTensorSpec("percentile", is_dynamic=True)
     with pytest.raises(ConfigError, match="PerTensorPercentileObserver would have no effect"):
         lower(percentile)
-    assert lower_layer(QLayerConfig(weight=percentile)).weight is not None  # type: ignore[arg-type]
+    assert lower_layer(QLayerConfig(weight=percentile)).weight is not None
     with pytest.raises(ConfigError, match="PerBlockMXDiffsObserver would have no effect"):
         lower(specs.OCP_MXFP4DiffsSpec(-1, True))
 

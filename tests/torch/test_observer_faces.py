@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
+import torch
 from quark.core.array import Array
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS
@@ -88,7 +88,7 @@ def test_a_face_takes_a_core_spec_and_quantized_scales() -> None:
 def test_float_zero_points_stay_floats() -> None:
     made = QTensorConfig(
         Dtype.uint4, faces.PerChannelMinMaxObserver, False, QSchemeType.per_channel, 0, symmetric=False,
-        round_method=RoundType.half_even, scale_type=ScaleType.float32, zero_point_type="float32",  # type: ignore[arg-type]
+        round_method=RoundType.half_even, scale_type=ScaleType.float32, zero_point_type="float32",
     )  # fmt: skip
     face = faces.PerChannelMinMaxObserver(made)
     face(values())
@@ -138,7 +138,7 @@ def test_an_observer_of_ones_own() -> None:
             low, high = self.extremes()
             return low / 2, high / 2
 
-    OBSERVERS.register("halved", Halved)  # type: ignore[attr-defined]
+    OBSERVERS.register("halved", Halved)
     try:
 
         class PerTensorHalvedObserver(ObserverBase):
@@ -153,7 +153,7 @@ def test_an_observer_of_ones_own() -> None:
         face(torch.tensor([-2.0, 4.0]))
         assert face.calculate_qparams()[0] == torch.tensor(2.0) / 127.5
     finally:
-        OBSERVERS.unregister("halved")  # type: ignore[attr-defined]
+        OBSERVERS.unregister("halved")
         OBSERVER_CLASSES.unregister("PerTensorHalvedObserver")
 
 

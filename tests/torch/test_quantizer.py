@@ -6,20 +6,20 @@ from collections import UserDict
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
+import torch
+from quark.core.granularity import PerChannel, PerGroup, PerToken
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.core.granularity import PerChannel, PerGroup, PerToken
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.config import QConfig
 from quark.torch.layers import LAYERS, QuantLayer
 from quark.torch.lowering import raise_layer
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import every_layer, mlp, tiny_llama, token_batches
+from torch import nn
 
 INT8 = spec("int8", PerChannel(0))
 
@@ -135,7 +135,14 @@ def test_batches_may_be_tensors_mappings_and_tuples() -> None:
     layer = LayerSpec(weight=INT8, input=spec("int8"))
     ids = token_batches(1)[0]
     scales = set()
-    batches: list[Any] = [ids, {"input_ids": ids}, BatchEncoding({"input_ids": ids}), Words(input_ids=ids), (ids,), [ids]]
+    batches: list[Any] = [
+        ids,
+        {"input_ids": ids},
+        BatchEncoding({"input_ids": ids}),
+        Words(input_ids=ids),
+        (ids,),
+        [ids],
+    ]
     for batch in [*batches, [{"input_ids": ids}]]:
         model = quantize(tiny_llama(), layer, [batch])
         scales.add(float(model.model.layers[1].mlp.down_proj.input_quantizer.scale))

@@ -170,13 +170,13 @@ def test_two_stages() -> None:
     assert config.is_scale_quant is False
     progressive = specs.ProgressiveSpec(second, specs.Int4PerChannelSpec(0))
     assert [stage.is_scale_quant for stage in progressive.to_quantization_spec()] == [False, False]
-    assert QLayerConfig(weight=progressive).weight == progressive.to_quantization_spec()  # type: ignore[arg-type]
+    assert QLayerConfig(weight=progressive).weight == progressive.to_quantization_spec()
     assert isinstance(progressive, specs.TwoStageSpec) and isinstance(first, specs.DataTypeSpec)
 
 
 def test_qat_values() -> None:
     assert specs.TQTSpec().threshold_init_meth is None
-    assert specs.TQTSpec(TQTThresholdInitMeth._KL_J) == specs.TQTSpec("_KL_J")  # type: ignore[arg-type]
+    assert specs.TQTSpec(TQTThresholdInitMeth._KL_J) == specs.TQTSpec("_KL_J")
     assert isinstance(specs.TQTSpec(), specs.QATSpec)
 
 

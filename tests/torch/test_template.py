@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
@@ -16,12 +15,38 @@ from quark.torch.enums import Dtype
 from quark.torch.lowering import lower_layer, raise_layer
 from quark.torch.specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.template import OLD_SCHEMES, LLMTemplate
+from torch import nn
 
-DOCUMENTED = (
-    "int4_wo_32 int4_wo_64 int4_wo_128 int4_wo_per_channel int4_wa_64 uint4_wo_32 uint4_wo_64 uint4_wo_128 "
-    "uint4_wo_per_channel int8 fp8 ptpc_fp8 mxfp4 mxfp4_weight_only mxfp6_e3m2 mxfp6_e2m3 mxfp4_mxfp6_e2m3 mxfp4_fp8 "
-    "amdfp4 amdfp4_g32 int4_fp8 mx6 mx9 bfp16 nvfp4 fp4_block16_scale_e4m3 amdfp4_global16 amdfp4_global32"
-).split()
+DOCUMENTED = [
+    "int4_wo_32",
+    "int4_wo_64",
+    "int4_wo_128",
+    "int4_wo_per_channel",
+    "int4_wa_64",
+    "uint4_wo_32",
+    "uint4_wo_64",
+    "uint4_wo_128",
+    "uint4_wo_per_channel",
+    "int8",
+    "fp8",
+    "ptpc_fp8",
+    "mxfp4",
+    "mxfp4_weight_only",
+    "mxfp6_e3m2",
+    "mxfp6_e2m3",
+    "mxfp4_mxfp6_e2m3",
+    "mxfp4_fp8",
+    "amdfp4",
+    "amdfp4_g32",
+    "int4_fp8",
+    "mx6",
+    "mx9",
+    "bfp16",
+    "nvfp4",
+    "fp4_block16_scale_e4m3",
+    "amdfp4_global16",
+    "amdfp4_global32",
+]
 FP8 = FP8E4M3PerTensorSpec().to_quantization_spec()
 
 
@@ -80,7 +105,7 @@ def test_kv_cache_and_attention() -> None:
     assert made.min_kv_scale == 1.0
     key, value = (made.kv_cache_quant_config[name] for name in ("*k_proj", "*v_proj"))
     assert key.output_tensors == value.output_tensors == FP8
-    assert (key.weight.dtype, value.weight.dtype) == (Dtype.int8, Dtype.fp8_e4m3)  # type: ignore[union-attr]
+    assert (key.weight.dtype, value.weight.dtype) == (Dtype.int8, Dtype.fp8_e4m3)
     made = config(attention_scheme="fp8")
     assert made.softmax_quant_spec == FP8
     assert made.layer_quant_config["*q_proj"].output_tensors == FP8
@@ -101,12 +126,12 @@ def test_algorithms() -> None:
     assert config().algo_config is None
     for name in ALGO_CONFIGS:
         assert config(algorithm=name).algo_config
-    with pytest.raises(ConfigError, match="Unknown algorithm 'qptq'. Did you mean 'gptq'"):
+    with pytest.raises(ConfigError, match=r"Unknown algorithm 'qptq'. Did you mean 'gptq'"):
         config(algorithm="qptq")
     with pytest.raises(ConfigError, match="Unknown algorithm"):
         config(algo_configs={"qptq": GPTQConfig()})
-    with pytest.raises(ConfigError, match="no argument 'kv_layer_name'. Did you mean 'kv_layers_name'"):
-        LLMTemplate("x", kv_layer_name=["k"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"no argument 'kv_layer_name'. Did you mean 'kv_layers_name'"):
+        LLMTemplate("x", kv_layer_name=["k"])
 
 
 def test_shared_scales() -> None:
@@ -120,7 +145,7 @@ def test_shared_scales() -> None:
 
 
 def test_unknown_schemes_list_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Unknown scheme 'uint4_wo_12'. Did you mean 'uint4_wo_128'"):
+    with pytest.raises(ConfigError, match=r"Unknown scheme 'uint4_wo_12'. Did you mean 'uint4_wo_128'"):
         config("uint4_wo_12")
     with pytest.raises(ConfigError, match="Unknown scheme 'fp9'"):
         config(layer_config={"*.o_proj": "fp9"})
@@ -128,7 +153,7 @@ def test_unknown_schemes_list_the_nearest() -> None:
 
 @pytest.mark.usefixtures("clean")
 def test_schemes_of_ones_own() -> None:
-    mine = QLayerConfig(weight=Int8PerTensorSpec())  # type: ignore[arg-type]
+    mine = QLayerConfig(weight=Int8PerTensorSpec())
     LLMTemplate.register_scheme("mine", mine)
     assert "mine" in LLMTemplate.get_supported_schemes()
     assert config("mine").global_quant_config == mine

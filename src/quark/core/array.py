@@ -58,7 +58,7 @@ def to_numpy(x: Array) -> np.ndarray[Any, Any]:
     if is_torch(x):
         torch = sys.modules["torch"]
         x = x.detach().to("cpu")
-        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()  # type: ignore[no-any-return]
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
     return np.asarray(x)
 
 
@@ -77,7 +77,7 @@ def minmax(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:
             low, high = x.aminmax()
             return low.reshape([1] * x.ndim), high.reshape([1] * x.ndim)
         if len(axes) == 1:
-            return tuple(x.aminmax(dim=axes[0], keepdim=True))  # type: ignore[return-value]
+            return tuple(x.aminmax(dim=axes[0], keepdim=True))
     return xp.amin(x, axis=axes, keepdims=True), xp.amax(x, axis=axes, keepdims=True)
 
 

@@ -61,6 +61,9 @@ class Granularity:
 class PerTensor(Granularity):
     """One scale for the whole tensor; scale shape ()."""
 
+    def __str__(self) -> str:
+        return "tensor"
+
     def axes(self, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
 
@@ -74,6 +77,9 @@ class PerChannel(Granularity):
 
     axis: int = 0
 
+    def __str__(self) -> str:
+        return f"channel {self.axis}"
+
     def axes(self, ndim: int) -> tuple[int, ...]:
         axis = _axis(self, self.axis, ndim)
         return tuple(i for i in range(ndim) if i != axis)
@@ -85,6 +91,9 @@ class PerChannel(Granularity):
 @dataclass(frozen=True)
 class PerToken(Granularity):
     """One scale for each vector along the last axis; scale shape x.shape[:-1]. For live activations."""
+
+    def __str__(self) -> str:
+        return "token"
 
     def axes(self, ndim: int) -> tuple[int, ...]:
         return (ndim - 1,)
@@ -104,6 +113,9 @@ class PerGroup(Granularity):
     axis: int = -1
     size: int = 128
     pad: bool = False
+
+    def __str__(self) -> str:
+        return f"group {self.size}" + ("" if self.axis == -1 else f" axis {self.axis}")
 
     def axes(self, ndim: int) -> tuple[int, ...]:
         return (_axis(self, self.axis, ndim) + 1,)
@@ -145,6 +157,9 @@ class PerBlock(Granularity):
     """One scale for each `size` = (rows, columns) tile of the last two axes; scale shape (..., R/r, C/c)."""
 
     size: tuple[int, int] = (128, 128)
+
+    def __str__(self) -> str:
+        return f"block {self.size[0]}x{self.size[1]}"
 
     def axes(self, ndim: int) -> tuple[int, ...]:
         return (ndim - 1, ndim + 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def decode(codes: Array, dtype: Dtype) -> Array:
     return astype(values, "float32")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _values(dtype: Dtype) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """All values of a float type, by code."""
     codes = np.arange(1 << dtype.bits)

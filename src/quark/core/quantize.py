@@ -125,7 +125,7 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
 
 
 def _saturate(y: Array, x: Array) -> Array:
-    """y within the range of x's dtype: a code times its scale may pass the 65504 of float16."""
+    """Y within the range of x's dtype: a code times its scale may pass the 65504 of float16."""
     return namespace(y).clip(y, -65504.0, 65504.0) if dtype_name(x) == "float16" else y
 
 

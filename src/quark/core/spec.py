@@ -10,6 +10,8 @@ from quark.core.rounding import RoundType
 from quark.core.scales import ScaleRule, ScaleType
 from quark.errors import ConfigError
 
+SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -79,15 +81,15 @@ class TensorSpec:
         return not self.dynamic or (self.scale_spec is not None and not self.scale_spec.dynamic)
 
     def __str__(self) -> str:
-        parts = [str(self.dtype), str(self.granularity)]
+        parts = [str(self.dtype), "" if self.is_cast else str(self.granularity)]
         if self.has_zero_point and not self.symmetric:
             parts.append("asymmetric")
-        if self.scale_type is not ScaleType.float32:
-            parts.append(f"scale {self.scale_type.name}")
+        if self.scale_type not in (ScaleType.float, ScaleType.float32):
+            parts.append(SHORT_SCALES.get(self.scale_type, self.scale_type.value))
         if self.dynamic:
             parts.append("dynamic")
         second = self.scale_spec or self.code_spec
-        text = " ".join(parts)
+        text = " ".join(filter(None, parts))
         return f"{text} -> {second}{' on scales' if self.scale_spec else ''}" if second else text
 
 

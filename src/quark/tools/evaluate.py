@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -51,7 +51,6 @@ def evaluate(
 def measure(model: Any, size: int, data: Sequence[Any]) -> Result:
     """Perplexity on all windows and the median latency of one."""
     import torch
-
     from quark.tools.text import perplexity
 
     value = perplexity(model, data)
@@ -72,7 +71,6 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
     model: errors of the layers before are part of it.
     """
     import torch
-
     from quark.core.metrics import sqnr
     from quark.torch.quantizer import quantized_layers
 
@@ -83,7 +81,7 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
     with torch.no_grad():
         for name, layer in layers.items():
             weight = before.get_submodule(name).weight
-            decoded = layer.quantized("weight", layer.weight)
+            decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
             damage[name] = (sqnr(weight, decoded), sqnr(float_outputs[name], outputs[name]))
     return damage
 
@@ -93,7 +91,9 @@ def _outputs(model: Any, names: Sequence[str], window: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     hooks = [
-        model.get_submodule(name).register_forward_hook(lambda _m, _i, out, name=name: found.update({name: out.detach()}))
+        model.get_submodule(name).register_forward_hook(
+            lambda _m, _i, out, name=name: found.update({name: out.detach()})
+        )
         for name in names
     ]
     try:

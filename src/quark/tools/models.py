@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from quark.errors import FormatError, MissingDependencyError
 
 

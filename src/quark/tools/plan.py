@@ -10,7 +10,9 @@ from rich.console import Console
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face causal language model (config.json is enough).")],
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a Hugging Face causal language model (config.json is enough).")
+    ],
     scheme: Annotated[str, typer.Option(help="Name of a scheme; `quark schemes` lists them.")],
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
     layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,

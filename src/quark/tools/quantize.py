@@ -51,7 +51,8 @@ def quantize(
     )
     before, after = folder_bytes(model), folder_bytes(output)
     console.print(
-        f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s", highlight=False
+        f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
+        highlight=False,
     )
 
 

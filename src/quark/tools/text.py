@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn import functional as F
 
+import torch
 from quark.errors import CalibrationError
 from quark.log import progress
 
@@ -39,7 +39,7 @@ def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = N
 
 
 def perplexity(model: Any, windows: Sequence[torch.Tensor]) -> float:
-    """exp of the mean negative log likelihood of each next token within the windows."""
+    """Exp of the mean negative log likelihood of each next token within the windows."""
     device = next(model.parameters()).device
     total, count = 0.0, 0
     with torch.no_grad():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import compute_qparams, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
@@ -18,6 +16,7 @@ from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer
+from torch import nn
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
@@ -78,7 +77,7 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
         largest = torch.stack([quantizer.scale_2 for _, quantizer in members if quantizer.scale_2 is not None]).amax(0)
         for layer, quantizer in members:
             assert quantizer.spec.scale_spec is not None
-            weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator, assignment]
+            weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
             first = compute_qparams(weight, replace(quantizer.spec, scale_spec=None))
             quantizer.store(quantize_scales(first, QParams(largest.clone()), quantizer.spec.scale_spec))
 
@@ -136,7 +135,7 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
     count = 0
     try:
         with torch.no_grad():
-            for batch in progress(data, "calibration", total=len(data) if hasattr(data, "__len__") else None):
+            for batch in progress(data, "calibration", total=len(data) if isinstance(data, Sized) else None):
                 _calibration_step(model, batch, device)
                 count += 1
     finally:
@@ -149,7 +148,9 @@ def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> Non
     try:
         forward_batch(model, batch, device)
     except TypeError as error:
-        raise CalibrationError(f"The model does not take a calibration batch ({type(batch).__name__}): {error}") from error
+        raise CalibrationError(
+            f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
+        ) from error
 
 
 def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:

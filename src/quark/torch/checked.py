@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
@@ -119,8 +120,13 @@ def _validate(self: Any, cls: type, values: dict[str, Any]) -> None:
         if field not in values:
             raise ConfigError(f"{name} is required.") from None
         came = values[field]
-        expected = next(f.type for f in dataclasses.fields(cls) if f.name == field)
+        expected = _shown(get_type_hints(cls)[field])
         raise ConfigError(f"{name}: expected {expected}, got {came!r} ({type(came).__name__}).") from None
+
+
+def _shown(hint: Any) -> str:
+    """A type as one would write it, without modules."""
+    return hint.__name__ if isinstance(hint, type) else re.sub(r"[\w.]+\.", "", str(hint))
 
 
 def _refuse_assignment(self: Any, name: str, value: Any) -> NoReturn:

@@ -11,11 +11,10 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 
+import torch
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
@@ -26,6 +25,7 @@ from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.loading import empty_params
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
+from torch import nn
 
 INDEX = "model.safetensors.index.json"
 Entry = tuple[str, Callable[[], Tensors], Tensors]
@@ -50,9 +50,18 @@ def entries(model: nn.Module, pack_method: str, real: bool) -> Iterator[Entry]:
         if not tensor.is_meta and tensor.numel() and key in seen:
             continue
         seen[key] = name
-        yield name, lambda t=tensor.detach(): {"": t}, {"": tensor.detach().to("meta")}  # type: ignore[misc]
+        yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
         yield from _activation_entries(name, layer)
+
+
+def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
+    """A tensor that is stored as it is."""
+    return _entry(name, {"": tensor})
+
+
+def _entry(name: str, tensors: Tensors) -> Entry:
+    return name, lambda: tensors, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
 
 
 def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, pack_method: str, real: bool) -> Entry:
@@ -77,7 +86,7 @@ def _activation_entries(name: str, layer: QuantLayer) -> Iterator[Entry]:
         else:
             assert quantizer.params is not None
             tensors = layout.store_params(quantizer.params)
-        yield f"{name}.{role}", lambda t=tensors: t, {k: t.to("meta") for k, t in tensors.items()}  # type: ignore[misc]
+        yield _entry(f"{name}.{role}", tensors)
 
 
 def predicted_bytes(model: nn.Module, plan: Plan | None) -> int:

@@ -11,21 +11,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from quark import __version__
 from quark.errors import ConfigError, NotSupportedError, OutputError, did_you_mean
 from quark.files import atomic_folder
 from quark.log import logger
-from quark.torch.checkpoint import Entry, entries, shard_files, write_shards
+from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.quantizer import quantized_layers
+from torch import nn
 
 CUSTOM_MODES = ("quark", "awq", "fp8")
 SIDE_FILES = re.compile(
@@ -97,7 +96,9 @@ def quantization_config(model: nn.Module, config: QConfig, weight_format: str, p
     stored = config.to_dict()
     patterns = stored["exclude"]
     stored["exclude"] = [
-        name for name, module in model.named_modules() if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
+        name
+        for name, module in model.named_modules()
+        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
     ]
     export = {
         "kv_cache_group": list(config.kv_cache_group),
@@ -151,7 +152,9 @@ class ModelExporter:
             tokenizer=tokenizer,
         )
 
-    def export_quark_model(self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark") -> Path:
+    def export_quark_model(
+        self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark"
+    ) -> Path:
         """Write a Hugging Face checkpoint: the "quark format" of old is the same tensors in the same layout."""
         return self.export_safetensors_model(model, quant_config, custom_mode)
 
@@ -195,8 +198,7 @@ def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
         with safe_open(file, framework="pt") as handle:
             names = [n for n in handle.keys() if n not in own and any(re.search(p, n) for p in patterns)]  # noqa: SIM118
             for name in names:
-                tensor = handle.get_tensor(name)
-                found.append((name, lambda t=tensor: {"": t}, {"": tensor.to("meta")}))  # type: ignore[misc]
+                found.append(plain_entry(name, handle.get_tensor(name)))
     return found
 
 
@@ -225,5 +227,3 @@ def _write_companions(model: Any, source: Path | None, tokenizer: Any, folder: P
     for file in sorted(source.iterdir()) if source else []:
         if file.is_file() and SIDE_FILES.search(file.name) and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
-
-

@@ -11,15 +11,13 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
-
 from quark.core.granularity import PerTensor
 from quark.core.observers import OBSERVERS, Observer
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
-
+from torch import nn
 
 Extras = Mapping[str, torch.Tensor]
 """Tensors of one role beside scale and zero point, by their suffix in the file: "scale_2", "zero_point_2", "shift"."""
@@ -72,7 +70,7 @@ class FakeQuantize(nn.Module):
             self.observer.update(x.detach())
             return x
         second = second_level_of(extras or {})
-        result: torch.Tensor = _StraightThrough.apply(x, self.params_for(x, second), self.spec)
+        result: torch.Tensor = _StraightThrough.apply(x, self.params_for(x, second), self.spec)  # type: ignore[no-untyped-call]
         return result
 
     def params_for(self, x: torch.Tensor, second: QParams | None = None) -> QParams | None:
@@ -148,5 +146,5 @@ class _StraightThrough(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradient, None, None

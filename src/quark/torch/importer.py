@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
 from quark.errors import ConfigError, FormatError, MissingDependencyError
 from quark.torch.checkpoint import read_tensors, shard_files
 from quark.torch.config import QConfig
 from quark.torch.layers import ROLES
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.quantizer import quantized_layers, set_submodule
+from torch import nn
 
 
 def import_model_from_safetensors(
@@ -84,7 +83,7 @@ def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: 
 
 def _fill(model: nn.Module, files: list[Path]) -> None:
     layers = quantized_layers(model)
-    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    own = dict(model.state_dict(keep_vars=True))
     loaded: dict[str, torch.Tensor] = {}
     for stored, tensor in read_tensors(files):
         name = _module_name(stored, own)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from torch import nn
-
+import torch
 from quark.core.patterns import first_match, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, ShapeError
@@ -14,6 +13,7 @@ from quark.torch.config import QConfig, QLayerConfig
 from quark.torch.layers import ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
 from quark.torch.structure import resolve_selectors
+from torch import nn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ class Plan:
         rows: dict[tuple[str, ...], list[str]] = {}
         for name in [*self.layers, *self.excluded]:
             spec = self.layers.get(name, LayerSpec())
-            weight = model.get_submodule(name).weight
+            weight = cast(torch.Tensor, model.get_submodule(name).weight)
             key = (str(tuple(weight.shape)), *(str(t or "float") for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():

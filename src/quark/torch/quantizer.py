@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
@@ -18,6 +16,7 @@ from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import Plan, make_plan
+from torch import nn
 
 
 class ModelQuantizer:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from torch import nn
-
 from quark.errors import ConfigError, did_you_mean
+from torch import nn
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_modal_projector|mm_projector|patch_embed", re.I)
@@ -19,7 +18,8 @@ NON_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_modal_projector|m
 
 def output_head(model: nn.Module) -> set[str]:
     """The linear layer that gives logits: what `get_output_embeddings` names, else a bias-free or biased Linear at
-    the top of the model whose rows count as many as an embedding's."""
+    the top of the model whose rows count as many as an embedding's.
+    """
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     if head is not None:

@@ -203,7 +203,9 @@ class LLMTemplate:
 
     def _siblings(self) -> list[list[str]]:
         attention = [*self.q_layer_name, *self.kv_layers_name]
-        return [[name.rsplit(".", 1)[-1].lstrip("*") for name in group] for group in (attention, self.gate_up_layers_name)]
+        return [
+            [name.rsplit(".", 1)[-1].lstrip("*") for name in group] for group in (attention, self.gate_up_layers_name)
+        ]
 
     def _algorithms(self, names: str | list[str] | None, given: Mapping[str, AlgoConfig]) -> list[AlgoConfig] | None:
         for name in given:

@@ -111,5 +111,5 @@ class Observer:
 
 
 def host(x: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """x as float64 on the host, where ranges are solved (once, from small statistics)."""
+    """X as float64 on the host, where ranges are solved (once, from small statistics)."""
     return to_numpy(x).astype(np.float64)

@@ -58,8 +58,8 @@ class BitHistogram:
         far = _as_float(patterns | ((1 << (32 - self.bits)) - 1))
         left, right = np.minimum(near, far), np.maximum(near, far)
         order = np.argsort(left + right, kind="stable")
-        clip = (np.clip(side[order], low, high) for side in (left, right))
-        return Bins(*clip, counts[index][order])
+        left, right = np.clip(left[order], low, high), np.clip(right[order], low, high)
+        return Bins(left, right, counts[index][order])
 
 
 def absolute(bins: Bins) -> Bins:

@@ -62,7 +62,7 @@ def squared_error(bins: Bins, low: Floats, high: Floats, spec: TensorSpec) -> Fl
     weight = np.repeat(bins.count / SAMPLES, SAMPLES)
     errors = np.empty(len(low))
     for i in range(len(low)):
-        params = qparams_from_range(np.float32(low[i])[...], np.float32(high[i])[...], spec)
+        params = qparams_from_range(np.asarray(low[i], np.float32), np.asarray(high[i], np.float32), spec)
         y = dequantize(quantize(x, params, spec), params, spec)
         errors[i] = float((weight * (y.astype(np.float64) - x) ** 2).sum())
     return errors

@@ -74,7 +74,7 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
             self.histogram.merge(other.histogram)
 
     def _parts(self, x: Array) -> Array:
-        """x as (parts that share a scale, values)."""
+        """X as (parts that share a scale, values)."""
         xp, split = namespace(x), self.spec.split
         blocks, axes = split.blocks(x), split.axes(x.ndim)
         kept = [axis for axis in range(blocks.ndim) if axis not in axes]
@@ -92,8 +92,9 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         for row in range(self.histogram.rows):
             bins = self.histogram.bins(row, lows[row], highs[row])
             tried = best[row] + np.array(CANDIDATES, dtype=np.int32)
-            extremes = (np.full(len(tried), side[row], dtype=np.float32) for side in (lows, highs))
-            errors = squared_error(bins, *map(host, scaled_range(*extremes, scalar, tried)), scalar)
+            row_low, row_high = (np.full(len(tried), side[row], dtype=np.float32) for side in (lows, highs))
+            trial_low, trial_high = scaled_range(row_low, row_high, scalar, tried)
+            errors = squared_error(bins, host(trial_low), host(trial_high), scalar)
             best[row] = tried[int(np.argmin(errors))]
         return like(best.reshape(tuple(center.shape)), center, "int32")
 

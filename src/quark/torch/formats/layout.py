@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
-
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 

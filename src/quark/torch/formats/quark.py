@@ -10,8 +10,8 @@
     mx4, mx6, mx9     codes of 3, 5, 8 bits; scale: uint8 exponent of each block; shift: one bit for each pair
     bfp16             int8 codes; scale: uint8 exponent of the step
 
-Rows that are no whole number of words end in zeros. The last two rows and int16 are ours: the documented system cannot export them. "fake" storage keeps the float weight
-with quantized values, and scales in the float dtype, not transposed.
+Rows that are no whole number of words end in zeros. The last two rows and int16 are ours: the documented system cannot
+export them. "fake" storage keeps the float weight with quantized values, and scales in the float dtype, not transposed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-
 from quark.core.array import astype
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import PerGroup, PerTensor

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from quark.torch.layers.base import ROLES, QuantLayer
 from quark.torch.layers.conv2d import QuantConv2d
 from quark.torch.layers.conv_transpose2d import QuantConvTranspose2d
 from quark.torch.layers.embedding import QuantEmbedding
 from quark.torch.layers.embedding_bag import QuantEmbeddingBag
 from quark.torch.layers.linear import QuantLinear
+from torch import nn
 
 _CLASSES: tuple[type[QuantLayer], ...] = (
     QuantLinear,
@@ -29,7 +28,8 @@ error in it reaches every layer. A name or type entry quantizes them."""
 
 def layer_class(module: nn.Module) -> type[QuantLayer] | None:
     """The quantized class for a float module, or None. A subclass with a forward of its own is not replaced: what
-    it computes is not known."""
+    it computes is not known.
+    """
     for float_class, quantized in LAYERS.items():
         if isinstance(module, float_class) and not isinstance(module, QuantLayer):
             plain = type(module).forward is float_class.forward

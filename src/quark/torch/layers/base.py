@@ -6,10 +6,9 @@ import copy
 from typing import ClassVar
 
 import torch
-from torch import nn
-
 from quark.core.spec import LayerSpec
 from quark.torch.fake_quant import FakeQuantize
+from torch import nn
 
 ROLES = ("weight", "bias", "input", "output")
 """The tensors of a layer that can be quantized; `<role>_quantizer` is the module that does it."""
@@ -52,7 +51,7 @@ class QuantLayer(nn.Module):
 
     def quantizer(self, role: str) -> nn.Module | None:
         """The module that quantizes `role`, or None."""
-        return getattr(self, f"{role}_quantizer")  # type: ignore[no-any-return]
+        return getattr(self, f"{role}_quantizer")
 
     def quantized(self, role: str, x: torch.Tensor) -> torch.Tensor:
         """x, quantized as the role's spec says."""
@@ -69,6 +68,7 @@ class QuantLayer(nn.Module):
 
     def extras(self, role: str) -> dict[str, torch.Tensor]:
         """Tensors of a loaded checkpoint that live on the layer under their file names: transformers renames only
-        scale and zero point to `<role>_quantizer.*` when it loads."""
+        scale and zero point to `<role>_quantizer.*` when it loads.
+        """
         named = {suffix: getattr(self, f"{role}_{suffix}", None) for suffix in EXTRA_SUFFIXES}
         return {suffix: tensor for suffix, tensor in named.items() if tensor is not None}

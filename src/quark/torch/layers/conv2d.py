@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
-
 from quark.torch.layers.base import QuantLayer
+from torch import nn
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):

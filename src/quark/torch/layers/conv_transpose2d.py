@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
+
 from torch.nn import functional as F
 
+import torch
 from quark.torch.layers.base import QuantLayer
+from torch import nn
 
 
 class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):
@@ -14,13 +16,24 @@ class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):
 
     float_class = nn.ConvTranspose2d
 
-    def forward(self, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
         x = self.quantized("input", input)
-        padding = self._output_padding(
-            input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation  # type: ignore[arg-type]
+        # torch types these tuples as lists.
+        stride, padding, size, dilation = (
+            list(self.stride),
+            list(self.padding),
+            list(self.kernel_size),
+            list(self.dilation),
         )
-        weight, bias = self.quantized("weight", self.weight), self.quantized_bias()
+        extra: Any = self._output_padding(input, output_size, stride, padding, size, 2, dilation)  # type: ignore[arg-type]
         y = F.conv_transpose2d(
-            x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation  # type: ignore[arg-type]
+            x,
+            self.quantized("weight", self.weight),
+            self.quantized_bias(),
+            self.stride,
+            padding,  # type: ignore[arg-type]
+            extra,
+            self.groups,
+            self.dilation,
         )
         return self.quantized("output", y)

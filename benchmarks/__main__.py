@@ -1,0 +1,88 @@
+"""`make bench`: each measurement with quark and, beside it, with the peer in its own virtual environment.
+
+The scripts in cases/ use documented names only, so one script measures both. Every figure is a ratio against a
+limit that is measured in the same process (cloning the weights, the float forward, importing torch), which holds on
+a busy machine too. The peer's environment is made by cases/setup_peer.sh; without it only quark is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+CASES = Path(__file__).parent / "cases"
+PEER = Path(__file__).parent.parent / ".venv-peer" / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table: where it is in a case's result, and the most it may be."""
+
+    case: str
+    name: str
+    path: tuple[str, ...]
+    limit: float
+    unit: str = "x"
+
+
+SCHEMES = ("int8_per_channel", "int4_group_128", "fp8_per_tensor", "mxfp4")
+FIGURES = [
+    Figure("import_time", "import quark.torch / import torch", ("ratio",), 1.15),
+    *(Figure("weight_only", f"{s}: quantize + freeze / clone", ("cases", s, "clone_ratio"), 6.0) for s in SCHEMES),
+    *(
+        Figure("weight_only", f"{s}: peak extra memory", ("cases", s, "peak_extra_weights"), 1.0, " weights")
+        for s in SCHEMES
+    ),
+    Figure("packing", "pack int4 4096 x 4096 per channel", ("layouts", "per_channel", "pack_seconds"), 0.05, " s"),
+    Figure("packing", "pack int4 4096 x 4096 per group", ("layouts", "per_group", "pack_seconds"), 0.05, " s"),
+    Figure("calibration", "static w8a8 / float forward", ("ratio",), 1.15),
+]
+
+
+def run(python: Path | str, case: str) -> dict[str, Any] | None:
+    """The JSON line that a case prints last, or None if it fails."""
+    done = subprocess.run([str(python), str(CASES / f"{case}.py")], stdout=subprocess.PIPE, text=True, check=False)
+    return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
+
+
+def value(result: dict[str, Any] | None, path: tuple[str, ...]) -> float | None:
+    """Follow a path into a result."""
+    found: Any = result
+    for key in path:
+        found = None if found is None else found.get(key)
+    return found
+
+
+def main() -> None:
+    """Run the cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help="some of: " + ", ".join(dict.fromkeys(f.case for f in FIGURES)))
+    parser.add_argument("--no-peer", action="store_true", help="measure quark only")
+    args = parser.parse_args()
+    with_peer = PEER.exists() and not args.no_peer
+    chosen = [figure for figure in FIGURES if not args.cases or figure.case in args.cases]
+    ours, theirs = {}, {}
+    for case in dict.fromkeys(figure.case for figure in chosen):
+        ours[case] = run(sys.executable, case)
+        theirs[case] = run(PEER, case) if with_peer else None
+    table = Table("figure", "quark", "limit", "", "peer", title="Benchmarks: lower is better")
+    for figure in chosen:
+        mine, other = value(ours[figure.case], figure.path), value(theirs[figure.case], figure.path)
+        verdict = "FAILED" if mine is None else "ok" if mine <= figure.limit else "MISSED"
+        shown = [("-" if v is None else f"{v:.3g}{figure.unit}") for v in (mine, figure.limit, other)]
+        table.add_row(figure.name, shown[0], shown[1], verdict, shown[2])
+    Console().print(table)
+    if not with_peer:
+        Console().print("The peer was not measured: benchmarks/cases/setup_peer.sh makes its environment.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Static w8a8 calibration of a small random Llama, against the float forward of the same data.
+
+Six layers, hidden 1024, float32, int8 per tensor for weights and inputs (min_max), lm_head
+excluded; 16 batches of 1 x 512 tokens from a DataLoader. Each round makes a fresh model, runs one
+forward as a warm-up, times the float forward of all batches under no_grad, then times
+`quantize_model` on the same model and batches. The first round is reported as `first_*` (the peer
+may compile there, with an empty compiler cache), the others as medians. `ratio` is the median of
+the ratios within each round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+ROUNDS = 3
+BATCHES = 16
+TOKENS = 512
+VOCABULARY = 2048
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def run_round() -> tuple[float, float]:
+    """Seconds of the float forward and of quantize_model, on one fresh model."""
+    from torch.utils.data import DataLoader
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import torch
+    from quark.torch import ModelQuantizer
+    from quark.torch.quantization import Int8PerTensorSpec, QConfig, QLayerConfig
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=1024,
+            intermediate_size=2752,
+            num_hidden_layers=6,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+        )
+    ).eval()
+    loader = DataLoader(torch.randint(0, VOCABULARY, (BATCHES, TOKENS)), batch_size=1)
+
+    spec = Int8PerTensorSpec(observer_method="min_max", is_dynamic=False)
+    layer = QLayerConfig(weight=spec.to_quantization_spec(), input_tensors=spec.to_quantization_spec())
+    quantizer = ModelQuantizer(QConfig(global_quant_config=layer, exclude=["lm_head"]))
+
+    def forward() -> None:
+        for batch in loader:
+            model(batch)
+
+    with torch.no_grad():
+        model(next(iter(loader)))
+        forward_seconds = seconds_of(forward)
+    return forward_seconds, seconds_of(lambda: quantizer.quantize_model(model, loader))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        (first_forward, first_quantize), *rounds = [run_round() for _ in range(1 + ROUNDS)]
+    result = {
+        "benchmark": "calibrate_w8a8",
+        "first_ratio": first_quantize / first_forward,
+        "first_quantize_seconds": first_quantize,
+        "forward_seconds": statistics.median(forward for forward, _ in rounds),
+        "quantize_seconds": statistics.median(quantize for _, quantize in rounds),
+        "ratio": statistics.median(quantize / forward for forward, quantize in rounds),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Metrics against their formulas, written directly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import torch
+from quark.core.metrics import cosine, decibel, l2, psnr, sqnr
+
+X = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+Y = (X + 0.1 * np.random.default_rng(1).standard_normal((5, 7))).astype(np.float32)
+LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+
+
+@LIBRARIES
+def test_formulas(library: object) -> None:
+    x, y = library(X), library(Y)  # type: ignore[operator]
+    a, b = X.astype(np.float64).ravel(), Y.astype(np.float64).ravel()
+    noise = a - b
+    assert sqnr(x, y) == pytest.approx(10 * math.log10(a @ a / (noise @ noise)))
+    assert psnr(x, y) == pytest.approx(10 * math.log10(abs(a).max() ** 2 / (noise @ noise / a.size)))
+    assert cosine(x, y) == pytest.approx(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+    assert l2(x, y) == pytest.approx(np.linalg.norm(noise))
+    for metric in (sqnr, psnr, cosine, l2):
+        assert isinstance(metric(x, y), float)
+
+
+@LIBRARIES
+def test_edges(library: object) -> None:
+    x, zero = library(X), library(np.zeros_like(X))  # type: ignore[operator]
+    assert sqnr(x, x) == math.inf == psnr(x, x) and l2(x, x) == 0 and cosine(x, x) == pytest.approx(1)
+    assert sqnr(zero, x) == -math.inf and sqnr(zero, zero) == math.inf
+    assert cosine(zero, zero) == 1 and cosine(zero, x) == 0 == cosine(x, zero)
+    assert cosine(x, -x) == pytest.approx(-1)
+    assert decibel(100, 1) == 20 and decibel(0, 0) == math.inf and decibel(0, 1) == -math.inf
+
+
+def test_sums_are_wide() -> None:
+    """Half-precision inputs, and values whose squares leave float32."""
+    x = torch.full((70_000,), 100.0, dtype=torch.float16)
+    assert l2(x, x * 0) == pytest.approx(100 * math.sqrt(70_000))
+    assert sqnr(x, x + 1) == pytest.approx(40)
+    big = np.full(4, 1e30, np.float32)
+    assert sqnr(big, big * np.float32(0.9)) == pytest.approx(20, abs=1e-4)
+    assert cosine(big, big) == pytest.approx(1)

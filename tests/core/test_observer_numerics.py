@@ -1,0 +1,380 @@
+"""What each observer decides, against brute force over the raw data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import torch
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.observers import OBSERVERS
+from quark.core.observers.bit_histogram import BitHistogram, absolute, quantile
+from quark.core.observers.entropy import BINS, _divergence, uniform
+from quark.core.observers.percentile import PercentileObserver
+from quark.core.quantize import QParams, compute_qparams, fake_quantize
+from quark.core.scales import ScaleRule, ScaleType, qparams_from_range
+from quark.core.spec import TensorSpec, spec
+from quark.errors import ConfigError
+from tests.core.oracles import divergence, floor_log2
+
+RNG = np.random.default_rng
+DATA: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "bell": lambda rng, n: rng.standard_normal(n),
+    "heavy": lambda rng, n: rng.standard_t(2, n),
+    "laplace": lambda rng, n: rng.laplace(3.0, 1.0, n),
+    "relu": lambda rng, n: np.maximum(rng.standard_t(3, n), 0),
+    "outliers": lambda rng, n: np.where(rng.random(n) < 1e-3, 60, 1) * rng.standard_normal(n),
+    "skewed": lambda rng, n: -rng.lognormal(0, 1.5, n),
+    "tiny": lambda rng, n: rng.standard_t(4, n) * 1e-2,
+}
+EVERY_DATA = pytest.mark.parametrize("kind", DATA)
+GRIDS = {
+    "int8": spec("int8"),
+    "uint8": spec("uint8", symmetric=False),
+    "int4": spec("int4"),
+    "uint4": spec("uint4", symmetric=False),
+    "fp8": spec("fp8_e4m3"),
+    "fp4": spec("fp4_e2m1"),
+}
+EVERY_GRID = pytest.mark.parametrize("tensor", GRIDS.values(), ids=GRIDS)
+
+
+def values(kind: str, n: int = 60_000, seed: int = 0) -> np.ndarray:
+    return DATA[kind](RNG(seed), n).astype(np.float32)
+
+
+def ranged(name: str, tensor: TensorSpec, x: np.ndarray, **options: float) -> tuple[float, float]:
+    observer = OBSERVERS[name](tensor, **options)
+    for part in np.array_split(x, 3):
+        observer.update(part)
+    low, high = observer.range()
+    return float(low), float(high)
+
+
+def error_of(x: np.ndarray, params: QParams, tensor: TensorSpec) -> float:
+    """True squared error over the raw data."""
+    y = fake_quantize(x, params, tensor)
+    return float(((x.astype(np.float64) - y) ** 2).sum())
+
+
+def error_of_range(x: np.ndarray, low: float, high: float, tensor: TensorSpec) -> float:
+    params = qparams_from_range(np.float32(low)[...], np.float32(high)[...], tensor)
+    return error_of(x, params, tensor)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+@EVERY_DATA
+@pytest.mark.parametrize("bits", [12, 16])
+def test_every_value_is_in_its_bin(kind: str, bits: int) -> None:
+    x = values(kind)
+    for library in (np.asarray, torch.from_numpy):
+        histogram = BitHistogram(1, bits)
+        histogram.update(library(x.reshape(1, -1)))
+        bins = histogram.bins(0, float(x.min()), float(x.max()))
+        assert bins.count.sum() == x.size and np.all(bins.count > 0)
+        assert bins.left[0] == x.min() and bins.right[-1] == x.max()
+        assert np.all(bins.left <= bins.right) and np.all(bins.right[:-1] <= bins.left[1:])
+        width = bins.right - bins.left
+        assert np.all(width <= np.maximum(abs(bins.left), abs(bins.right)) * 2.0 ** (9 - bits) + 1e-38)
+        inside = [((x >= low) & (x <= high)).sum() for low, high in zip(bins.left, bins.right, strict=True)]
+        # -0 and 0 lie in two bins that touch.
+        assert np.array_equal(inside, bins.count) or (x == 0).any()
+
+
+def test_rows_are_counted_apart() -> None:
+    x = np.stack([values("bell", 999), values("heavy", 999), -abs(values("tiny", 999))])
+    for library in (np.asarray, torch.from_numpy):
+        together = BitHistogram(3, 12)
+        together.update(library(x))
+        for row in range(3):
+            alone = BitHistogram(1, 12)
+            alone.update(library(x[row : row + 1]))
+            ours, theirs = together.bins(row, -1e9, 1e9), alone.bins(0, -1e9, 1e9)
+            assert np.array_equal(ours.left, theirs.left) and np.array_equal(ours.count, theirs.count)
+
+
+def test_absolute_folds_the_negative_bins() -> None:
+    x = np.array([-3, -1, 1, 2, -2.5], np.float32)
+    histogram = BitHistogram()
+    histogram.update(x.reshape(1, -1))
+    bins = absolute(histogram.bins(0, -3, 2))
+    assert bins.count.tolist() == [1, 1, 1, 1, 1] and np.all(np.diff(bins.left) >= 0)
+    assert np.all(bins.left <= np.sort(abs(x))) and np.all(np.sort(abs(x)) <= bins.right)
+    assert quantile(bins, 1.0) == 3
+
+
+def test_min_max_and_moving_average() -> None:
+    batches = [np.array(b, np.float32) for b in ([-1, 2], [-5, 1], [0, 9])]
+    for name, expected in {"min_max": (-5, 9), "moving_average": (-2, 4)}.items():
+        observer = OBSERVERS[name](spec("int8"))
+        for batch in batches:
+            observer.update(batch)
+        assert tuple(map(float, observer.range())) == expected
+    channels = OBSERVERS["moving_average"](spec("int8", PerChannel(0)))
+    for batch in batches:
+        channels.update(np.stack([batch, 2 * batch]))
+    assert channels.range()[0].tolist() == [-2, -4] and channels.range()[1].tolist() == [4, 8]
+
+
+# --- percentile -------------------------------------------------------------------------------------------------------
+
+
+@EVERY_DATA
+@pytest.mark.parametrize("percentile", [60, 99, 99.9, 99.99, 99.999, 100])
+def test_percentile_is_numpys_quantile(kind: str, percentile: float) -> None:
+    x = values(kind)
+
+    def near(got: float, data: np.ndarray, share: float) -> bool:
+        # The order statistic, or its neighbour where share * n is whole but for its last float bit.
+        order = [np.quantile(data, share + d, method="inverted_cdf") for d in (0, 1e-12, -1e-12) if 0 <= share + d <= 1]
+        return any(abs(got - float(q)) <= abs(float(q)) * 2.0**-7 + 1e-38 for q in order)
+
+    low, high = ranged("percentile", spec("int8"), x, percentile=percentile)
+    assert low == -high and near(high, abs(x), percentile / 100)
+    low, high = ranged("percentile", spec("uint8", symmetric=False), x, percentile=percentile)
+    assert near(low, x, 1 - percentile / 100) and near(high, x, percentile / 100)
+    if percentile == 100:
+        assert (low, high) == (x.min(), x.max())
+
+
+def test_percentile_interpolates_as_numpy_where_data_is_dense() -> None:
+    x = values("bell", 400_000)
+    for percentile in (75, 99, 99.9):
+        _, high = ranged("percentile", spec("int8"), x, percentile=percentile)
+        assert high == pytest.approx(float(np.quantile(abs(x), percentile / 100)), rel=2.0**-7)
+
+
+@pytest.mark.parametrize("bad", [50, 0, 100.1, -1])
+def test_percentile_out_of_range(bad: float) -> None:
+    with pytest.raises(ConfigError, match=str(bad)):
+        PercentileObserver(spec("int8"), percentile=bad)
+
+
+# --- least squared error ----------------------------------------------------------------------------------------------
+
+
+@EVERY_DATA
+@EVERY_GRID
+def test_mse_is_near_the_best_shrink_factor(kind: str, tensor: TensorSpec) -> None:
+    x = values(kind, 20_000)
+    low, high = ranged("mse", tensor, x)
+    best = min(error_of_range(x, a * x.min(), a * x.max(), tensor) for a in np.linspace(0.005, 1, 200))
+    ours, plain = error_of_range(x, low, high, tensor), error_of_range(x, x.min(), x.max(), tensor)
+    # Floats: their error is spread thin over all values, which a histogram knows to 0.5 %.
+    assert ours <= plain * (1.005 if tensor.dtype.is_float else 1.001)
+    assert ours <= best * 1.02
+    assert min(x.min(), 0) <= low <= high <= max(x.max(), 0)
+
+
+@EVERY_DATA
+@EVERY_GRID
+def test_histogram_is_near_the_best_of_both_ends(kind: str, tensor: TensorSpec) -> None:
+    x = values(kind, 8_000)
+    low, high = ranged("histogram", tensor, x)
+    ours, plain = error_of_range(x, low, high, tensor), error_of_range(x, x.min(), x.max(), tensor)
+    assert ours <= plain * 1.001
+    if tensor.symmetric or tensor.dtype.is_float:
+        amax = abs(x).max()
+        best = min(error_of_range(x, -a * amax, a * amax, tensor) for a in np.linspace(0.005, 1, 200))
+    else:
+        shares = np.linspace(0.04, 1, 25)
+        ends = {(a * min(x.min(), 0), b * max(x.max(), 0)) for a in shares for b in shares}
+        best = min(error_of_range(x, *end, tensor) for end in ends)
+    # Two free ends have local minima.
+    assert ours <= best * (1.01 if tensor.symmetric else 1.04)
+    assert ours <= error_of_range(x, *ranged("mse", tensor, x), tensor) * 1.01
+
+
+@pytest.mark.parametrize("name", ["mse", "histogram"])
+def test_outliers_are_worth_clipping(name: str) -> None:
+    x = values("relu", 20_000)
+    ours = error_of_range(x, *ranged(name, GRIDS["int4"], x), GRIDS["int4"])
+    assert ours < 0.5 * error_of_range(x, x.min(), x.max(), GRIDS["int4"])
+
+
+# --- entropy ----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_DATA
+@pytest.mark.parametrize("levels", [2, 8, 128])
+def test_divergence_is_that_of_the_loops(kind: str, levels: int) -> None:
+    x = abs(values(kind, 5_000))
+    counts = np.histogram(x, bins=BINS, range=(0, float(x.max())))[0].astype(float)
+    for end in (levels, levels + 1, 333, 1000, 2047, BINS):
+        assert _divergence(counts, end, levels) == pytest.approx(divergence(counts, end, levels), rel=1e-9, abs=1e-12)
+
+
+@EVERY_DATA
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4"])
+def test_entropy_is_near_the_least_divergence(kind: str, name: str) -> None:
+    """Against the search written with loops, on numpy's own histogram of the raw |x|."""
+    x, tensor = values(kind, 400_000), GRIDS[name]
+    amax = float(abs(x).max())
+    counts = np.histogram(abs(x), bins=BINS, range=(0, amax))[0].astype(float)
+    levels = 1 << (tensor.dtype.bits - 1)
+    low, high = ranged("entropy", tensor, x)
+    assert x.min() <= low <= high <= x.max()
+    end = round(max(-low, high) / amax * BINS)
+    assert (end - levels) % (BINS // 512) == 0 and levels <= end <= BINS
+    best = min(divergence(counts, i, levels) for i in range(levels, BINS + 1, 40))
+    assert divergence(counts, end, levels) <= best * 1.1 + 2e-4
+
+
+@EVERY_DATA
+def test_bins_spread_evenly_keep_the_distribution(kind: str) -> None:
+    x = abs(values(kind, 400_000))
+    histogram = BitHistogram()
+    histogram.update(x.reshape(1, -1))
+    counts = uniform(histogram.bins(0, float(x.min()), float(x.max())), float(x.max()))
+    raw = np.histogram(x, bins=BINS, range=(0, float(x.max())))[0]
+    assert counts.sum() == pytest.approx(x.size) and np.all(counts >= 0)
+    # Kolmogorov distance: within one bit bin, a 2^-7 of the value.
+    assert abs(np.cumsum(counts) - np.cumsum(raw)).max() <= 0.002 * x.size
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8"])
+def test_entropy_keeps_what_fills_its_range_evenly(name: str) -> None:
+    """Data on the levels themselves lose nothing at the full range, for every width."""
+    levels = 1 << (DTYPES[name].bits - 1)
+    x = np.linspace(-1, 1, 2 * 64 * levels + 1, dtype=np.float32)
+    assert ranged("entropy", spec(name), x) == (-1, 1)
+
+
+# --- powers of two ----------------------------------------------------------------------------------------------------
+
+
+def exponent_of(params: QParams) -> np.ndarray:
+    scale = np.asarray(params.scale, np.float64)
+    assert np.all(np.frexp(scale)[0] == 0.5)
+    return np.frexp(scale)[1] - 1
+
+
+POF2_GRIDS = pytest.mark.parametrize(
+    "tensor",
+    [
+        spec("int8"),
+        spec("uint8", symmetric=False),
+        spec("int4"),
+        spec("int16"),
+        spec("int8", PerChannel(0)),
+        spec("uint8", PerChannel(-2), symmetric=False),
+        spec("int4", PerGroup(-1, 64)),
+        spec("int4", PerGroup(0, 3)),
+        spec("fp8_e4m3"),
+    ],
+    ids=str,
+)
+
+
+def table(kind: str) -> np.ndarray:
+    return values(kind, 6 * 512).reshape(6, 512) * np.geomspace(0.1, 9, 6, dtype=np.float32)[:, None]
+
+
+@EVERY_DATA
+@POF2_GRIDS
+def test_power_of_two_min_max_rounds_the_exponent(kind: str, tensor: TensorSpec) -> None:
+    x = table(kind)
+    observer = OBSERVERS["pof2_min_max"](tensor)
+    observer.update(x)
+    free = np.asarray(compute_qparams(x, tensor).scale).reshape(-1)
+    got = exponent_of(observer.qparams()).reshape(-1)
+    for scale, e in zip(free.tolist(), got.tolist(), strict=True):
+        below = floor_log2(scale)
+        assert e == below + (Fraction(scale) ** 2 > Fraction(2) ** (2 * below + 1))
+
+
+@EVERY_DATA
+@POF2_GRIDS
+def test_non_overflow_never_clips_and_is_minimal(kind: str, tensor: TensorSpec) -> None:
+    x = table(kind)
+    observer = OBSERVERS["pof2_non_overflow"](tensor)
+    observer.update(x)
+    params = observer.qparams()
+    free = np.asarray(compute_qparams(x, tensor).scale, np.float64)
+    scale = 2.0 ** exponent_of(params)
+    assert np.all(free <= scale) and np.all(scale < 2 * free)
+    split = tensor.split
+    step = split.unblock(np.broadcast_to(split.to_blocks(scale, x.shape), split.block_shape(x.shape)), x.shape)
+    if not tensor.dtype.is_float:
+        assert np.all(abs(x - fake_quantize(x, params, tensor)) <= step / 2)
+    else:
+        assert np.all(abs(x) <= step * tensor.dtype.max)
+
+
+@EVERY_DATA
+@POF2_GRIDS
+def test_min_mse_is_the_best_power_of_two(kind: str, tensor: TensorSpec) -> None:
+    """Brute force over all exponents near the min-max one, on the raw values of each part."""
+    x = table(kind)
+    observer = OBSERVERS["pof2_min_mse"](tensor)
+    for part in (x, x * 0.5, x[:, ::-1].copy()):
+        observer.update(part)
+    params = observer.qparams()
+    got = exponent_of(params).reshape(-1)
+    seen = np.stack([x, x * 0.5, x[:, ::-1]])
+    split, alone = tensor.split, TensorSpec(tensor.dtype, PerTensor(), tensor.symmetric)
+    blocks = np.stack([split.blocks(batch) for batch in seen])
+    kept = [i + 1 for i in range(blocks.ndim - 1) if i not in split.axes(2)]
+    parts = np.moveaxis(blocks, kept, list(range(len(kept)))).reshape(len(got), -1)
+    lost = least = 0.0
+    for part, chosen in zip(parts, got.tolist(), strict=True):
+        errors = {e: error_at(part, e, alone) for e in range(chosen - 5, chosen + 6)}
+        best = min(errors.values())
+        lost, least = lost + errors[chosen], least + best
+        # The very best exponent for a tensor; for one of many parts with enough values, one that costs 2 % at most.
+        assert errors[chosen] == best or (len(got) > 1 and (errors[chosen] <= best * 1.02 or part.size < 64))
+    assert lost <= least * 1.02
+
+
+def error_at(x: np.ndarray, e: int, tensor: TensorSpec) -> float:
+    """Squared error of x at scale 2^e, written out; the zero point is the one that x's own range asks for."""
+    row, scale = tensor.dtype, 2.0**e
+    if row.is_float:
+        return error_of(x, QParams(np.float32(scale)[...]), tensor)
+    low = min(float(x.min()), 0.0)
+    zero = 0 if tensor.symmetric else min(max(round(row.min - round(low / scale)), row.min), row.max)
+    codes = np.clip(np.round(x.astype(np.float64) / scale) + zero, row.min, row.max)
+    return float((((codes - zero) * scale - x) ** 2).sum())
+
+
+# --- E8M0 differences -------------------------------------------------------------------------------------------------
+
+
+@EVERY_DATA
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "mxint8"])
+def test_mx_diffs_is_never_worse_than_ceil_or_floor(kind: str, name: str) -> None:
+    x = values(kind, 64 * 96).reshape(64, 96)
+    x[5, :32] = 0
+    tensors = {
+        rule: spec(name, PerGroup(-1, 32), scale_type=ScaleType.float8_e8m0fnu, scale_rule=rule) for rule in ScaleRule
+    }
+    observer = OBSERVERS["mx_diffs"](tensors[ScaleRule.even])
+    observer.update(x)
+    params = observer.qparams()
+    exponent_of(params)
+
+    def errors(scale: np.ndarray) -> np.ndarray:
+        y = fake_quantize(x, QParams(scale), tensors[ScaleRule.even])
+        return ((x.astype(np.float64) - y) ** 2).reshape(64, 3, 32).sum(axis=2)
+
+    ours = errors(params.scale)
+    ceil = compute_qparams(x, tensors[ScaleRule.ceil]).scale
+    floor = compute_qparams(x, tensors[ScaleRule.floor]).scale
+    assert np.all(ours <= np.minimum(errors(ceil), errors(floor)))
+    assert np.all((params.scale == ceil) | (params.scale == ceil / 2))
+    if name == "fp4_e2m1":
+        assert ours.sum() < min(errors(ceil).sum(), errors(floor).sum())
+
+
+def test_mx_diffs_stays_within_e8m0() -> None:
+    tensor = spec("fp4_e2m1", PerGroup(-1, 32), scale_type=ScaleType.float8_e8m0fnu)
+    x = np.full((1, 32), 2.0**-126, np.float32)
+    observer = OBSERVERS["mx_diffs"](tensor)
+    observer.update(x)
+    assert observer.qparams().scale[0, 0] == 2.0**-127
