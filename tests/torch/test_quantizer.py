@@ -267,3 +267,31 @@ def test_spec_of_two_levels_needs_data_for_activations() -> None:
     assert nvfp4 is not None and nvfp4.dynamic and nvfp4.needs_calibration
     with pytest.raises(CalibrationError, match="dynamic or weight-only"):
         quantize(mlp(), SCHEMES["nvfp4"])
+
+
+def test_an_excluded_block_without_a_star_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'model\.layers\.0' matches the module .* but none of the layers"):
+        quantize(tiny_llama(), LayerSpec(weight=INT8), exclude=["model.layers.0"])
+    model = quantize(tiny_llama(), LayerSpec(weight=INT8), exclude=["model.layers.0.*", "lm_head"])
+    assert all(name.startswith("model.layers.1.") for name in quantized_layers(model))
+
+
+def test_fused_experts_are_refused_unless_excluded() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    settings = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    with pytest.raises(NotSupportedError, match=r"experts\..*fused experts.*exclude"):
+        quantize(MixtralForCausalLM(settings), LayerSpec(weight=INT8))
+    model = quantize(MixtralForCausalLM(settings), LayerSpec(weight=INT8), exclude=["*experts*", "@output_head"])
+    assert {name.rsplit(".", 1)[-1] for name in quantized_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_siblings_share_the_global_scale_of_nvfp4() -> None:
+    model = ModelQuantizer(LLMTemplate.get("llama").get_config("nvfp4")).quantize_model(tiny_llama(), token_batches())
+    attention = model.model.layers[0].self_attn
+    scales = {float(getattr(attention, name).weight_quantizer.scale_2) for name in ("q_proj", "k_proj", "v_proj")}
+    largest = max(float(getattr(attention, name).weight.abs().max()) for name in ("q_proj", "k_proj", "v_proj"))
+    assert len(scales) == 1 and scales.pop() == pytest.approx(largest / (6 * 448), rel=1e-6)

@@ -125,13 +125,21 @@ def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB") 
             if stored not in leftover:
                 source, _, make = makers[stored]
                 leftover |= {stored_name(source, suffix): t for suffix, t in make().items()}
-            shard[stored] = leftover.pop(stored).contiguous().cpu()
-        save_file(shard, folder / file, metadata={"format": "pt"})
+            shard[stored] = leftover.pop(stored)
+        save_tensors(shard, folder / file)
     total = sum(t.numel() * t.element_size() for t in meta.values())
     if split.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return total
+
+
+def save_tensors(tensors: Tensors, file: Path) -> None:
+    """Write one safetensors file. Raises OSError, also where safetensors has an error class of its own."""
+    try:
+        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def shard_files(folder: Path) -> list[Path]:

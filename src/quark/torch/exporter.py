@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from quark import __version__
-from quark.errors import ConfigError, NotSupportedError, OutputError, did_you_mean
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import atomic_folder
 from quark.log import logger
 from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
@@ -78,15 +78,12 @@ def export_safetensors(
         )
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED))
     source = _source_folder(model)
-    try:
-        with atomic_folder(output_dir, overwrite) as folder:
-            items += _dropped_entries(model, source)
-            write_shards(folder, items, max_shard_size)
-            quantization = quantization_config(model, config, weight_format, pack_method)
-            _write_config(model, quantization, folder)
-            _write_companions(model, source, tokenizer, folder)
-    except SafetensorError as error:
-        raise OutputError(f"Could not write {output_dir}: {error}. Nothing was left behind.") from error
+    with atomic_folder(output_dir, overwrite) as folder:
+        items += _dropped_entries(model, source)
+        write_shards(folder, items, max_shard_size)
+        quantization = quantization_config(model, config, weight_format, pack_method)
+        _write_config(model, quantization, folder)
+        _write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 

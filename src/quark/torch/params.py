@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.files import atomic_file
-from quark.torch.checkpoint import entries, stored_name
+from quark.torch.checkpoint import entries, save_tensors, stored_name
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantizationMode
 from quark.torch.importer import load_into
@@ -48,13 +48,10 @@ def save_params(
     config = getattr(model, "quant_config", None)
     if not isinstance(config, QConfig) or not quantized_layers(model):
         raise ConfigError("save_params needs a model from ModelQuantizer.quantize_model; this one is not quantized.")
-    # safetensors.torch is imported where files are really written.
-    from safetensors.torch import save_file
-
     folder = Path(export_dir if export_dir is not None else tempfile.gettempdir())
     pack_method = "reorder" if reorder else "order"
     tensors = {
-        stored_name(source, suffix): tensor.contiguous().cpu()
+        stored_name(source, suffix): tensor
         for source, make, _ in entries(model, pack_method, compressed)
         for suffix, tensor in make().items()
     }
@@ -64,7 +61,7 @@ def save_params(
         "structure": _structure(model),
     }
     with atomic_file(folder / f"{model_type}.safetensors") as file:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_tensors(tensors, file)
     with atomic_file(folder / f"{model_type}.json") as file:
         file.write_text(json.dumps(description, indent=2) + "\n")
     return folder / f"{model_type}.json"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-from quark.core.patterns import first_match, matches_any, require_matches
+from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, ShapeError
+from quark.errors import ConfigError, NotSupportedError, ShapeError
 from quark.torch.config import QConfig, QLayerConfig
 from quark.torch.layers import ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
@@ -79,6 +79,8 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     if strict:
         names = {name for name, _ in model.named_modules()}
         require_matches(patterns, names, "exclude")
+        _require_layers(patterns, names, candidates)
+        _refuse_fused_experts(model, patterns)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
         _require_types(config, candidates)
     selected = resolve_selectors((p for p in config.exclude if p.startswith("@")), model)
@@ -109,6 +111,29 @@ def _layer_config(config: QConfig, name: str, module: nn.Module) -> QLayerConfig
         if isinstance(module, layer_type):
             return by_type
     return None if isinstance(module, ONLY_WHEN_NAMED) else config.global_quant_config
+
+
+def _require_layers(patterns: list[str], names: set[str], candidates: dict[str, nn.Module]) -> None:
+    """Raise for an exclude pattern that names a block but none of the layers in it: it would exclude nothing."""
+    for pattern in patterns:
+        found = [name for name in names if matches(name, pattern)]
+        inside = any(layer.startswith(f"{name}.") for name in found for layer in candidates)
+        if inside and not any(name in candidates for name in found):
+            raise ConfigError(
+                f"exclude: {pattern!r} matches the module {found[0]!r} but none of the layers in it. "
+                f"Possible: {pattern + '.*'!r}."
+            )
+
+
+def _refuse_fused_experts(model: nn.Module, patterns: list[str]) -> None:
+    """Raise for experts held as one 3-D parameter, which no layer class here replaces, unless they are excluded."""
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and "expert" in f"{name}.{leaf}".lower() and not matches_any(name, patterns):
+                raise NotSupportedError(
+                    f"{name}.{leaf} of shape {tuple(parameter.shape)} holds fused experts, which this version cannot "
+                    "quantize. Possible: keep them in float with exclude='*experts*'."
+                )
 
 
 def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:
