@@ -1,6 +1,6 @@
 """Entropy: the range that loses least information, KL(P || Q) (TensorRT's calibration, as in ONNX Runtime).
 
-|x| is spread over 2048 equal bins. For each candidate end i, P is the first i bins with the tail added to the last,
+|x| of the values other than 0 is spread over 2048 equal bins. For each candidate end i, P is the first i bins with the tail added to the last,
 Q is P quantized to the levels of the type and spread back over P's occupied bins; the i with the least KL wins.
 """
 
@@ -21,12 +21,19 @@ class EntropyObserver(HistogramBasedObserver):
         amax = max(-low, high)
         if amax == 0:
             return low, high
-        counts = uniform(absolute(bins), amax)
+        counts = uniform(_without_zeros(absolute(bins)), amax)
         levels = 1 << (min(self.spec.dtype.bits, 8) - 1)
         ends = range(BINS, levels - 1, -(BINS // 512))[::-1]
         divergences = [_divergence(counts, end, levels) for end in ends]
         edge = ends[int(np.argmin(divergences))] / BINS * amax
         return max(low, -edge), min(high, edge)
+
+
+def _without_zeros(bins: Bins) -> Bins:
+    """The bins of values other than 0, which every quantized type holds exactly: after a Relu they would drown the
+    rest."""
+    kept = bins.right > np.finfo(np.float32).tiny
+    return Bins(bins.left[kept], bins.right[kept], bins.count[kept])
 
 
 def uniform(bins: Bins, amax: float) -> Floats:
