@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from quark.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Result:
@@ -26,9 +28,9 @@ def evaluate(
     float_model: Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder of the float model.")],
     quantized: Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder of the quantized model.")],
     text: Annotated[Path, typer.Option(help="Held-out text file.")],
-    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
-    windows: Annotated[int, typer.Option(help="Most windows; 0 for all.")] = 64,
-    layers: Annotated[int, typer.Option(help="How many of the worst layers to show.")] = 10,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 256,
+    windows: Annotated[int, typer.Option(min=0, help="Most windows; 0 for all.")] = 64,
+    layers: Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")] = 10,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
 ) -> None:
     """Compare perplexity, size, latency and the damage of each layer.
@@ -36,9 +38,10 @@ def evaluate(
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
     """
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.tools.models import folder_bytes, load_model, load_tokenizer
+    from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
     from quark.tools.text import token_windows
 
+    _same_architecture(check_folder(float_model), check_folder(quantized))
     data = token_windows(load_tokenizer(float_model), text, length, windows or None)
     before, after = load_model(float_model, device), load_model(quantized, device)
     rows = {"float": measure(before, folder_bytes(float_model), data)}
@@ -46,6 +49,16 @@ def evaluate(
     console = Console()
     console.print(_summary(rows))
     console.print(_worst_layers(layer_damage(before, after, data[0]), layers))
+
+
+def _same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise ConfigError when two configs describe models whose layers cannot be compared."""
+    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        if before.get(key) != after.get(key):
+            raise ConfigError(
+                f"The two models differ in {key}: {before.get(key)} (float) and {after.get(key)} (quantized). "
+                "Compare a quantized model with the float model that it was made from."
+            )
 
 
 def measure(model: Any, size: int, data: Sequence[Any]) -> Result:

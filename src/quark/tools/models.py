@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quark.errors import FormatError, MissingDependencyError
+from quark.errors import ConfigError, FormatError, MissingDependencyError, did_you_mean
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def _transformers() -> Any:
@@ -31,18 +33,34 @@ def check_folder(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise FormatError(f"{path} is not JSON: {error}.") from None
-    return dict(config)
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise FormatError(f"{path} is not the config of a transformers model: it has no model_type.")
+    return config
 
 
 def load_model(folder: Path, device: str = "cpu", dtype: str = "auto") -> Any:
     """The causal language model of a folder, in evaluation mode. Raises FormatError naming the folder."""
     check_folder(folder)
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
+    where = _device(device)
     transformers = _transformers()
     with _as_format_error(folder):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
-    return model.eval().to(device)
+    return model.eval().to(where)
+
+
+def _device(name: str) -> torch.device:
+    """The device of a name. Raises ConfigError for a name that torch does not know or a device that is not there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name!r} cannot be used: {first}. Possible: cpu, cuda, cuda:1.") from None
+    return device
 
 
 def load_meta_model(folder: Path) -> Any:

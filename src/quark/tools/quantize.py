@@ -19,7 +19,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="Name of a scheme; `quark schemes` lists them.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
     calib: Annotated[Path | None, typer.Option(help="Text file for static activation scales.")] = None,
-    samples: Annotated[int, typer.Option(help="Most calibration windows of 512 tokens.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Most calibration windows of 512 tokens.")] = 128,
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
     layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",

@@ -15,7 +15,7 @@ from typing import Any
 
 from quark.core.registry import Registry
 from quark.errors import ConfigError, FormatError
-from quark.torch.checked import checked, known_keys
+from quark.checked import checked, known_keys
 
 Layers = list[dict[str, Any]]
 Modules = list[str]

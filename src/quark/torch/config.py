@@ -15,7 +15,7 @@ import torch
 from quark import __version__
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
-from quark.torch.checked import checked, known_keys
+from quark.checked import checked, known_keys
 from quark.torch.config_rules import check_layer, check_tensor
 from quark.torch.enums import (
     DeviceType,

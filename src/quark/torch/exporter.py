@@ -69,6 +69,8 @@ def export_safetensors(
     _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
     _check_choice("custom_mode", custom_mode, CUSTOM_MODES)
     _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
     if custom_mode != "quark":
         raise NotSupportedError(f"custom_mode={custom_mode!r} is not part of this version; 'quark' is.")
     if not hasattr(model, "config") or not hasattr(model.config, "to_json_file"):

@@ -17,7 +17,7 @@ from typing_extensions import dataclass_transform
 
 from quark.errors import ConfigError, did_you_mean
 from quark.torch import observer as obs
-from quark.torch.checked import checked
+from quark.checked import checked
 from quark.torch.config import QTensorConfig
 from quark.torch.enums import Dtype, TQTThresholdInitMeth
 

@@ -1,7 +1,7 @@
 """checked: dataclasses whose every problem is a ConfigError that names the class, the field and what came.
 
 The types are checked by pydantic in strict mode. It is imported, and a class's validator built, when the
-first object is made: `import quark.torch` does not pay for it.
+first object is made: `import quark.torch` and `import quark.onnx` do not pay for it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ T = TypeVar("T")
 
 
 def checked(cls: type[T]) -> type[T]:
-    """Give a frozen dataclass an `__init__` that validates, and assignments that say what to do instead.
+    """Give a dataclass an `__init__` that validates, and assignments that do (not frozen) or say what to do instead.
 
-    Two optional methods of the class take part: `_accept(values)`, a classmethod that turns other accepted forms
-    into the documented ones before the types are checked, and `_check()`, which finds inconsistent fields.
+    Three optional methods of the class take part. Two classmethods turn other accepted forms into the documented
+    ones: `_gather(args, kwargs)`, which returns both, before they are bound to fields, and `_accept(values)`, before
+    the types are checked. `_check()` finds inconsistent fields.
 
     Args:
-        cls: A class made by `@dataclass(frozen=True)`.
+        cls: A class made by `@dataclass`, frozen or not.
     """
     made: Any = cls
     signature = inspect.signature(made.__init__)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes the class's own
+        gather = getattr(type(self), "_gather", None)
+        if gather is not None:
+            args, kwargs = gather(args, kwargs)
         values = _bind(type(self), made, args, kwargs)
         for name, kind in _enums(made).items():
             if isinstance(values.get(name), str):
@@ -45,7 +49,7 @@ def checked(cls: type[T]) -> type[T]:
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     made.__init__ = __init__
-    made.__setattr__ = _refuse_assignment
+    made.__setattr__ = _refuse_assignment if made.__dataclass_params__.frozen else _check_assignment
     made.__pydantic_config__ = {"strict": True, "arbitrary_types_allowed": True}
     return cls
 
@@ -77,12 +81,12 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 @cache
 def _enums(cls: Any) -> dict[str, type[Enum]]:
-    """The fields whose annotation holds an Enum."""
+    """The fields whose annotation holds one Enum."""
     found = {}
     for name, hint in get_type_hints(cls).items():
-        for kind in (hint, *get_args(hint)):
-            if isinstance(kind, type) and issubclass(kind, Enum):
-                found[name] = kind
+        kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
+        if len(kinds) == 1:
+            found[name] = kinds[0]
     return found
 
 
@@ -127,6 +131,18 @@ def _validate(self: Any, cls: type, values: dict[str, Any]) -> None:
 def _shown(hint: Any) -> str:
     """A type as one would write it, without modules."""
     return hint.__name__ if isinstance(hint, type) else re.sub(r"[\w.]+\.", "", str(hint))
+
+
+def _check_assignment(self: Any, name: str, value: Any) -> None:
+    """Assign a field as the constructor would take it; the object is unchanged when that is refused."""
+    if isinstance(getattr(type(self), name, None), property):
+        object.__setattr__(self, name, value)
+        return
+    names = _names(cast(Any, type(self)))
+    if name not in names:
+        raise ConfigError(f"{type(self).__name__} has no field {name!r}. {did_you_mean(name, names)}")
+    changed = type(self)(**{**{field: getattr(self, field) for field in names}, name: value})
+    object.__setattr__(self, name, getattr(changed, name))
 
 
 def _refuse_assignment(self: Any, name: str, value: Any) -> NoReturn:

@@ -1,0 +1,377 @@
+"""README and docs/ are true: every snippet and command runs as printed, every list is what the code has."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tests.contracts.test_dtypes as dtype_contracts
+import tests.contracts.test_observers as observer_contracts
+import tests.contracts.test_schemes_numerics as scheme_contracts
+import torch
+from quark import errors
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import Granularity, PerGroup
+from quark.core.observers import OBSERVERS
+from quark.core.registry import Registry
+from quark.core.rounding import RoundType
+from quark.core.scales import ScaleRule, ScaleType
+from quark.core.schemes import SCHEMES
+from quark.core.spec import TensorSpec
+from quark.errors import NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
+from quark.torch.algo_configs import ALGO_CONFIGS
+from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.enums import QuantFlow, QuantizationMode
+from quark.torch.formats import FORMATS
+from quark.torch.formats.quark import PACK_METHODS, QuarkLayout
+from quark.torch.layers import LAYERS
+from quark.torch.loading import empty_params
+from quark.torch.observer import OBSERVER_CLASSES
+from quark.torch.quantization.config import config as config_address
+from quark.torch.specs import OBSERVER_METHODS, Int8PerTensorSpec, TQTSpec, TwoStageSpec
+from quark.torch.structure import SELECTORS
+from tests.tools.program import quark
+from tests.zoo import mlp
+
+ROOT = Path(__file__).parent.parent
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide" / "pytorch.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+NEW_FILES = {"trimmed.py", "conv1d.py", "plain.py"}
+"""Files that the pages under docs/add tell a reader to make."""
+REGISTRIES: tuple[Registry[Any], ...] = (
+    DTYPES,
+    SCHEMES,
+    OBSERVERS,
+    OBSERVER_CLASSES,
+    FORMATS,
+    PACK_METHODS,
+    ALGO_CONFIGS,
+    LLMTemplate._schemes,
+)
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=page_name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the line of the page on which the text starts."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def commands(block: Block) -> list[str]:
+    """The `quark` lines of a console block."""
+    shell = block.language in ("console", "bash", "sh")
+    return [line for line in block.text.splitlines() if line.startswith("quark ")] if shell else []
+
+
+# What is printed is run. ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """What a page registers ends with its test."""
+    dicts: list[dict[Any, Any]] = [*(r._entries for r in REGISTRIES), LAYERS, LLMTemplate._registered]
+    before = [dict(entries) for entries in dicts]
+    yield
+    for entries, saved in zip(dicts, before, strict=True):
+        entries.clear()
+        entries.update(saved)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary working directory from which the examples are reachable as from a clone."""
+    try:
+        (tmp_path / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
+    except OSError:  # Windows without the right to make links
+        shutil.copytree(ROOT / "examples" / "models", tmp_path / "examples" / "models")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@EVERY_PAGE
+@pytest.mark.usefixtures("clean", "workplace")
+def test_snippets_and_commands_run_as_printed(page: Path) -> None:
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    for block in blocks(page):
+        if block.language == "python":
+            # Empty lines in front, so that a traceback shows the line of the page.
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True)
+            exec(code, namespace)
+        for line in commands(block):
+            done = quark(*shlex.split(line)[1:])
+            assert (done.code, done.err) == (0, ""), f"{page_name(page)}: {line}\n{done.err}"
+    CONTRACTS.get(page_name(page), lambda: None)()
+
+
+def dtype_keeps_its_contracts() -> None:
+    row = DTYPES["fp5_e2m2"]
+    dtype_contracts.test_row_is_consistent(row.name)
+    dtype_contracts.test_rounding_is_idempotent_on_every_code(row)
+    for library in (np.asarray, torch.from_numpy):
+        dtype_contracts.test_float_codes_are_ieee_fields(row, library)
+        for rounding in RoundType:
+            dtype_contracts.test_rounding_finds_the_nearest_value(row, rounding)
+            dtype_contracts.test_rounding_keeps_nan_and_saturates_infinity(row, rounding, library)
+
+
+def observer_keeps_its_contracts() -> None:
+    for kind in ("int8", "uint8-asymmetric", "fp8"):
+        tensor = observer_contracts.SPECS[kind]
+        observer_contracts.test_numpy_and_torch_agree("trimmed", tensor)
+        observer_contracts.test_parameters_have_the_stored_shape("trimmed", tensor)
+        observer_contracts.test_merging_leaves_the_other_as_it_was("trimmed", tensor)
+        for library in (np.asarray, torch.from_numpy):
+            observer_contracts.test_merging_is_seeing_everything("trimmed", tensor, library)
+    observer_contracts.test_batch_size_changes_nothing("trimmed", observer_contracts.SPECS["int8"])
+    observer_contracts.test_constant_and_zero_tensors("trimmed")
+    observer_contracts.test_one_range_is_not_for_channels("trimmed")
+    observer_contracts.test_nothing_observed("trimmed", np.asarray)
+    observer_contracts.test_values_that_are_not_finite("trimmed", np.nan, torch.from_numpy)
+
+
+def scheme_keeps_its_contracts() -> None:
+    weight = SCHEMES["int8_wo_64"].weight
+    assert weight is not None
+    scheme_contracts.test_numpy_and_torch_agree(weight)
+    scheme_contracts.test_codes_scales_and_errors_are_in_range(weight)
+    scheme_contracts.test_signal_to_noise_is_what_the_width_gives(weight)
+
+
+CONTRACTS: dict[str, Callable[[], None]] = {
+    "docs/add/dtype.md": dtype_keeps_its_contracts,
+    "docs/add/observer.md": observer_keeps_its_contracts,
+    "docs/add/scheme.md": scheme_keeps_its_contracts,
+}
+"""The examples of docs/add, held to what "tests it" promises."""
+
+
+# Links, paths and targets. -------------------------------------------------------------------------------------------
+
+
+@EVERY_PAGE
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        goal = (page.parent / file).resolve() if file else page
+        assert goal.is_relative_to(ROOT) and goal.exists(), f"{page_name(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(goal), f"{page_name(page)} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@EVERY_PAGE
+def test_paths_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"[`\s]((?:src|tests|docs|examples)/[\w./]*\w/?)[`\s]", text):
+        if Path(path).name in NEW_FILES:
+            path = Path(path).parent.as_posix()
+        assert (ROOT / path).exists(), f"{page_name(page)} names {path}"
+
+
+@EVERY_PAGE
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    shown = {m for block in blocks(page) for m in re.findall(r"^make (\w+)", block.text, re.M)}
+    assert shown <= targets
+
+
+@EVERY_PAGE
+def test_pages_are_plain(page: Path) -> None:
+    """Lines fit a screen (tables, links and commands aside), and no place of one machine is named."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"/home/|/root/|/tmp/|\\Users\\", text)
+    for line in text.splitlines():
+        assert len(line) <= 120 or line.startswith(("|", "quark ")), f"{page_name(page)}: {line}"
+
+
+# Lists. --------------------------------------------------------------------------------------------------------------
+
+
+def table(page: Path, heading: str, column: str) -> list[list[str]]:
+    """The rows of the first table under a heading whose first column is called `column`."""
+    text = page.read_text(encoding="utf-8").split(f"# {heading}\n", 1)[1]
+    found = re.search(rf"^\| {column} \|.*\n\|[ |-]*\n((?:\|.*\n)+)", text, re.M)
+    assert found, f"no table {column!r} under {heading!r}"
+    return [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in found[1].splitlines()]
+
+
+def names(cell: str) -> list[str]:
+    """The words in backquotes."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_readme_lists_what_is_registered() -> None:
+    listed = {row[0]: names(row[1]) for row in table(README, "What is supported", "What")}
+    rows = DTYPES.values()
+    expected = {
+        "Integer types": [row.name for row in rows if not row.is_float and not row.is_block],
+        "Float types": [row.name for row in rows if row.is_float],
+        "Shared-exponent types": [row.name for row in rows if row.is_block],
+        "Granularities": [kind.__name__ for kind in Granularity.__subclasses__()],
+        "Scale types": [kind.name for kind in ScaleType],
+        "Exponent rules of E8M0 scales": [rule.value for rule in ScaleRule],
+        "Observers": list(OBSERVERS),
+        "Layers": [kind.__name__ for kind in LAYERS],
+        "File formats": list(FORMATS),
+    }
+    assert {"int2_wo_64", "nvfp4"} == set(listed.pop("Schemes")) <= set(SCHEMES)
+    assert {what: sorted(found) for what, found in listed.items()} == {
+        what: sorted(found) for what, found in expected.items()
+    }
+
+
+def test_what_readme_calls_not_there_yet_says_so() -> None:
+    listed = README.read_text(encoding="utf-8").split("# What is not there yet\n", 1)[1].lower()
+    template, float_model = LLMTemplate.get("llama"), mlp()
+    fused = mlp()
+    fused.register_parameter("experts", torch.nn.Parameter(torch.zeros(2, 4, 4)))
+    weight = Int8PerTensorSpec().to_quantization_spec()
+    trained = QConfig(global_quant_config=QLayerConfig(weight=replace(weight, qat_spec=TQTSpec())))
+    model = ModelQuantizer(template.get_config("int8_wo")).quantize_model(mlp())
+    calls: list[Callable[[], object]] = [
+        lambda: ModelQuantizer(template.get_config("int8", kv_cache_scheme="fp8")),
+        lambda: ModelQuantizer(template.get_config("int8", attention_scheme="fp8")),
+        lambda: ModelQuantizer(replace(trained, quant_mode=QuantizationMode.fx_graph_mode)),
+        lambda: ModelQuantizer(replace(trained, quant_flow=QuantFlow.file2file)),
+        lambda: ModelQuantizer(trained).quantize_model(float_model),
+        lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
+        lambda: ModelQuantizer(template.get_config("int8")).direct_quantize_checkpoint("in", "out"),
+        lambda: export_onnx(model, "out", ()),
+        lambda: export_gguf(model, "out", "llama", "tokenizer"),
+        lambda: export_safetensors(model, "out", custom_mode="awq"),
+        lambda: export_safetensors(model, "out", custom_mode="fp8"),
+    ]
+    for name in ALGO_CONFIGS:
+        assert name in listed
+        calls.append(lambda name=name: ModelQuantizer(template.get_config("int8", name)))  # type: ignore[misc]
+    for call in calls:
+        with pytest.raises(NotSupportedError):
+            call()
+
+
+SCHEME_ROWS = table(GUIDE, "The schemes", "Scheme")
+
+
+def test_the_guide_lists_every_scheme_in_order() -> None:
+    assert [names(row[0]) for row in SCHEME_ROWS] == [[name] for name in SCHEMES]
+
+
+@pytest.mark.parametrize("row", SCHEME_ROWS, ids=lambda row: row[0].strip("`"))
+def test_the_row_of_a_scheme_is_true(row: list[str]) -> None:
+    layer = SCHEMES[names(row[0])[0]]
+    weight, activation = layer.weight, layer.input
+    assert weight is not None
+    assert float(row[3]) == pytest.approx(bits(weight), abs=0.0051)
+    assert row[4] == ("yes" if layer.needs_data else "no")
+    if row[1].startswith("another name"):
+        assert layer == SCHEMES[names(row[1])[0]]
+        return
+    assert ("asymmetric" in row[1]) == (not weight.symmetric)
+    assert ("E8M0" in row[1]) == (weight.scale_type is ScaleType.float8_e8m0fnu and not weight.dtype.is_block)
+    assert re.findall(r"(?:groups|blocks) of (\d+)", row[1]) == group_sizes(weight)
+    if activation is None:
+        assert row[2] == "float"
+        return
+    assert ("dynamic" in row[2]) == activation.dynamic
+    assert ("static" in row[2]) == layer.needs_data
+    if row[2].startswith("the same"):
+        assert activation == replace(weight, dynamic=True)
+    else:
+        assert re.findall(r"(?:groups|blocks) of (\d+)", row[2]) == group_sizes(activation)
+
+
+def group_sizes(spec: TensorSpec) -> list[str]:
+    return [str(spec.granularity.size)] if isinstance(spec.granularity, PerGroup) else []
+
+
+def bits(spec: TensorSpec) -> float:
+    """Bits of one weight of a 4096 x 4096 layer of a bfloat16 model on disk, scales and zero points included."""
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    stored = QuarkLayout(spec, x.dtype).store(x, empty_params(spec, tuple(x.shape)))
+    return 8 * sum(tensor.numel() * tensor.element_size() for tensor in stored.values()) / x.numel()
+
+
+def test_the_guide_lists_every_shorthand_spec() -> None:
+    listed = [name for row in table(GUIDE, "A tensor", "Family") for name in names(row[1])]
+    classes = {name: getattr(config_address, name) for name in config_address.__all__ if name.endswith("Spec")}
+    concrete = [
+        name
+        for name, kind in classes.items()
+        if hasattr(kind, "dtype") or (issubclass(kind, TwoStageSpec) and kind is not TwoStageSpec)
+    ]
+    concrete = [name for name in concrete if name not in ("QuantizationSpec", "DataTypeSpec", "OCP_MXSpec")]
+    assert sorted(listed) == sorted(concrete)
+
+
+def test_the_guide_lists_every_observer() -> None:
+    rows = table(GUIDE, "Calibration data, static and dynamic scales", "Observer")
+    assert [names(row[0]) for row in rows] == [[name] for name in OBSERVERS]
+    for row in rows:
+        (name,) = names(row[0])
+        assert (row[2] == "per tensor") == OBSERVERS[name].per_tensor_only, name
+    text = GUIDE.read_text(encoding="utf-8")
+    assert all(f"`{method}`" in text for method in OBSERVER_METHODS)
+
+
+def test_the_guide_lists_every_selector() -> None:
+    rows = table(GUIDE, "Which layer gets what", "Selector")
+    assert [names(row[0]) for row in rows] == [[name] for name in SELECTORS]
+
+
+def test_the_guide_lists_every_error() -> None:
+    listed = {names(row[0])[0]: names(row[2])[0] for row in table(GUIDE, "Errors", "Error")}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+    assert set(listed) == {kind.__name__ for kind in kinds} - {"QuarkError"}
+    for name, builtin in listed.items():
+        assert issubclass(getattr(errors, name), getattr(builtins, builtin))
+
+
+def test_every_scheme_that_a_page_names_exists() -> None:
+    for page in PAGES:
+        for name in re.findall(r"(?:--scheme |get_config\(\s*\")([\w]+)", page.read_text(encoding="utf-8")):
+            added = {"uint4_fp8_dynamic", "uint4_wo_12"}  # registered on the page; the misspelling of "Errors"
+            assert name in SCHEMES or name in added, f"{page_name(page)} names {name}"
+
+
+def test_the_changelog_has_the_version() -> None:
+    from quark import __version__
+
+    assert f"## {__version__}" in (ROOT / "docs" / "CHANGELOG.md").read_text(encoding="utf-8")
