@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torch
 from quark.core.metrics import decibel
 from quark.tools.models import folder_bytes
 from quark.tools.text import perplexity, token_windows

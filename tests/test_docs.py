@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tests.contracts.test_dtypes as dtype_contracts
 import tests.contracts.test_observers as observer_contracts
 import tests.contracts.test_schemes_numerics as scheme_contracts
-import torch
 from quark import errors
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerGroup

@@ -31,10 +31,10 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def run_round() -> tuple[float, float]:
     """Seconds of the float forward and of quantize_model, on one fresh model."""
+    import torch
     from torch.utils.data import DataLoader
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    import torch
     from quark.torch import ModelQuantizer
     from quark.torch.quantization import Int8PerTensorSpec, QConfig, QLayerConfig
 

@@ -37,6 +37,7 @@ CASES = ("int8_per_channel", "int4_group_128", "fp8_per_tensor", "mxfp4")
 def run_case(case: str) -> dict[str, float]:
     """Measure one case in this process."""
     import torch
+
     from quark.torch import ModelQuantizer
     from quark.torch.quantization import (
         FP8E4M3PerTensorSpec,

@@ -22,9 +22,19 @@ for _name, _command in COMMANDS.items():
 
 
 def main() -> None:
-    """Run the command line; a QuarkError becomes one line on stderr and exit code 1."""
+    """Run the command line; bad usage and a QuarkError become one line on stderr and exit code 1."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except QuarkError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"quark: {error}", style="red", markup=False)
-        sys.exit(1)
+        _fail(str(error))
+    except Exception as error:
+        # Errors of the command line's own parser: typer exports no base class for them, but all have this method.
+        if not hasattr(error, "format_message"):
+            raise
+        if error.format_message():
+            _fail(error.format_message())
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"quark: {message}", style="red", markup=False)
+    sys.exit(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 import torch
+
 from quark.core.dtypes import DTYPES, Dtype, dtype
 from quark.core.packing import decode, encode
 from quark.core.rounding import RoundType, round_to

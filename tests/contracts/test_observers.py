@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-
 import torch
+
 from quark.core.array import Array
 from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS, Observer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-
 import torch
+
 from quark.core.array import Array, dtype_name
 from quark.core.granularity import PerGroup
 from quark.core.metrics import sqnr
@@ -171,15 +171,17 @@ def test_signal_to_noise_is_what_the_width_gives(spec: TensorSpec) -> None:
 
 
 @EVERY_SPEC
-def test_observer_gives_the_parameters_of_the_tensor(spec: TensorSpec) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_observer_gives_the_parameters_of_the_tensor(spec: TensorSpec, dtype: str) -> None:
     """What calibration finds for a tensor seen whole is what the tensor itself gives."""
     if spec.is_cast:
         return
-    x = data(shapes(spec)[1])
-    for library in (np.asarray, torch.from_numpy):
+    t = torch.from_numpy(data(shapes(spec)[1])).to(getattr(torch, dtype))
+    x = t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if dtype == "bfloat16" else t.numpy()
+    for seen in (x, t):
         observer = OBSERVERS[spec.observer](spec)
-        observer.update(library(x))
+        observer.update(seen)
         found = observer.qparams()
         if spec.code_spec is not None:
-            found = second_level(found, library(x), spec)
-        assert_same_params(found, compute_qparams(x, spec))
+            found = second_level(found, seen, spec)
+        assert_same_params(found, compute_qparams(seen, spec))

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torch
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import compute_qparams, fake_quantize, quantize

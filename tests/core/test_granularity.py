@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torch
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.errors import ShapeError
 

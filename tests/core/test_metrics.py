@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-
 import torch
+
 from quark.core.metrics import cosine, decibel, l2, psnr, sqnr
 
 X = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-
 import torch
+
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.observers import OBSERVERS
@@ -29,6 +29,7 @@ DATA: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "relu": lambda rng, n: np.maximum(rng.standard_t(3, n), 0),
     "outliers": lambda rng, n: np.where(rng.random(n) < 1e-3, 60, 1) * rng.standard_normal(n),
     "skewed": lambda rng, n: -rng.lognormal(0, 1.5, n),
+    "spike": lambda rng, n: np.where(np.arange(n) % 5000 == 7, 20, rng.standard_normal(n)),
     "tiny": lambda rng, n: rng.standard_t(4, n) * 1e-2,
 }
 EVERY_DATA = pytest.mark.parametrize("kind", DATA)
@@ -148,6 +149,17 @@ def test_percentile_interpolates_as_numpy_where_data_is_dense() -> None:
     for percentile in (75, 99, 99.9):
         _, high = ranged("percentile", spec("int8"), x, percentile=percentile)
         assert high == pytest.approx(float(np.quantile(abs(x), percentile / 100)), rel=2.0**-7)
+
+
+def test_quantile_is_linear_within_a_bin() -> None:
+    """One bin holds [1, 1 + 2^-7): its quantiles are known to far more than its width."""
+    x = np.linspace(1, 1 + 2.0**-7, 5000, endpoint=False, dtype=np.float32)
+    histogram = BitHistogram()
+    histogram.update(x.reshape(1, -1))
+    bins = histogram.bins(0, float(x[0]), float(x[-1]))
+    assert len(bins.count) == 1
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        assert quantile(bins, share) == pytest.approx(float(np.quantile(x, share)), abs=2e-6)
 
 
 @pytest.mark.parametrize("bad", [50, 0, 100.1, -1])

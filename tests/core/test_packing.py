@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torch
 from quark.core.packing import (
     AWQ_ORDER,
     MSB_PAIRS,

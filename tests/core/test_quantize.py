@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-import torch
 from quark.core.array import Array
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken

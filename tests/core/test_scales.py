@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torch
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams

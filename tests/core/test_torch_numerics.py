@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import torch
+
 from quark.core.array import Array
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor

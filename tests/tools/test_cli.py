@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-import torch
 from quark.core.schemes import SCHEMES
 from quark.tools import COMMANDS
 from tests.tools.program import Done, quark

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, FormatError
@@ -20,7 +21,6 @@ from quark.torch.enums import DeviceType, Dtype, QSchemeType, QuantizationMode, 
 from quark.torch.lowering import raise_layer
 from quark.torch.observer import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
 from quark.torch.specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
-from torch import nn
 
 INT8: dict[str, Any] = {
     "dtype": Dtype.int8,

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-import torch
-from quark.core.granularity import PerChannel
+from quark.core.granularity import PerChannel, PerGroup
+from quark.core.scales import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import LayerSpec, spec
+from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError, FormatError, OutputError, OutputExistsError, QuarkError
 from quark.torch import (
     LLMTemplate,
@@ -219,6 +220,27 @@ def test_types_without_a_scheme_are_stored_too(dtype: str, tmp_path: Path) -> No
     model = ModelQuantizer(config).quantize_model(tiny_llama(dtype=torch.bfloat16))
     export_safetensors(ModelQuantizer.freeze(model), tmp_path / "out")
     loaded = import_model_from_safetensors(tiny_llama(seed=9, dtype=torch.bfloat16), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        spec("fp8_e5m3"),
+        spec("uint8", PerGroup(-1, 64), symmetric=False, scale_type=ScaleType.float),
+        spec("int8", PerChannel(0), symmetric=False, scale_type=ScaleType.float),
+        spec("uint16", PerChannel(0), symmetric=False, scale_type=ScaleType.float),
+        spec("uint8", PerChannel(0), symmetric=False, float_zero_point=True),
+    ],
+    ids=str,
+)
+def test_a_frozen_half_precision_weight_keeps_its_codes(weight: TensorSpec, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Freezing rounds the values to the dtype of the model; the codes are found again all the same."""
+    config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight)))
+    model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(tiny_llama(dtype=dtype)))
+    export_safetensors(model, tmp_path / "out")
+    loaded = import_model_from_safetensors(tiny_llama(seed=9, dtype=dtype), tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-
 import torch
+
 from quark.core.array import Array
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS

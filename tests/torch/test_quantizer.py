@@ -6,8 +6,9 @@ from collections import UserDict
 from typing import Any
 
 import pytest
-
 import torch
+from torch import nn
+
 from quark.core.granularity import PerChannel, PerGroup, PerToken
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
@@ -19,7 +20,6 @@ from quark.torch.layers import LAYERS, QuantLayer
 from quark.torch.lowering import raise_layer
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import every_layer, mlp, tiny_llama, token_batches
-from torch import nn
 
 INT8 = spec("int8", PerChannel(0))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
@@ -15,7 +16,6 @@ from quark.torch.enums import Dtype
 from quark.torch.lowering import lower_layer, raise_layer
 from quark.torch.specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.template import OLD_SCHEMES, LLMTemplate
-from torch import nn
 
 DOCUMENTED = [
     "int4_wo_32",

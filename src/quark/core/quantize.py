@@ -27,7 +27,16 @@ from quark.core.rounding import round_integer, round_to
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 
-__all__ = ["QParams", "compute_qparams", "dequantize", "fake_quantize", "quantize", "range_of", "second_level"]
+__all__ = [
+    "QParams",
+    "compute_qparams",
+    "dequantize",
+    "fake_quantize",
+    "quantize",
+    "range_of",
+    "recover_codes",
+    "second_level",
+]
 
 
 def range_of(x: Array, spec: TensorSpec) -> tuple[Array, Array]:
@@ -78,6 +87,24 @@ def quantize(x: Array, params: QParams, spec: TensorSpec) -> Array:
     codes = split.unblock(_encode(split.blocks(x), scale, zero, spec), shape)
     if spec.code_spec is not None and params.second is not None:
         return quantize(codes, params.second, spec.code_spec)
+    return codes
+
+
+def recover_codes(x: Array, codes: Array, params: QParams, spec: TensorSpec) -> Array:
+    """Codes that decode to x exactly, given x = dequantize(...) rounded to its own dtype.
+
+    A frozen bfloat16 or float16 weight is rounded once more, which can move it to the next code: where `codes` do not
+    decode to x, a neighbour does.
+    """
+    xp = namespace(x)
+    for step in (1.0, -1.0):
+        wrong = astype(dequantize(codes, params, spec), dtype_name(x)) != x
+        if not bool(wrong.any()):
+            return codes
+        element = (spec.code_spec or spec).dtype
+        nearby = xp.clip(codes + step, element.min, element.max)
+        right = astype(dequantize(nearby, params, spec), dtype_name(x)) == x
+        codes = xp.where(wrong & right, nearby, codes)
     return codes
 
 

@@ -32,6 +32,7 @@ def evaluate(
     windows: Annotated[int, typer.Option(min=0, help="Most windows; 0 for all.")] = 64,
     layers: Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")] = 10,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.")] = "auto",
 ) -> None:
     """Compare perplexity, size, latency and the damage of each layer.
 
@@ -40,10 +41,13 @@ def evaluate(
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
     from quark.tools.text import token_windows
+    from quark.torch.quantizer import quantized_layers
 
     _same_architecture(check_folder(float_model), check_folder(quantized))
     data = token_windows(load_tokenizer(float_model), text, length, windows or None)
-    before, after = load_model(float_model, device), load_model(quantized, device)
+    before, after = load_model(float_model, device, dtype), load_model(quantized, device, dtype)
+    if not quantized_layers(after):
+        raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     rows = {"float": measure(before, folder_bytes(float_model), data)}
     rows["quantized"] = measure(after, folder_bytes(quantized), data)
     console = Console()
@@ -64,6 +68,7 @@ def _same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
 def measure(model: Any, size: int, data: Sequence[Any]) -> Result:
     """Perplexity on all windows and the median latency of one."""
     import torch
+
     from quark.tools.text import perplexity
 
     value = perplexity(model, data)
@@ -84,6 +89,7 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
     model: errors of the layers before are part of it.
     """
     import torch
+
     from quark.core.metrics import sqnr
     from quark.torch.quantizer import quantized_layers
 

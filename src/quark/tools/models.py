@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from quark.errors import ConfigError, FormatError, MissingDependencyError, did_you_mean
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -64,8 +65,9 @@ def _device(name: str) -> torch.device:
 
 
 def load_meta_model(folder: Path) -> Any:
-    """The model of a folder without weights: parameters on the meta device."""
-    check_folder(folder)
+    """The float model of a folder without weights: parameters on the meta device."""
+    if "quantization_config" in check_folder(folder):
+        raise ConfigError(f"{folder} is quantized already; give the float model.")
     transformers = _transformers()
     with _as_format_error(folder):
         config = transformers.AutoConfig.from_pretrained(folder)

@@ -37,10 +37,13 @@ def quantize(
     from quark.tools.models import folder_bytes, load_model, load_tokenizer
     from quark.tools.text import token_windows
     from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.exporter import check_options
 
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
+    check_options("quark", weight_format, pack_method, max_shard_size)
     config = scheme_config(scheme, exclude, layer)
+    _require_calibration(scheme, layer, calib)
     float_model = load_model(model, device, dtype)
     data = token_windows(load_tokenizer(model), calib, _length(float_model), samples) if calib else None
     console, start = Console(), time.perf_counter()
@@ -54,6 +57,18 @@ def quantize(
         f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
+
+
+def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
+    """Raise before anything is loaded when a scheme has static activations and there is no text."""
+    from quark.core.schemes import SCHEMES
+    from quark.errors import CalibrationError
+
+    static = [n for n in (scheme, *(item.rpartition("=")[2] for item in layers or [])) if SCHEMES[n].needs_data]
+    if static and calib is None:
+        raise CalibrationError(
+            f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
+        )
 
 
 def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | None) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import functional as F
 
-import torch
 from quark.errors import CalibrationError
 from quark.log import progress
 
@@ -28,8 +28,10 @@ def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = N
     """
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{file} cannot be read as UTF-8 text: {error}.") from None
+    except OSError as error:
+        raise CalibrationError(f"{file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{file} is no UTF-8 text: {error}.") from None
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
     count = len(ids) // length
     if count == 0:

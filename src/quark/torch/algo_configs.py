@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quark.checked import checked, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, FormatError
-from quark.checked import checked, known_keys
 
 Layers = list[dict[str, Any]]
 Modules = list[str]

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import compute_qparams, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
@@ -16,7 +18,6 @@ from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer
-from torch import nn
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""

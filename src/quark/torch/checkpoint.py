@@ -11,28 +11,28 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
-import torch
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
-from quark.torch.fake_quant import FakeQuantize
-from quark.torch.formats.layout import Tensors
+from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.loading import empty_params
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
-from torch import nn
 
 INDEX = "model.safetensors.index.json"
 Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
 
 
-def entries(model: nn.Module, pack_method: str, real: bool) -> Iterator[Entry]:
+def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout] = QuarkLayout) -> Iterator[Entry]:
     """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once."""
     layers = quantized_layers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
@@ -44,7 +44,9 @@ def entries(model: nn.Module, pack_method: str, real: bool) -> Iterator[Entry]:
         layer = layers.get(parent)
         quantizer = layer.quantizer(leaf) if layer is not None and leaf in ("weight", "bias") else None
         if isinstance(quantizer, FakeQuantize):
-            yield _quantized_entry(name, tensor.detach(), quantizer, pack_method, real)
+            yield _quantized_entry(
+                name, tensor.detach(), quantizer, layout(quantizer.spec, tensor.dtype, pack_method, real)
+            )
             continue
         key = (tensor.data_ptr(), tensor.shape)
         if not tensor.is_meta and tensor.numel() and key in seen:
@@ -52,7 +54,7 @@ def entries(model: nn.Module, pack_method: str, real: bool) -> Iterator[Entry]:
         seen[key] = name
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
-        yield from _activation_entries(name, layer)
+        yield from _activation_entries(name, layer, layout)
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
@@ -64,22 +66,20 @@ def _entry(name: str, tensors: Tensors) -> Entry:
     return name, lambda: tensors, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
 
 
-def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, pack_method: str, real: bool) -> Entry:
-    layout = QuarkLayout(quantizer.spec, x.dtype, pack_method, real)
-
+def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout: Layout) -> Entry:
     def make() -> Tensors:
-        return layout.store(x, quantizer.params)
+        return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
 
     return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
 
 
-def _activation_entries(name: str, layer: QuantLayer) -> Iterator[Entry]:
+def _activation_entries(name: str, layer: QuantLayer, layout_class: type[Layout]) -> Iterator[Entry]:
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     for role in ("input", "output"):
         quantizer = layer.quantizer(role)
         if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
             continue
-        layout = QuarkLayout(quantizer.spec, weight.dtype)
+        layout = layout_class(quantizer.spec, weight.dtype)
         if quantizer.spec.dynamic:
             assert quantizer.scale_2 is not None
             tensors = {"scale_2": quantizer.scale_2.float()}

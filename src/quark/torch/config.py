@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+
 from quark import __version__
+from quark.checked import checked, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
-from quark.checked import checked, known_keys
 from quark.torch.config_rules import check_layer, check_tensor
 from quark.torch.enums import (
     DeviceType,
@@ -28,7 +30,6 @@ from quark.torch.enums import (
     ZeroPointType,
 )
 from quark.torch.observer import OBSERVER_CLASSES, ObserverBase, observer_of_scheme
-from torch import nn
 
 SELECTORS = ("@output_head", "@router", "@non_text")
 """Entries of `exclude` that name a role instead of a pattern; they may match nothing."""
@@ -187,7 +188,7 @@ class QConfig:
         global_quant_config: For every supported layer that nothing below names.
         exclude: fnmatch patterns ("re:" for regular expressions) on full module names, and SELECTORS.
         algo_config: Algorithms in the order in which they run; a single one may be given without a list.
-        log_severity_level: Recorded only.
+        log_severity_level: Log from this level on while quantizing (0 debug, 1 info: no change, 2 warning, 3 error).
         version: Of quark; written to checkpoints.
         layer_type_quant_config: Module class -> config.
         layer_quant_config: Pattern -> config; the first match counts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+
 from quark.core import dtypes
 from quark.core.rounding import RoundType
 from quark.core.scales import ScaleType

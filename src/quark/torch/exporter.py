@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 
 from quark import __version__
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
@@ -20,13 +21,13 @@ from quark.log import logger
 from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
+from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.quantizer import quantized_layers
-from torch import nn
 
-CUSTOM_MODES = ("quark", "awq", "fp8")
+LATER_MODES = ("awq", "fp8")
 SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
 )
@@ -66,19 +67,13 @@ def export_safetensors(
     """
     config = _quantized_config(model)
     weight_format = weight_format or REAL_QUANTIZED
-    _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
-    _check_choice("custom_mode", custom_mode, CUSTOM_MODES)
-    _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
-    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
-        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
-    if custom_mode != "quark":
-        raise NotSupportedError(f"custom_mode={custom_mode!r} is not part of this version; 'quark' is.")
+    check_options(custom_mode, weight_format, pack_method, max_shard_size)
     if not hasattr(model, "config") or not hasattr(model.config, "to_json_file"):
         raise ConfigError(
             f"export_safetensors writes transformers models; {type(model).__name__} has no transformers config. "
             "Possible: quark.torch.save_params, which stores any module."
         )
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED))
+    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode]))
     source = _source_folder(model)
     with atomic_folder(output_dir, overwrite) as folder:
         items += _dropped_entries(model, source)
@@ -88,6 +83,17 @@ def export_safetensors(
         _write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
+
+
+def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
+    """Raise ConfigError for an option of `export_safetensors` that does not exist, NotSupportedError for a later."""
+    _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    _check_choice("custom_mode", custom_mode, (*FORMATS, *LATER_MODES))
+    _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
+    if custom_mode in LATER_MODES:
+        raise NotSupportedError(f"custom_mode={custom_mode!r} is not part of this version; 'quark' is.")
 
 
 def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
+
 from quark.core.granularity import PerTensor
 from quark.core.observers import OBSERVERS, Observer
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
-from torch import nn
 
 Extras = Mapping[str, torch.Tensor]
 """Tensors of one role beside scale and zero point, by their suffix in the file: "scale_2", "zero_point_2", "shift"."""

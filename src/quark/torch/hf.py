@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from quark.errors import NotSupportedError
 from quark.torch.config import QConfig
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
-from torch import nn
 
 
 def _map_to_quark(

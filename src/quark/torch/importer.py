@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from quark.errors import ConfigError, FormatError, MissingDependencyError
 from quark.torch.checkpoint import read_tensors, shard_files
 from quark.torch.config import QConfig
 from quark.torch.layers import ROLES
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.quantizer import quantized_layers, set_submodule
-from torch import nn
 
 
 def import_model_from_safetensors(

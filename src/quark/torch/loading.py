@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
+
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
@@ -19,7 +21,6 @@ from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import set_submodule
-from torch import nn
 
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
+
 from quark.core.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import effective
@@ -19,7 +21,6 @@ from quark.core.registry import Registry
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.enums import QSchemeType
-from torch import nn
 
 if TYPE_CHECKING:
     from quark.torch.config import QTensorConfig

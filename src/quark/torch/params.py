@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.files import atomic_file
 from quark.torch.checkpoint import entries, save_tensors, stored_name
@@ -17,7 +19,6 @@ from quark.torch.enums import QuantizationMode
 from quark.torch.importer import load_into
 from quark.torch.loading import FAKE_QUANTIZED, REAL_QUANTIZED
 from quark.torch.quantizer import quantized_layers
-from torch import nn
 
 
 def save_params(

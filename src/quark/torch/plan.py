@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
+
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError
@@ -13,7 +15,6 @@ from quark.torch.config import QConfig, QLayerConfig
 from quark.torch.layers import ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
 from quark.torch.structure import resolve_selectors
-from torch import nn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,7 +133,7 @@ def _refuse_fused_experts(model: nn.Module, patterns: list[str]) -> None:
             if parameter.ndim == 3 and "expert" in f"{name}.{leaf}".lower() and not matches_any(name, patterns):
                 raise NotSupportedError(
                     f"{name}.{leaf} of shape {tuple(parameter.shape)} holds fused experts, which this version cannot "
-                    "quantize. Possible: keep them in float with exclude='*experts*'."
+                    "quantize. Possible: keep them in float, with '*experts*' in the exclude list."
                 )
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
@@ -16,7 +18,6 @@ from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import Plan, make_plan
-from torch import nn
 
 
 class ModelQuantizer:
@@ -51,7 +52,7 @@ class ModelQuantizer:
         Raises:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
-        with severity(self.config.log_severity_level):
+        with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
             plan = make_plan(self.config, model)
             with replaced(model, plan) as layers:
                 calibrate_weights(layers)
@@ -162,4 +163,6 @@ def _refuse_unsupported(config: QConfig) -> None:
     }
     for name, value in later.items():
         if value:
-            raise NotSupportedError(f"{name} is documented but not part of this version: leave it at its default.")
+            names = ", ".join(type(item).__name__ for item in value) if isinstance(value, list) else ""
+            what = f"{name} ({names})" if names else name
+            raise NotSupportedError(f"{what} is documented but not part of this version: leave it at its default.")

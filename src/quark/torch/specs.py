@@ -15,9 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import dataclass_transform
 
+from quark.checked import checked
 from quark.errors import ConfigError, did_you_mean
 from quark.torch import observer as obs
-from quark.checked import checked
 from quark.torch.config import QTensorConfig
 from quark.torch.enums import Dtype, TQTThresholdInitMeth
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from quark.errors import ConfigError, did_you_mean
 from torch import nn
+
+from quark.errors import ConfigError, did_you_mean
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_modal_projector|mm_projector|patch_embed", re.I)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import nn
+
 from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
@@ -17,7 +19,6 @@ from quark.torch.algo_configs import ALGO_CONFIGS, AlgoConfig
 from quark.torch.config import SELECTORS, QConfig, QLayerConfig
 from quark.torch.lowering import lower_layer, raise_layer
 from quark.torch.specs import FP8E4M3PerTensorSpec
-from torch import nn
 
 _NAMES = (
     "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "

@@ -1,7 +1,8 @@
 """Entropy: the range that loses least information, KL(P || Q) (TensorRT's calibration, as in ONNX Runtime).
 
-|x| of the values other than 0 is spread over 2048 equal bins. For each candidate end i, P is the first i bins with the tail added to the last,
-Q is P quantized to the levels of the type and spread back over P's occupied bins; the i with the least KL wins.
+|x| of the values other than 0 is spread over 2048 equal bins. For each candidate end i, P is the first i bins with the
+tail added to the last, Q is P quantized to the levels of the type and spread back over P's occupied bins; the i with
+the least KL wins.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class EntropyObserver(HistogramBasedObserver):
 
 def _without_zeros(bins: Bins) -> Bins:
     """The bins of values other than 0, which every quantized type holds exactly: after a Relu they would drown the
-    rest."""
+    rest.
+    """
     kept = bins.right > np.finfo(np.float32).tiny
     return Bins(bins.left[kept], bins.right[kept], bins.count[kept])
 

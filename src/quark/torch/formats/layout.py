@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
+
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 
@@ -19,15 +20,24 @@ class Layout(ABC):
     Args:
         spec: The spec of the tensor.
         model_dtype: dtype of the float tensor.
+        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order".
+        real: Store codes; False stores float values that were quantized.
     """
 
-    def __init__(self, spec: TensorSpec, model_dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: TensorSpec, model_dtype: torch.dtype, pack_method: str = "reorder", real: bool = True
+    ) -> None:
         self.spec = spec
         self.model_dtype = model_dtype
+        self.pack_method = pack_method
+        self.real = real
 
     @abstractmethod
-    def store(self, x: torch.Tensor, params: QParams | None) -> Tensors:
-        """The tensors of x under these parameters. Works on the meta device, to know shapes beforehand."""
+    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
+        """The tensors of x under these parameters; `baked` says that x holds quantized values already.
+
+        Works on the meta device too, to know shapes beforehand.
+        """
 
     @abstractmethod
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+
 from quark.core.array import astype
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import PerGroup, PerTensor
@@ -34,7 +35,7 @@ from quark.core.packing import (
     unpack_bits,
     unpack_int4,
 )
-from quark.core.quantize import dequantize, fake_quantize, quantize
+from quark.core.quantize import dequantize, fake_quantize, quantize, recover_codes
 from quark.core.registry import Registry
 from quark.core.scales import QParams, ScaleType, exp2, exponent
 from quark.core.spec import TensorSpec
@@ -46,39 +47,34 @@ PACK_METHODS.register("reorder", AWQ_ORDER)
 PACK_METHODS.register("order", SEQUENTIAL)
 
 TRANSPOSED = frozenset({"int4", "uint4", "int2", "uint2"})
-BIT_PACKED = {"int3": SEQUENTIAL, "fp4_e2m1": SEQUENTIAL, "fp6_e3m2": SEQUENTIAL, "fp6_e2m3": SEQUENTIAL}
-BIT_PACKED |= {"mx4": SEQUENTIAL, "mx6": SEQUENTIAL, "uint2": MSB_PAIRS}
+FIRST_ON_TOP = frozenset({"uint2"})
+NATIVE_BITS = frozenset({8, 16, 32})
+"""Widths that have a torch dtype; any other is packed into bytes."""
 
 
 class QuarkLayout(Layout):
-    """The `quark` layout of one tensor.
-
-    Args:
-        spec: The spec of the tensor.
-        model_dtype: dtype of the float tensor.
-        pack_method: Order of nibbles in a word: "reorder" (AWQ kernels) or "order".
-        real: Store codes; False stores float values that were quantized.
-    """
+    """The `quark` layout of one tensor."""
 
     def __init__(
         self, spec: TensorSpec, model_dtype: torch.dtype, pack_method: str = "reorder", real: bool = True
     ) -> None:
-        super().__init__(spec, model_dtype)
+        super().__init__(spec, model_dtype, pack_method, real)
         self.order = PACK_METHODS[pack_method]
-        self.real = real
 
     @property
     def element(self) -> Dtype:
         """Type of the stored codes."""
         return (self.spec.code_spec or self.spec).dtype
 
-    def store(self, x: torch.Tensor, params: QParams | None) -> Tensors:
+    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
         if self.spec.is_cast:
             return {"": fake_quantize(x, None, self.spec).to(getattr(torch, self.element.torch))}
         assert params is not None
         if not self.real:
             return {"": fake_quantize(x, params, self.spec), **self._fake_params(params)}
         codes = quantize(x, params, self.spec)
+        if baked and not x.is_meta:
+            codes = recover_codes(x, codes, params, self.spec)
         return {"": self._store_codes(codes), **self.store_params(params, x.ndim)}
 
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
@@ -101,8 +97,8 @@ class QuarkLayout(Layout):
             return decode(codes, dtype).to(torch.int32)
         if dtype.name in ("int4", "uint4"):
             return pack_int4(_whole_words(codes), self.order)
-        if dtype.name in BIT_PACKED:
-            return pack_bits(_whole_words(codes), dtype.bits, BIT_PACKED[dtype.name])
+        if dtype.bits not in NATIVE_BITS:
+            return pack_bits(_whole_words(codes), dtype.bits, _bit_order(dtype))
         return _as_native(codes, dtype)
 
     def _load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -112,8 +108,10 @@ class QuarkLayout(Layout):
             values = stored.to(torch.float32)
         elif dtype.name in ("int4", "uint4"):
             values = decode(unpack_int4(stored, self.order), dtype)
-        elif dtype.name in BIT_PACKED:
-            values = decode(unpack_bits(stored, dtype.bits, BIT_PACKED[dtype.name]), dtype)
+        elif dtype.bits not in NATIVE_BITS:
+            values = decode(unpack_bits(stored, dtype.bits, _bit_order(dtype)), dtype)
+        elif dtype.is_float and stored.dtype == torch.uint8:
+            values = decode(stored, dtype)
         else:
             values = stored.to(torch.float64 if dtype.bits > 16 else torch.float32)
         # Contiguous: a matrix product over another layout sums in another order.
@@ -236,6 +234,10 @@ class QuarkLayout(Layout):
 
 
 _E5M3 = DTYPES["fp8_e5m3"]
+
+
+def _bit_order(dtype: Dtype) -> Sequence[int]:
+    return MSB_PAIRS if dtype.name in FIRST_ON_TOP else SEQUENTIAL
 
 
 def _whole_words(codes: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from quark.torch.layers.base import ROLES, QuantLayer
 from quark.torch.layers.conv2d import QuantConv2d
 from quark.torch.layers.conv_transpose2d import QuantConvTranspose2d
 from quark.torch.layers.embedding import QuantEmbedding
 from quark.torch.layers.embedding_bag import QuantEmbeddingBag
 from quark.torch.layers.linear import QuantLinear
-from torch import nn
 
 _CLASSES: tuple[type[QuantLayer], ...] = (
     QuantLinear,

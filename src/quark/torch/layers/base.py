@@ -6,9 +6,10 @@ import copy
 from typing import ClassVar
 
 import torch
+from torch import nn
+
 from quark.core.spec import LayerSpec
 from quark.torch.fake_quant import FakeQuantize
-from torch import nn
 
 ROLES = ("weight", "bias", "input", "output")
 """The tensors of a layer that can be quantized; `<role>_quantizer` is the module that does it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from quark.torch.layers.base import QuantLayer
 from torch import nn
+
+from quark.torch.layers.base import QuantLayer
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from torch.nn import functional as F
 
-import torch
 from quark.torch.layers.base import QuantLayer
-from torch import nn
 
 
 class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
 from torch.nn import functional as F
 
-import torch
 from quark.torch.layers.base import QuantLayer
-from torch import nn
 
 
 class QuantEmbeddingBag(QuantLayer, nn.EmbeddingBag):

@@ -1,0 +1,329 @@
+"""The documented algorithm configs (`algo_config=[...]`): parameters only, and their place among the extra options.
+
+Each class knows the option keys that say the same (`keys`), and so turns into them (`get_options`) and comes from
+them (`from_options`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from quark.checked import checked, known_keys
+from quark.core.registry import Registry
+from quark.errors import ConfigError, did_you_mean
+
+A_ = TypeVar("A_", bound="AlgoConfig")
+
+TUNED = ["Conv", "ConvTranspose", "Gemm", "MatMul", "InstanceNormalization", "LayerNormalization"]
+
+
+@dataclass
+class AlgoConfig:
+    """Base of all algorithm configs.
+
+    Attributes:
+        name: The algorithm, as `to_dict` writes it.
+        keys: Field -> extra option that says the same.
+        flag: Options that are set whenever the algorithm runs.
+        nest: The option that holds the others as a dict, or "".
+    """
+
+    name: ClassVar[str] = ""
+    keys: ClassVar[Mapping[str, str]] = {}
+    flag: ClassVar[Mapping[str, Any]] = {}
+    nest: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The name and the parameters that differ from their defaults."""
+        changed = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            made = entry.default_factory
+            if value != (entry.default if made is dataclasses.MISSING else made()):
+                changed[entry.name] = value
+        return {"name": self.name, **changed}
+
+    def get_options(self) -> dict[str, Any]:
+        """The extra options that say the same."""
+        options = {key: getattr(self, name) for name, key in self.keys.items()}
+        options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+        if not self.nest:
+            return {**self.flag, **options}
+        inside = self.flag if self.nest == "FastFinetune" else {}
+        return {**({} if inside else self.flag), self.nest: {**inside, **options}}
+
+    @classmethod
+    def from_options(cls: type[A_], options: Mapping[str, Any]) -> A_:
+        """The config that these options (the inside of `nest`, where there is one) describe.
+
+        Raises:
+            ConfigError: an unknown key or a wrong value.
+        """
+        names = {key: name for name, key in cls.keys.items()}
+        values = {}
+        for key, value in options.items():
+            if key in cls.flag:
+                continue
+            if key not in names:
+                where = cls.nest or cls.__name__
+                raise ConfigError(f"{where} has no entry {key!r}. {did_you_mean(key, [*names, *cls.flag])}")
+            values[names[key]] = value
+        return cls(**values)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AlgoConfig:
+        """Read what `to_dict` wrote; the class follows from "name"."""
+        if "name" not in data:
+            raise ConfigError(f"An algorithm needs a 'name', one of: {', '.join(ALGO_CONFIGS)}. Got {dict(data)!r}.")
+        kind = ALGO_CONFIGS[data["name"]]
+        return kind(**known_keys(data, kind, frozenset({"name"})))
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        """Take ints for floats, and tuples and lists for each other, as Python code writes them."""
+        for entry in dataclasses.fields(cls):
+            value, kind = values.get(entry.name), str(entry.type)
+            if type(value) is int and kind.startswith("float"):
+                values[entry.name] = float(value)
+            elif isinstance(value, list) and kind.startswith("tuple"):
+                values[entry.name] = tuple(value)
+            elif isinstance(value, tuple) and kind.startswith("list"):
+                values[entry.name] = list(value)
+
+
+@checked
+@dataclass
+class SmoothQuantConfig(AlgoConfig):
+    """SmoothQuant (Xiao et al. 2022): outliers of activations move into weights; alpha is the share that moves."""
+
+    name: ClassVar[str] = "smooth_quant"
+    keys: ClassVar[Mapping[str, str]] = {"alpha": "SmoothAlpha"}
+    alpha: float = 0.5
+
+
+@checked
+@dataclass
+class CLEConfig(AlgoConfig):
+    """Cross-layer equalization (Nagel et al. 2019): consecutive layers exchange channel scales."""
+
+    name: ClassVar[str] = "cle"
+    keys: ClassVar[Mapping[str, str]] = {
+        "cle_balance_method": "CLEBalanceMethod",
+        "cle_steps": "CLESteps",
+        "cle_weight_threshold": "CLEWeightThreshold",
+        "cle_scale_append_bias": "CLEScaleAppendBias",
+        "cle_scale_use_threshold": "CLEScaleUseThreshold",
+        "cle_total_layer_diff_threshold": "CLETotalLayerDiffThreshold",
+    }
+    cle_balance_method: str = "max"
+    cle_steps: int = 1
+    cle_weight_threshold: float = 0.5
+    cle_scale_append_bias: bool = True
+    cle_scale_use_threshold: bool = True
+    cle_total_layer_diff_threshold: float = 1.9e-7
+
+
+@checked
+@dataclass
+class BiasCorrectionConfig(AlgoConfig):
+    """Biases absorb the mean error of their layer's output."""
+
+    name: ClassVar[str] = "bias_correction"
+    flag: ClassVar[Mapping[str, Any]] = {"BiasCorrection": True}
+
+
+@checked
+@dataclass
+class GPTQConfig(AlgoConfig):
+    """GPTQ (Frantar et al. 2022): column by column, the error spread over the columns that follow."""
+
+    name: ClassVar[str] = "gptq"
+    nest: ClassVar[str] = "GPTQParams"
+    flag: ClassVar[Mapping[str, Any]] = {"UseGPTQ": True}
+    keys: ClassVar[Mapping[str, str]] = {
+        "bits": "Bits",
+        "block_size": "BlockSize",
+        "group_size": "GroupSize",
+        "perc_damp": "PercDamp",
+        "act_order": "ActOrder",
+        "per_channel": "PerChannel",
+        "mse": "MSE",
+        "weight_symmetric": "WeightSymmetric",
+    }
+    bits: int = 8
+    block_size: int = 128
+    group_size: int = -1
+    perc_damp: float = 0.01
+    act_order: bool = False
+    per_channel: bool = False
+    mse: bool = False
+    weight_symmetric: bool = True
+
+
+@checked
+@dataclass
+class QuarotConfig(AlgoConfig):
+    """QuaRot (Ashkboos et al. 2024): Hadamard rotations folded into weights."""
+
+    name: ClassVar[str] = "quarot"
+    keys: ClassVar[Mapping[str, str]] = {
+        "r_matrix_dim": "RMatrixDim",
+        "use_random_had": "UseRandomHad",
+        "r_config_path": "RConfigPath",
+    }
+    r_matrix_dim: int = 4096
+    use_random_had: bool = False
+    r_config_path: str | None = None
+
+
+FINETUNE_KEYS: Mapping[str, str] = {
+    "optim_device": "OptimDevice",
+    "infer_device": "InferDevice",
+    "fixed_seed": "FixedSeed",
+    "data_size": "DataSize",
+    "batch_size": "BatchSize",
+    "num_batches": "NumBatches",
+    "num_iterations": "NumIterations",
+    "learning_rate": "LearningRate",
+    "early_stop": "EarlyStop",
+    "output_index": "OutputIndex",
+    "lr_adjust": "LRAdjust",
+    "target_op_type": "TargetOpType",
+    "selective_update": "SelectiveUpdate",
+    "update_bias": "UpdateBias",
+    "output_qdq": "OutputQDQ",
+    "drop_ratio": "DropRatio",
+    "mem_opt_level": "MemOptLevel",
+    "cache_dir": "CacheDir",
+    "log_period": "LogPeriod",
+    "ref_model_path": "RefModelPath",
+    "dynamic_batch": "DynamicBatch",
+    "parallel": "Parallel",
+    "reg_param": "RegParam",
+    "beta_range": "BetaRange",
+    "warm_start": "WarmStart",
+    "select_max_mem_layer": "SelectMaxMemLayer",
+    "num_workers": "NumWorkers",
+    "pin_memory": "PinMemory",
+    "use_gds": "UseGDS",
+}
+
+
+@dataclass
+class _FastFinetune(AlgoConfig):
+    """What AdaRound and AdaQuant have in common: layer by layer, gradient descent on the output's error."""
+
+    nest: ClassVar[str] = "FastFinetune"
+    keys: ClassVar[Mapping[str, str]] = FINETUNE_KEYS
+    optim_device: str = "cpu"
+    infer_device: str = "cpu"
+    fixed_seed: int = 1705472343
+    data_size: int = 1000000000
+    batch_size: int = 1
+    num_batches: int = 1
+    num_iterations: int = 1000
+    learning_rate: float = 0.1
+    early_stop: bool = False
+    output_index: int = 0
+    lr_adjust: tuple[float, float] | None = None
+    target_op_type: list[str] = field(default_factory=lambda: list(TUNED))
+    selective_update: bool = False
+    update_bias: bool = False
+    output_qdq: bool = False
+    drop_ratio: float = 1.0
+    mem_opt_level: int = 1
+    cache_dir: str | None = None
+    log_period: int = 100
+    ref_model_path: str | None = None
+    dynamic_batch: bool = False
+    parallel: bool = False
+    reg_param: float = 0.01
+    beta_range: tuple[float, float] = (20, 2)
+    warm_start: float = 0.2
+    select_max_mem_layer: bool = False
+    num_workers: int = 1
+    pin_memory: bool = False
+    use_gds: bool = False
+
+
+@checked
+@dataclass
+class AdaRoundConfig(_FastFinetune):
+    """AdaRound (Nagel et al. 2020): learns for each weight whether it rounds up or down."""
+
+    name: ClassVar[str] = "adaround"
+    flag: ClassVar[Mapping[str, Any]] = {"OptimAlgorithm": "adaround"}
+
+
+@checked
+@dataclass
+class AdaQuantConfig(_FastFinetune):
+    """AdaQuant (Hubara et al. 2020): learns the weights themselves through the rounding."""
+
+    name: ClassVar[str] = "adaquant"
+    flag: ClassVar[Mapping[str, Any]] = {"OptimAlgorithm": "adaquant"}
+    num_iterations: int = 3000
+    learning_rate: float = 1e-5
+
+
+@checked
+@dataclass
+class AutoMixprecisionConfig(AlgoConfig):
+    """Raises layers to the target precision, the most sensitive last, until the metric's threshold.
+
+    `target_layer_config` is a QLayerConfig, a list of them, or {QLayerConfig: [node names]}, where one may map to [].
+    """
+
+    name: ClassVar[str] = "auto_mixprecision"
+    nest: ClassVar[str] = "AutoMixprecision"
+    target_layer_config: Any
+    target_op_type: tuple[str, ...] = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+    subgraph_json: str | None = None
+    include_layers: list[str] | None = None
+    exclude_layers: list[str] | None = None
+    data_size: int = 0
+    metric_output_index: int = 0
+    metric_distance_fn: Callable[..., Any] | None = None
+    metric_evaluate_fn: Callable[..., Any] | None = None
+    metric_default: str = "l2"
+    metric_threshold: float | None = 0
+    metric_optimize_object: str = "speed"
+    sensitivity_cache_file: str | None = None
+    worker_num: int = 1
+    dual_quant_nodes: bool = False
+    no_input_qdq_shared: bool = False
+    shared_param_mode: str = "propagate"
+
+    def _check(self) -> None:
+        for name, possible in {
+            "metric_default": ("l2", "kl", "cosine", "sqnr", "psnr"),
+            "metric_optimize_object": ("speed", "quality"),
+            "shared_param_mode": ("propagate", "unshare"),
+        }.items():
+            value = getattr(self, name)
+            if value not in possible:
+                raise ConfigError(f"AutoMixprecisionConfig.{name}: {value!r}. {did_you_mean(value, possible)}")
+
+    def get_options(self) -> dict[str, Any]:
+        """The extra options that say the same."""
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {self.nest: {"".join(word.title() for word in name.split("_")): v for name, v in fields.items()}}
+
+
+ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
+for _class in (
+    SmoothQuantConfig,
+    CLEConfig,
+    BiasCorrectionConfig,
+    GPTQConfig,
+    QuarotConfig,
+    AdaRoundConfig,
+    AdaQuantConfig,
+    AutoMixprecisionConfig,
+):
+    ALGO_CONFIGS.register(_class.name, _class)
+
+from_dict = AlgoConfig.from_dict

@@ -1,0 +1,80 @@
+"""Lowering of the algorithms: those of `algo_config`, and those that extra options or legacy flags ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quark.errors import ConfigError, did_you_mean
+from quark.onnx.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    AlgoConfig,
+    BiasCorrectionConfig,
+    CLEConfig,
+    GPTQConfig,
+    QuarotConfig,
+    SmoothQuantConfig,
+)
+from quark.onnx.options import OPTIONS, value_of
+
+FINETUNE = {"adaround": AdaRoundConfig, "adaquant": AdaQuantConfig}
+
+
+def lower_algorithms(
+    given: Iterable[AlgoConfig], options: Mapping[str, Any], flags: Mapping[str, bool]
+) -> tuple[AlgoConfig, ...]:
+    """The algorithms in their order.
+
+    An option that says something about an algorithm wins over the config in `given`; one that differs from its
+    default asks for the algorithm.
+
+    Args:
+        given: Algorithm configs.
+        options: Extra options, checked.
+        flags: The legacy include_cle, include_sq, include_rotation and include_fast_ft; empty for QConfig.
+
+    Raises:
+        ConfigError: an entry of an option is unknown or wrong.
+    """
+    asked = _asked(options, flags)
+    kept = [_merged(algorithm, options) for algorithm in given]
+    classes = {type(algorithm) for algorithm in kept}
+    return (*(algorithm for algorithm in asked if type(algorithm) not in classes), *kept)
+
+
+def _asked(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoConfig]:
+    found: list[AlgoConfig] = []
+    for kind, flag in ((CLEConfig, ""), (SmoothQuantConfig, "include_sq"), (QuarotConfig, "include_rotation")):
+        changed = {key: options[key] for key in kind.keys.values() if _changed(options, key)}
+        if flags.get(flag) or (changed and not (kind is CLEConfig and flags.get("include_cle") is False)):
+            found.append(kind.from_options(changed))
+    if value_of(options, "BiasCorrection"):
+        found.append(BiasCorrectionConfig())
+    if value_of(options, "UseGPTQ"):
+        found.append(GPTQConfig.from_options(value_of(options, "GPTQParams")))
+    if flags.get("include_fast_ft", bool(value_of(options, "FastFinetune"))):
+        found.append(_finetune(value_of(options, "FastFinetune")))
+    return found
+
+
+def _finetune(entries: Mapping[str, Any]) -> AlgoConfig:
+    name = str(entries.get("OptimAlgorithm", "adaround"))
+    if name not in FINETUNE:
+        raise ConfigError(f"FastFinetune.OptimAlgorithm: {name!r}. {did_you_mean(name, FINETUNE)}")
+    kind: type[AlgoConfig] = FINETUNE[name]
+    return kind.from_options(entries)
+
+
+def _merged(algorithm: AlgoConfig, options: Mapping[str, Any]) -> AlgoConfig:
+    """A copy of the config, with what the options say about it."""
+    given = value_of(options, algorithm.nest) if algorithm.nest in OPTIONS else options
+    if given is not options and given.get("OptimAlgorithm", algorithm.name) != algorithm.name:
+        return replace(algorithm)
+    names = {name: given[key] for name, key in algorithm.keys.items() if key in given}
+    return replace(algorithm, **names)
+
+
+def _changed(options: Mapping[str, Any], key: str) -> bool:
+    return key in options and options[key] != OPTIONS[key].default

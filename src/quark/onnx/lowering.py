@@ -1,0 +1,305 @@
+"""Lowering: QConfig, or the legacy Config, to Settings. Pure functions; nothing after them reads a config.
+
+The two generations meet in a Request: the specs of activations and weights, and the options. Options overrule specs.
+
+CLE: the legacy `include_cle=True` is a default, not a request, and without effect in this version. A CLEConfig, or a
+CLE option that differs from its default, is passed on in `algorithms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quark.core.granularity import PerChannel, PerTensor
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import ConfigError, NotSupportedError
+from quark.onnx.algo_configs import AlgoConfig
+from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.config_json import as_scope
+from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_tensors import data_type_of, is_integer, lower_tensor
+from quark.onnx.options import check_options, refuse_unsupported, value_of
+from quark.onnx.settings import Settings
+from quark.onnx.specs import Int32, QTensorConfig
+from quark.onnx.targets import TARGETS
+from quark.onnx.types import (
+    CalibMethod,
+    CalibrationMethod,
+    Int16Method,
+    LayerWiseMethod,
+    PowerOfTwoMethod,
+    QuantGranularity,
+    ScaleType,
+    element_type,
+    is_extended,
+)
+
+UNSUPPORTED_FIELDS = {
+    "input_nodes": "exclude the nodes before them instead",
+    "output_nodes": "exclude the nodes after them instead",
+    "specific_tensor_precision": "use QConfig.specific_layer_config",
+    "reduce_range": "7-bit codes are not part of this version",
+    "use_dynamic_quant": "dynamic quantization is not part of this version",
+    "convert_fp16_to_fp32": "convert the model to float32 first",
+    "convert_nchw_to_nhwc": "not part of this version",
+    "include_auto_mp": "mixed precision by search is not part of this version",
+    "crypto_mode": "not part of this version",
+}
+FIELD_OPTIONS = {
+    "op_types_to_quantize": "OpTypesToQuantize",
+    "nodes_to_quantize": "NodesToQuantize",
+    "extra_op_types_to_quantize": "ExtraOpTypesToQuantize",
+    "execution_providers": "ExecutionProviders",
+    "optimize_model": "OptimizeModel",
+    "enable_npu_transformer": "EnableNPUTransformer",
+}
+"""Legacy field -> the option that says the same, and wins."""
+
+
+FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a config of either generation asks for."""
+
+    layer: QLayerConfig
+    options: Mapping[str, Any]
+    extended: bool
+    npu_cnn: bool
+    algorithms: tuple[AlgoConfig, ...]
+    external_data: bool
+    by_name: Mapping[QLayerConfig, list[Any]] = field(default_factory=dict)
+    by_type: Mapping[QLayerConfig | None, list[str]] = field(default_factory=dict)
+    exclude: tuple[Any, ...] = ()
+
+
+def lower(config: QConfig | Config | QuantizationConfig) -> Settings:
+    """The settings of a config, which stays as it is.
+
+    Raises:
+        ConfigError: it is no config, or fields contradict each other.
+        NotSupportedError: an option or a type that this version does not have.
+    """
+    if isinstance(config, QConfig):
+        return _settings(_from_qconfig(config))
+    if isinstance(config, Config):
+        config = config.global_quant_config
+    if isinstance(config, QuantizationConfig):
+        return _settings(_from_legacy(config))
+    raise ConfigError(f"Expected a QConfig or a Config, got {config!r} ({type(config).__name__}).")
+
+
+def _from_qconfig(config: QConfig) -> Request:
+    layer, options = config.global_config, config.extra_options
+    check_options(options, "QConfig.extra_options")
+    specs = [spec for spec in (layer.input_tensors, layer.weight) if spec is not None]
+    plain = all(spec.data_type.core in ("int8", "uint8") for spec in specs)
+    npu = all(spec.scale_type is ScaleType.PowerOf2 for spec in specs)
+    return Request(
+        layer,
+        options,
+        extended=not plain,
+        npu_cnn=bool(options.get("EnableNPUCnn", npu)),
+        algorithms=lower_algorithms(config.algo_config, options, {}),
+        external_data=config.use_external_data_format,
+        by_name=config.specific_layer_config,
+        by_type=config.layer_type_config,
+        exclude=tuple(config.exclude),
+    )
+
+
+def _from_legacy(config: QuantizationConfig) -> Request:
+    check_options(config.extra_options, "QuantizationConfig.extra_options")
+    for name, why in UNSUPPORTED_FIELDS.items():
+        value = getattr(config, name)
+        if value:
+            raise NotSupportedError(f"QuantizationConfig.{name}={value!r}: {why}.")
+    if config.quant_format.name == "QOperator":
+        raise NotSupportedError("quant_format QOperator is not part of this version; possible: QDQ.")
+    options = {option: getattr(config, name) for name, option in FIELD_OPTIONS.items()}
+    options.update(config.extra_options)
+    method, scale = _legacy_method(config.calibrate_method)
+    specs = []
+    for name, kind in (("Activation", config.activation_type), ("Weight", config.weight_type)):
+        data_type = data_type_of(element_type(kind, config.quant_format), options)
+        asymmetric = ("uint",) if name == "Weight" else ("uint", "int")
+        symmetric = not data_type.core.startswith(asymmetric)
+        specs.append(QTensorConfig(symmetric, scale, method, data_type=data_type))
+    activation, weight = specs
+    if config.per_channel:
+        weight.set_quant_granularity(QuantGranularity.Channel)
+    if scale is ScaleType.Float32:
+        weight.set_calibration_method(CalibMethod.MinMax)
+    return Request(
+        QLayerConfig(input_tensors=activation, weight=weight),
+        options,
+        extended=is_extended(config.quant_format),
+        npu_cnn=bool(options.get("EnableNPUCnn", config.enable_npu_cnn)),
+        algorithms=lower_algorithms((), options, {name: getattr(config, name) for name in FLAGS}),
+        external_data=config.use_external_data_format,
+        exclude=(*config.nodes_to_exclude, *config.subgraphs_to_exclude),
+    )
+
+
+def _legacy_method(method: Any) -> tuple[CalibMethod, ScaleType]:
+    """What a legacy calibration method says: how the range is found, and which scales there are."""
+    if isinstance(method, PowerOfTwoMethod):
+        name = CalibMethod.MinMSE if method is PowerOfTwoMethod.MinMSE else CalibMethod.MinMax
+        return name, ScaleType.PowerOf2
+    if isinstance(method, Int16Method):
+        return CalibMethod.MinMax, ScaleType.Int16
+    if isinstance(method, LayerWiseMethod):
+        return CalibMethod.LayerwisePercentile, ScaleType.Float32
+    assert isinstance(method, CalibrationMethod)
+    return CalibMethod[method.name], ScaleType.Float32
+
+
+def _settings(request: Request) -> Settings:
+    options = dict(request.options)
+    layer = request.layer
+    assert layer.weight is not None
+    if not is_integer(layer.weight):
+        # Float and block weights stay float values behind a Q/DQ pair: asking for it changes nothing.
+        options.pop("AddQDQPairToWeight", None)
+    refuse_unsupported(options)
+    weights_only = value_of(options, "WeightsOnly")
+    spec, int32_bias = _global_layer(request, weights_only)
+    transformer = value_of(options, "EnableNPUTransformer")
+    const_only = value_of(options, "MatMulConstBOnly")
+    return Settings(
+        layer=spec,
+        by_name=tuple(
+            (tuple(map(as_scope, scopes)), _own_layer(own, spec, options, int32_bias))
+            for own, scopes in request.by_name.items()
+        ),
+        by_type=tuple(
+            (tuple(names), None if own is None else _own_layer(own, spec, options, int32_bias))
+            for own, names in request.by_type.items()
+        ),
+        exclude=tuple(map(as_scope, request.exclude)),
+        op_types=_op_types(options, transformer),
+        extra_op_types=tuple(value_of(options, "ExtraOpTypesToQuantize")),
+        nodes=tuple(value_of(options, "NodesToQuantize")),
+        weights_only=weights_only,
+        int32_bias=int32_bias,
+        matmul_const_only=transformer if const_only is None else const_only,
+        fold_batch_norm=_fold_batch_norm(options),
+        fold_relu=value_of(options, "FoldRelu"),
+        align=_align(options, request.npu_cnn),
+        force_pass_through=value_of(options, "ForceQuantizeNoInputCheck"),
+        contrib_domain=_contrib_domain(request, spec),
+        cast_bfloat16=value_of(options, "BF16QDQToCast"),
+        target=_target(request),
+        percentile=_percentile(options),
+        calibration_samples=_samples(options),
+        random_data=value_of(options, "UseRandomData"),
+        algorithms=request.algorithms,
+        external_data=request.external_data,
+        providers=tuple(value_of(options, "ExecutionProviders")),
+    )
+
+
+def _global_layer(request: Request, weights_only: bool) -> tuple[LayerSpec, bool]:
+    """The specs of every node, and whether biases are int32."""
+    layer, options = request.layer, request.options
+    assert layer.weight is not None
+    weight = lower_tensor(layer.weight, options, weight=True)
+    if weights_only:
+        return LayerSpec(weight=weight), False
+    if layer.input_tensors is None:
+        raise ConfigError("input_tensors has no spec; WeightsOnly=True needs none.")
+    activation = lower_tensor(layer.input_tensors, options, weight=False)
+    output = lower_tensor(layer.output_tensors, options, weight=False) if layer.output_tensors else activation
+    if not value_of(options, "QuantizeBias"):
+        return LayerSpec(weight, None, activation, output), False
+    integers = is_integer(layer.weight) and is_integer(layer.input_tensors)
+    int32 = value_of(options, "Int32Bias")
+    if int32 is None:
+        own = layer.bias is not None and layer.bias.data_type != Int32
+        int32 = integers and not request.npu_cnn and not own
+    elif int32 and not integers:
+        raise ConfigError("Int32Bias=True needs integer activations and weights.")
+    if int32:
+        return LayerSpec(weight, None, activation, output), True
+    bias = _one_scale(weight) if layer.bias is None else _lower_bias(layer.bias, options)
+    return LayerSpec(weight, bias, activation, output), False
+
+
+def _one_scale(weight: TensorSpec) -> TensorSpec:
+    """The spec of a bias that is quantized like its weight."""
+    return replace(weight, granularity=PerTensor()) if isinstance(weight.granularity, PerChannel) else weight
+
+
+def _lower_bias(bias: QTensorConfig, options: Mapping[str, Any]) -> TensorSpec:
+    if bias.data_type == Int32:
+        raise ConfigError("An int32 bias has the scale of its input times that of its weight: both must be integers.")
+    return lower_tensor(bias, options, weight=True)
+
+
+def _own_layer(own: QLayerConfig, base: LayerSpec, options: Mapping[str, Any], int32_bias: bool) -> LayerSpec:
+    """The specs of single layers; what has none follows the global ones."""
+    weight = lower_tensor(own.weight, options, weight=True) if own.weight else base.weight
+    if base.input is None:
+        return LayerSpec(weight=weight)
+    activation = lower_tensor(own.input_tensors, options, weight=False) if own.input_tensors else base.input
+    output = lower_tensor(own.output_tensors, options, weight=False) if own.output_tensors else base.output
+    bias = base.bias
+    if own.bias is not None and not (int32_bias and own.bias.data_type == Int32):
+        if int32_bias:
+            asked = own.bias.data_type
+            raise NotSupportedError(f"A bias of {asked} beside int32 ones is not in this version; set Int32Bias=False.")
+        bias = _lower_bias(own.bias, options)
+    elif int32_bias and weight is not None and not (weight.has_zero_point and activation.has_zero_point):
+        # There is no int32 bias under a float or block type.
+        bias = _one_scale(weight)
+    return LayerSpec(weight, bias, activation, output)
+
+
+def _op_types(options: Mapping[str, Any], transformer: bool) -> tuple[str, ...]:
+    if value_of(options, "QuantizeAllOpTypes"):
+        return ()
+    return tuple(value_of(options, "OpTypesToQuantize")) or (("Gemm", "MatMul") if transformer else ())
+
+
+def _fold_batch_norm(options: Mapping[str, Any]) -> bool:
+    asked: bool | None = value_of(options, "FoldBatchNorm")
+    if asked is not None:
+        return asked
+    return bool(value_of(options, "OptimizeModel") and not value_of(options, "SkipPreprocess"))
+
+
+def _align(options: Mapping[str, Any], npu_cnn: bool) -> tuple[str, ...]:
+    asked = {name: value_of(options, f"Align{name}") for name in ("Concat", "Pool", "Pad", "Slice")}
+    return tuple(name for name, value in asked.items() if (npu_cnn if value is None else value))
+
+
+def _contrib_domain(request: Request, spec: LayerSpec) -> bool:
+    """com.microsoft Q/DQ: of integers in the extended formats, unless an option says otherwise."""
+    asked: bool | None = value_of(request.options, "UseQDQContribOps")
+    integers = any(tensor is not None and tensor.has_zero_point for tensor in (spec.weight, spec.input))
+    return request.extended and integers if asked is None else asked
+
+
+def _target(request: Request) -> str:
+    """The guides' extended formats and the XINT8 path are the NPU's."""
+    asked: str | None = value_of(request.options, "Target")
+    if asked is None:
+        return "npu" if request.npu_cnn or request.extended else "generic"
+    return TARGETS[asked].name
+
+
+def _percentile(options: Mapping[str, Any]) -> float:
+    value = float(value_of(options, "Percentile"))
+    if not 50 < value <= 100:
+        raise ConfigError(f"Percentile={value}: it must be over 50 and at most 100.")
+    return value
+
+
+def _samples(options: Mapping[str, Any]) -> int | None:
+    value: int | None = value_of(options, "CalibDataSize")
+    if value is not None and value < 1:
+        raise ConfigError(f"CalibDataSize={value}: at least one sample is needed.")
+    return value

@@ -1,0 +1,145 @@
+"""Loading, checking and saving of ONNX models; onnx_ir inside, weights memory-mapped until they are needed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from quark.errors import ConfigError, FormatError, OutputError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+DATA_SUFFIX = ".data"
+PROTOBUF_LIMIT = 2**31 - 2**20
+QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
+
+
+def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+    """Read a model from a path or a ModelProto, which is not changed; every node gets a name.
+
+    Raises:
+        FormatError: No ONNX file, truncated, without opset, or with external data that is missing or lies outside
+            the folder of the model.
+        ConfigError: The model is quantized already.
+    """
+    # onnx_ir takes half a second to import: when a model is really loaded.
+    import onnx_ir as ir
+
+    model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
+    _check_external(model)
+    _name_nodes(model)
+    for node in model.graph.all_nodes():
+        if node.op_type in QUANTIZED_OPS:
+            raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
+    return model
+
+
+def _load_file(path: Path) -> ir.Model:
+    import onnx_ir as ir
+    from google.protobuf.message import DecodeError
+
+    if not path.is_file():
+        raise FormatError(f"{path} is not a file.")
+    try:
+        model = ir.load(path)
+    except (DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise FormatError(f"{path} is not an ONNX model, or truncated: {error}.") from None
+    if not model.opset_imports or len(model.graph) == 0:
+        raise FormatError(f"{path} is not an ONNX model: it has no operators.")
+    return model
+
+
+def _check_external(model: ir.Model) -> None:
+    import onnx_ir as ir
+
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            base = Path(tensor.base_dir or ".").resolve()
+            file = (base / tensor.location).resolve()
+            if not file.is_relative_to(base):
+                raise FormatError(f"The data of {name} lies outside the model's folder: {tensor.location}.")
+            if not file.is_file():
+                raise FormatError(f"The data of {name} is missing: {tensor.location} is not beside the model.")
+
+
+def _name_nodes(model: ir.Model) -> None:
+    used = {node.name for node in model.graph.all_nodes() if node.name}
+    for index, node in enumerate(model.graph.all_nodes()):
+        if not node.name:
+            name = f"{node.op_type}_{index}"
+            while name in used:
+                name += "_"
+            node.name = name
+            used.add(name)
+
+
+def opset(model: ir.Model) -> int:
+    """Version of the ai.onnx operators."""
+    return int(model.opset_imports.get("", 0))
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as a ModelProto, weights inside."""
+    import onnx_ir as ir
+
+    return ir.to_proto(model)
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers."""
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+
+
+def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = False) -> None:
+    """Check and write a model; the file appears whole or not at all.
+
+    Args:
+        model: The model.
+        path: Where to; an existing file is replaced.
+        external_data: Write weights to `<name>.data` beside it; a model over 2 GB always does.
+
+    Raises:
+        OutputError: The file cannot be written. Nothing is left behind.
+    """
+    import onnx_ir as ir
+
+    target = Path(path)
+    temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:8]}"
+    data = target.name + DATA_SUFFIX if external_data or weight_bytes(model) > PROTOBUF_LIMIT else None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        ir.save(model, temporary / target.name, external_data=data, size_threshold_bytes=1024)
+        onnx.checker.check_model(str(temporary / target.name))
+        for file in (data, target.name):
+            if file and (temporary / file).exists():
+                (temporary / file).replace(target.parent / file)
+    except OSError as error:
+        raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
+    finally:
+        _remove(temporary)
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.glob("*") if folder.exists() else []:
+        file.unlink(missing_ok=True)
+    if folder.exists():
+        folder.rmdir()
+
+
+def constant(value: ir.Value | None) -> Any:
+    """The numpy array of an initializer or a Constant node's output, or None."""
+    if value is None:
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy()
+    node = value.producer()
+    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor().numpy()
+    return None

@@ -1,0 +1,47 @@
+"""The rule of each op type. A new one is a row here; an op type without a row stays in float."""
+
+from __future__ import annotations
+
+from quark.onnx.operators.rule import Rule
+
+CONV = Rule(data=(0,), weight=1, weight_axis=0, bias=2)
+ELEMENTWISE = Rule()
+ONE_INPUT = Rule(data=(0,))
+MOVES_DATA = Rule(data=(0,), shares_scale=True)
+ACTIVATION = Rule(data=(0,), activation=True)
+
+RULES: dict[str, Rule] = {
+    "Conv": CONV,
+    "ConvTranspose": Rule(data=(0,), weight=1, weight_axis=1, bias=2),
+    "Gemm": Rule(data=(0,), weight=1, weight_axis=1, bias=2),
+    "MatMul": Rule(data=(0, 1), weight=1, weight_axis=-1),
+    "InstanceNormalization": Rule(data=(0,)),
+    "LayerNormalization": Rule(data=(0,)),
+    "Gather": MOVES_DATA,
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Min", "Max", "Concat", "PRelu"), ELEMENTWISE),
+    "Where": Rule(data=(1, 2)),
+    **dict.fromkeys(
+        ("AveragePool", "GlobalAveragePool", "ReduceMean", "Sigmoid", "Tanh", "Softmax", "Gelu", "Erf"), ONE_INPUT
+    ),
+    **dict.fromkeys(("HardSigmoid", "HardSwish", "LpNormalization"), ONE_INPUT),
+    **dict.fromkeys(("Relu", "Clip", "LeakyRelu"), ACTIVATION),
+    **dict.fromkeys(
+        ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "GlobalMaxPool", "Slice", "Split"),
+        MOVES_DATA,
+    ),
+    **dict.fromkeys(("DepthToSpace", "SpaceToDepth", "Expand", "Tile", "Identity"), MOVES_DATA),
+    "Pad": MOVES_DATA,
+    "Resize": MOVES_DATA,
+}
+
+CONCAT, POOL, PAD, SLICE = ("Concat",), ("AveragePool", "GlobalAveragePool"), ("Pad",), ("Slice", "Split")
+ALIGN_GROUPS: dict[str, tuple[str, ...]] = {
+    "Concat": CONCAT,
+    "Pool": POOL,
+    "Pad": PAD,
+    "Slice": SLICE,
+    "Eltwise": ("Add", "Sub", "Mul", "Div", "Min", "Max"),
+}
+"""Name of an alignment in Settings -> op types whose inputs and output then share one scale."""
+
+__all__ = ["ALIGN_GROUPS", "RULES", "Rule"]

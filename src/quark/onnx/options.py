@@ -1,0 +1,283 @@
+"""The extra options: one row each. What a row does not say, `lowering.py` does with the value.
+
+    _obeyed    lowering turns the value into Settings
+    _moot      any value is accepted: what it asks for is so in any case
+    _later     only the default, and values that ask for what is done anyway; the rest is not part of this version
+
+A default of None is decided by the other settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from quark.core.registry import Registry
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
+
+Kind = tuple[type, ...]
+BOOL: Kind = (bool,)
+INT: Kind = (int,)
+NUMBER: Kind = (int, float)
+TEXT: Kind = (str,)
+LIST: Kind = (list, tuple)
+DICT: Kind = (dict,)
+ANY: Kind = (object,)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One extra option.
+
+    Attributes:
+        name: Its key.
+        kind: Accepted Python types; None is one more where it is the default.
+        default: What leaving it out means.
+        meaning: What it does, or why other values than these are refused.
+        refused: Whether values other than the default and `accepts` are refused.
+        accepts: Values that ask for what is done anyway.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    meaning: str
+    refused: bool = False
+    accepts: tuple[Any, ...] = ()
+
+
+OPTIONS: Registry[Option] = Registry("option")
+
+
+def _obeyed(name: str, kind: Kind, default: Any, meaning: str) -> None:
+    OPTIONS.register(name, Option(name, kind, default, meaning))
+
+
+def _moot(name: str, kind: Kind, default: Any, meaning: str) -> None:
+    OPTIONS.register(name, Option(name, kind, default, f"changes nothing: {meaning}"))
+
+
+def _later(name: str, kind: Kind, default: Any, *accepts: Any, why: str = "not part of this version") -> None:
+    OPTIONS.register(name, Option(name, kind, default, why, True, accepts))
+
+
+# Pre-processing.
+_later("ShapeShifterYaml", TEXT, None, why="graph transformations from YAML are not part of this version")
+_later("PreprocessYAML", TEXT, None, why="graph transformations from YAML are not part of this version")
+_obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is: no BatchNormalization is folded")
+_obeyed("OptimizeModel", BOOL, True, "graph optimization: the default of FoldBatchNorm")
+_moot("SimplifyModel", BOOL, True, "quark.onnx simplifies with its own passes, each of which has its own option")
+_later("SimplifyModelOptions", DICT, {}, why="onnxslim is not used: there is nothing to configure")
+_later("ConvertFP16ToFP32", BOOL, False, why="convert the model to float32 first")
+_later("ConvertNCHWToNHWC", BOOL, False)
+_later("ConvertOpsetVersion", INT, None, why="use onnx.version_converter first")
+for _name in (
+    "ConvertBNToConv",
+    "ConvertReduceMeanToGlobalAvgPool",
+    "SplitLargeKernelPool",
+    "ConvertSplitToSlice",
+):
+    _later(_name, BOOL, None, False)
+_later("ConvertClipToRelu", BOOL, False)
+for _name in ("FuseInstanceNorm", "FuseL2Norm", "FuseGelu", "FuseLayerNorm"):
+    _moot(_name, BOOL, True, "no subgraph is fused in this version")
+_obeyed("FoldBatchNorm", BOOL, None, "fold BatchNormalization into the Conv, ConvTranspose or Gemm before it")
+_obeyed("FoldRelu", BOOL, False, "drop a Relu or Clip whose effect the quantized range already has")
+_later("ReplaceClip6Relu", BOOL, False)
+
+# Targets.
+_obeyed("OpTypesToQuantize", LIST, [], "op types that are quantized; empty: those with a rule")
+_obeyed("NodesToQuantize", LIST, [], "only these nodes; empty: all")
+_obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
+_obeyed("QuantizeAllOpTypes", BOOL, False, "every op type that has a rule, whatever OpTypesToQuantize says")
+_obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
+_obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
+_later("EnableSubgraph", BOOL, False)
+_later("InputNodes", LIST, [], why="exclude the nodes before them instead")
+_later("OutputNodes", LIST, [], why="exclude the nodes after them instead")
+_obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
+
+# Where Q/DQ stand.
+_later("AddQDQPairToWeight", BOOL, None, False, why="weights are stored as integers behind a DequantizeLinear")
+_obeyed("ForceQuantizeNoInputCheck", BOOL, False, "quantize data-movement ops even where their input is not")
+for _name in ("DedicatedQDQPair", "DedicateDQNode", "EnableDualQuantNodePairs"):
+    _later(_name, BOOL, False)
+_later("OpTypesToExcludeOutputQuantization", LIST, [])
+_later("NodesToExcludeOutputQuantization", LIST, [])
+_later("QDQOpTypePerChannelSupportToAxis", DICT, {}, why="the channel axis follows from the op type")
+for _name in ("RemoveQDQConvClip", "RemoveQDQConvRelu", "RemoveQDQConvLeakyRelu", "RemoveQDQConvPRelu"):
+    _later(_name, BOOL, True, why="no Q/DQ stands between a node and the activation that runtimes fuse into it")
+for _name in ("RemoveQDQConvGelu", "RemoveQDQMulAdd", "RemoveQDQInstanceNorm", "RemoveFusedQDQ"):
+    _later(_name, BOOL, False)
+_later("RemoveQDQBetweenOps", LIST, None)
+_obeyed("UseQDQContribOps", BOOL, None, "write Q/DQ in the com.microsoft domain")
+_moot("AlignEltwiseQuantType", BOOL, False, "constants of elementwise ops always have the type of the activations")
+
+# Calibration.
+_later("CalibTensorRangeSymmetric", BOOL, None, why="the range is symmetric where the tensor is")
+_obeyed("CalibMovingAverage", BOOL, False, "MinMax: the mean of the batches' minima and maxima")
+_later("CalibMovingAverageConstant", NUMBER, 0.01, why="the mean is arithmetic, so batch order has no effect")
+_obeyed("Percentile", NUMBER, 99.999, "share of the values that a percentile range keeps")
+_moot("NumBins", INT, None, "histograms count float bit patterns; they have no width to choose")
+_later("NumQuantizedBins", INT, 128)
+_later("Scenario", TEXT, "same")
+_later("LWPMetric", TEXT, "mae")
+_later("PercentileCandidates", LIST, [99.99, 99.999, 99.99999])
+_later("LWPUseHistogram", BOOL, True)
+_obeyed("UseRandomData", BOOL, False, "calibrate on random data where no reader is given")
+_later("RandomDataReaderInputShape", DICT, {}, why="fix the input shapes, or give a reader")
+_later("RandomDataReaderInputDataRange", DICT, None, why="give a reader")
+_later("MinMSEModePof2Scale", TEXT, "All")
+_later("MinMSEModeFloatScale", TEXT, "Percentile", "All", why="every value counts, through a histogram")
+_obeyed("WeightCalibrateMethod", (Enum,), None, "MinMax or MinMSE, for weights")
+_obeyed("CalibDataSize", INT, None, "most samples read")
+_moot("CalibWorkerNum", INT, 1, "one pass; the result never depends on the number of workers")
+_moot("CalibOptimizeMem", BOOL, True, "memory is bounded by one sample")
+_moot("CalibOptimizeDisk", BOOL, False, "nothing is written to disk")
+_later("SaveTensorHistFig", BOOL, False)
+_moot("CalibPassthroughOpTypes", LIST, [], "tensors with one scale share one range")
+_later("TensorQuantOverrides", DICT, {}, why="use specific_layer_config")
+_later("MixedPrecisionTensor", DICT, {}, why="use specific_layer_config")
+_later("SaveAndRestore", TEXT, None)
+_later("TensorsRangeFile", TEXT, None)
+_later("QuantizationPreference", TEXT, None)
+
+# Bias and scales.
+_obeyed("QuantizeBias", BOOL, True, "quantize biases")
+_obeyed("Int32Bias", BOOL, None, "bias as int32 with scale = input scale * weight scale; else like a weight")
+_later("Int16Bias", BOOL, False)
+_moot("AdjustBiasScale", BOOL, True, "biases are quantized once, under their final scale")
+_later("AdjustWeightScaleForInt32Bias", BOOL, False)
+_later("Int16Scale", BOOL, False, why="scales of the form M / 2^N are not part of this version")
+_later("QuantizeFP16", BOOL, False, why="convert the model to float32 first")
+_later("UseFP32Scale", BOOL, False)
+_later("ActivationScaled", BOOL, False, why="re-scaled BF16 is not part of this version")
+_later("WeightScaled", BOOL, False, why="re-scaled BF16 is not part of this version")
+_later("UseUnsignedReLU", BOOL, False)
+_later("UsePowerOf2Scale", BOOL, True, why="ask for float scales by the spec: ScaleType.Float32")
+_obeyed("ActivationSymmetric", BOOL, None, "zero point of activations fixed; overrules the spec")
+_obeyed("WeightSymmetric", BOOL, None, "zero point of weights fixed; overrules the spec")
+
+# NPU.
+_obeyed("EnableNPUCnn", BOOL, None, "the XINT8 path; on by itself where both scale types are PowerOf2")
+_obeyed("EnableNPUTransformer", BOOL, False, "quantize Gemm and MatMul with a constant operand only")
+_moot("SimulateDPU", BOOL, True, "the DPU's operators are not simulated in this version")
+for _name in (
+    "ConvertLeakyReluToDPUVersion",
+    "ConvertSigmoidToHardSigmoid",
+    "ConvertHardSigmoidToDPUVersion",
+    "ConvertAvgPoolToDPUVersion",
+    "ConvertReduceMeanToDPUVersion",
+):
+    _later(_name, BOOL, None, False)
+for _name in ("ConvertSoftmaxToDPUVersion", "ConvertInstanceNormToDPUVersion", "ConvertClipToDPUVersion"):
+    _later(_name, BOOL, False)
+_moot("NPULimitationCheck", BOOL, True, "limits of the NPU are not checked in this version")
+_moot("MaxLoopNum", INT, 5, "alignment is one pass over classes of tensors")
+for _name in (
+    "AdjustShiftCut",
+    "AdjustShiftBias",
+    "AdjustShiftRead",
+    "AdjustShiftWrite",
+    "AdjustHardSigmoid",
+    "AdjustShiftSwish",
+):
+    _moot(_name, BOOL, True, "the NPU's position rules are not part of this version")
+for _name in ("Concat", "Pool", "Pad", "Slice"):
+    _obeyed(f"Align{_name}", BOOL, None, "inputs and output share one scale; on by itself in the XINT8 path")
+for _name in ("AlignTranspose", "AlignReshape"):
+    _moot(_name, BOOL, False, "ops that only move data always share one scale")
+
+# BF16, BFP, MX, MatMulNBits.
+_obeyed("BF16QDQToCast", BOOL, False, "write bfloat16 as pairs of Cast")
+_later("BF16WithClip", BOOL, False)
+_later("EnableVaimlBF16", BOOL, False)
+_moot("RefineBlockAxis", BOOL, None, "blocks lie along the axis that each op reduces")
+_obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
+_obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
+_later("UseMatMulNBits", BOOL, False)
+_later("MatMulNBitsParams", DICT, {})
+
+# Runtime and debug.
+_obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")
+_later("RemoveInputInit", BOOL, True)
+_later("CopySharedInit", LIST, None)
+_later("CopyBiasInit", LIST, ["Conv", "ConvTranspose", "Gemm"])
+_later("FixShapes", TEXT, None, why="use quark.onnx.tools.fix_shapes first")
+_moot("TmpDir", TEXT, None, "no temporary copies of the model are made")
+_later("UserCustomOpLibPath", TEXT, None)
+_moot("EncryptionAlgorithm", TEXT, "AES-256", "nothing is encrypted")
+_later("CryptoMode", BOOL, False)
+_later("FillAllValueInfo", BOOL, False)
+_moot("DebugMode", BOOL, False, "recorded only")
+_moot("PrintSummary", BOOL, True, "recorded only")
+_moot("IgnoreWarnings", BOOL, True, "recorded only")
+_later("EvalMetrics", BOOL, False, why="use `quark evaluate`")
+_later("EvalDataReader", ANY, None, why="use `quark evaluate`")
+
+# Algorithms; algo_configs.py has their entries.
+_obeyed("SmoothAlpha", NUMBER, 0.5, "SmoothQuantConfig.alpha")
+_obeyed("CLEBalanceMethod", TEXT, "max", "CLEConfig.cle_balance_method")
+_obeyed("CLESteps", INT, 1, "CLEConfig.cle_steps")
+_obeyed("CLEWeightThreshold", NUMBER, 0.5, "CLEConfig.cle_weight_threshold")
+_obeyed("CLEScaleAppendBias", BOOL, True, "CLEConfig.cle_scale_append_bias")
+_obeyed("CLEScaleUseThreshold", BOOL, True, "CLEConfig.cle_scale_use_threshold")
+_obeyed("CLETotalLayerDiffThreshold", NUMBER, 1.9e-7, "CLEConfig.cle_total_layer_diff_threshold")
+_obeyed("BiasCorrection", BOOL, False, "BiasCorrectionConfig")
+_obeyed("UseGPTQ", BOOL, False, "GPTQConfig")
+_obeyed("GPTQParams", DICT, {}, "the parameters of GPTQConfig")
+_obeyed("RMatrixDim", INT, 4096, "QuarotConfig.r_matrix_dim")
+_obeyed("UseRandomHad", BOOL, False, "QuarotConfig.use_random_had")
+_obeyed("RConfigPath", TEXT, None, "QuarotConfig.r_config_path")
+_obeyed("FastFinetune", DICT, {}, "AdaRoundConfig or AdaQuantConfig: `OptimAlgorithm` says which")
+_later("AutoMixprecision", DICT, {}, why="mixed precision by search is not part of this version")
+
+
+def check_options(options: Mapping[str, Any], where: str, also: Iterable[str] = ()) -> None:
+    """Find unknown keys and values of the wrong type.
+
+    Args:
+        options: Extra options.
+        where: The config they were given to, for the message.
+        also: Other names that could have been meant.
+
+    Raises:
+        ConfigError: names the key, and the nearest ones.
+    """
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"{where}: unknown option {key!r}. {did_you_mean(str(key), [*OPTIONS, *also])}")
+        option = OPTIONS[key]
+        if value is None and option.default is None:
+            continue
+        if not isinstance(value, option.kind) or (isinstance(value, bool) and option.kind in (INT, NUMBER)):
+            names = " or ".join(kind.__name__ for kind in option.kind)
+            raise ConfigError(f"{where}: option {key}: expected {names}, got {value!r} ({type(value).__name__}).")
+
+
+def refuse_unsupported(options: Mapping[str, Any]) -> None:
+    """Find values that this version cannot obey.
+
+    Raises:
+        NotSupportedError: names the option and the values that are possible.
+    """
+    for key, value in options.items():
+        option = OPTIONS[key]
+        possible = [option.default, *option.accepts]
+        plain = list(value) if isinstance(value, tuple) else value
+        if option.refused and plain not in possible and not _empty(plain, option):
+            shown = " or ".join(repr(entry) for entry in possible)
+            raise NotSupportedError(f"{key}={value!r}: {option.meaning}. Possible: {shown}, or leave it out.")
+
+
+def value_of(options: Mapping[str, Any], name: str) -> Any:
+    """The value of an option, or its default."""
+    value = options.get(name, OPTIONS[name].default)
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def _empty(value: Any, option: Option) -> bool:
+    """Whether an empty list or dict says nothing, where the default is None or empty."""
+    return isinstance(value, (list, dict)) and not value and not option.default

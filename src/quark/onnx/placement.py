@@ -1,0 +1,238 @@
+"""Placement: which tensors carry Q/DQ, with which spec, before any data is seen.
+
+A tensor is quantized where a quantized node reads or writes it. Tensors that must have one scale (data movement,
+aligned Concat and the like) form a class with one range. A node and the Relu or Clip that alone reads it have no
+scale between them, as runtimes fuse the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from quark.core.granularity import Granularity, PerChannel, PerTensor
+from quark.core.patterns import require_matches
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import ConfigError
+from quark.onnx.model import constant
+from quark.onnx.operators import ALIGN_GROUPS, RULES
+from quark.onnx.scopes import nodes_of
+from quark.onnx.settings import Settings
+from quark.onnx.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FUSES_ACTIVATION = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool"})
+FUSES_ACTIVATION |= {"GlobalAveragePool", "BatchNormalization"}
+
+
+@dataclass
+class Placement:
+    """The decisions for one graph.
+
+    Attributes:
+        activations: Tensor -> spec.
+        shared: Tensor -> the tensor whose scale it uses; absent for a class of its own.
+        weights: (node, input index) -> spec.
+        biases: (node, input index) -> index of the weight.
+        added_biases: (Add, input index) of a constant that is the bias of a MatMul -> the MatMul.
+        nodes: The quantized nodes.
+    """
+
+    activations: dict[ir.Value, TensorSpec] = field(default_factory=dict)
+    shared: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    weights: dict[tuple[ir.Node, int], TensorSpec] = field(default_factory=dict)
+    biases: dict[tuple[ir.Node, int], int] = field(default_factory=dict)
+    added_biases: dict[tuple[ir.Node, int], ir.Node] = field(default_factory=dict)
+    nodes: list[ir.Node] = field(default_factory=list)
+
+    def root(self, value: ir.Value) -> ir.Value:
+        """The tensor that stands for the class of `value`."""
+        while value in self.shared:
+            value = self.shared[value]
+        return value
+
+    def join(self, one: ir.Value, other: ir.Value) -> None:
+        """Give two tensors one scale; the class is represented by the first."""
+        one, other = self.root(one), self.root(other)
+        if one is not other:
+            self.shared[other] = one
+
+
+def place(model: ir.Model, settings: Settings) -> Placement:
+    """Decide what is quantized.
+
+    Raises:
+        ConfigError: A name or pattern matches nothing, or nothing is left to quantize.
+    """
+    placement = Placement()
+    target = TARGETS[settings.target]
+    chosen = select_nodes(model, settings)
+    for node, layer in chosen.items():
+        if not _worth_quantizing(node, target, placement):
+            continue
+        rule = RULES[node.op_type]
+        data = rule.inputs(node)
+        live = [i for i in data if node.inputs[i] is not None and constant(node.inputs[i]) is None]
+        follows = rule.shares_scale and not settings.force_pass_through
+        if follows and (not live or node.inputs[live[0]] not in placement.activations):
+            continue
+        if settings.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
+            continue
+        placement.nodes.append(node)
+        if not settings.weights_only:
+            _place_activations(node, layer, live, placement, target)
+        _place_constants(node, layer, settings, placement)
+        if target.bias_after_matmul:
+            _place_added_bias(node, placement)
+    if not placement.nodes:
+        present = ", ".join(sorted({node.op_type for node in model.graph}))
+        raise ConfigError(f"Nothing to quantize: the model has {present}; with a rule: {', '.join(sorted(RULES))}.")
+    if not settings.weights_only:
+        _fuse_activations(placement)
+        _share_scales(placement, settings)
+    return placement
+
+
+def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec]:
+    """The nodes that are quantized, each with its specs: exclude > by name > by type > global."""
+    nodes = {node.name or "": node for node in model.graph}
+    types = set(settings.op_types or RULES) | set(settings.extra_op_types)
+    unknown = sorted(types - set(RULES))
+    if unknown:
+        raise ConfigError(f"There is no rule to quantize {', '.join(unknown)}; possible: {', '.join(sorted(RULES))}.")
+    require_matches(settings.nodes, nodes, "NodesToQuantize")
+    excluded = nodes_of(settings.exclude, model, "exclude")
+    named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.by_name]
+    chosen: dict[ir.Node, LayerSpec] = {}
+    for name, node in nodes.items():
+        if node.op_type not in types or node in excluded or (settings.nodes and name not in settings.nodes):
+            continue
+        layer: LayerSpec | None = settings.layer
+        for op_types, by_type in settings.by_type:
+            if node.op_type in op_types:
+                layer = by_type
+        for members, by_name in reversed(named):
+            if node in members:
+                layer = by_name
+        if layer is not None:
+            chosen[node] = layer
+    return chosen
+
+
+def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bool:
+    """Whether the target's runtime gains by quantizing this node, given the nodes before it."""
+    if target.fuses is not None and node.op_type not in target.fuses:
+        return False
+    if node.op_type in ("Gemm", "MatMul") and target.float_output and constant(node.inputs[1]) is None:
+        return False
+    if node.op_type not in target.follows:
+        return True
+    quantized = set(placement.nodes)
+    producers = [v.producer() for v in node.inputs if v is not None and constant(v) is None]
+    return (
+        bool(producers)
+        and all(p in quantized and p.op_type not in target.float_output for p in producers if p)
+        and (None not in producers)
+    )
+
+
+def _place_added_bias(node: ir.Node, placement: Placement) -> None:
+    """Make the constant that alone is added to a MatMul its int32 bias."""
+    uses = list(node.outputs[0].uses())
+    if (
+        node.op_type != "MatMul"
+        or (node, 1) not in placement.weights
+        or len(uses) != 1
+        or uses[0].node.op_type != "Add"
+    ):
+        return
+    add = uses[0].node
+    other = add.inputs[1 - uses[0].idx]
+    bias = constant(other)
+    if bias is not None and bias.ndim == 1 and node.inputs[0] in placement.activations:
+        placement.added_biases[add, 1 - uses[0].idx] = node
+
+
+def _place_activations(node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, target: Target) -> None:
+    if layer.input is not None:
+        for index in live:
+            value = node.inputs[index]
+            assert value is not None
+            if _is_float(value):
+                placement.activations.setdefault(value, layer.input)
+    spec = None if node.op_type in target.float_output else layer.output or layer.input
+    for value in node.outputs:
+        if spec is not None and _is_float(value) and (list(value.uses()) or value.is_graph_output()):
+            placement.activations[value] = spec
+
+
+def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
+    rule = RULES[node.op_type]
+    for index in {*rule.inputs(node), *((rule.weight,) if rule.weight is not None else ())}:
+        value = node.inputs[index] if index < len(node.inputs) else None
+        if value is None or constant(value) is None or not _is_float(value):
+            continue
+        if index == rule.weight and layer.weight is not None:
+            placement.weights[node, index] = _weight_spec(node, layer.weight)
+        elif index != rule.weight and layer.input is not None and not settings.weights_only:
+            # A constant operand of an elementwise node is quantized like an activation.
+            placement.weights[node, index] = replace(layer.input, observer="min_max")
+    _place_bias(node, layer, settings, placement)
+
+
+def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
+    """An int32 bias beside integer inputs and weights, else one of the layer's own spec."""
+    rule = RULES[node.op_type]
+    if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.weights_only:
+        return
+    if constant(node.inputs[rule.bias]) is None:
+        return
+    weight = placement.weights.get((node, rule.weight))
+    integers = weight is not None and weight.has_zero_point and layer.input is not None and layer.input.has_zero_point
+    if settings.int32_bias and integers:
+        placement.biases[node, rule.bias] = rule.weight
+    elif layer.bias is not None:
+        placement.weights[node, rule.bias] = replace(layer.bias, granularity=PerTensor())
+
+
+def _weight_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
+    granularity: Granularity = spec.granularity
+    value = node.inputs[RULES[node.op_type].weight or 0]
+    if isinstance(granularity, PerChannel):
+        shape = constant(value).shape
+        axis = RULES[node.op_type].channel_axis(node) % max(1, len(shape))
+        granularity = PerChannel(axis) if len(shape) > 1 else PerTensor()
+    return replace(spec, granularity=granularity)
+
+
+def _fuse_activations(placement: Placement) -> None:
+    """Remove the scale between a node and the activation that alone reads it."""
+    quantized = set(placement.nodes)
+    for node in placement.nodes:
+        if not RULES[node.op_type].activation or node.inputs[0] is None:
+            continue
+        value = node.inputs[0]
+        producer = value.producer()
+        alone = len(list(value.uses())) == 1 and not value.is_graph_output()
+        if producer in quantized and producer is not None and producer.op_type in FUSES_ACTIVATION and alone:
+            placement.activations.pop(value, None)
+
+
+def _share_scales(placement: Placement, settings: Settings) -> None:
+    aligned = {op_type for name in settings.align for op_type in ALIGN_GROUPS[name]}
+    for node in placement.nodes:
+        outputs = [v for v in node.outputs if v in placement.activations]
+        inputs = [v for v in node.inputs if v is not None and v in placement.activations]
+        if RULES[node.op_type].shares_scale and inputs and inputs[0] is node.inputs[0]:
+            for value in outputs:
+                placement.join(inputs[0], value)
+        elif node.op_type in aligned:
+            for value in [*inputs, *outputs][1:]:
+                placement.join((inputs or outputs)[0], value)
+
+
+def _is_float(value: ir.Value) -> bool:
+    """Whether a tensor holds floats: of unknown type counts as float."""
+    return value.dtype is None or value.dtype.is_floating_point()

@@ -1,0 +1,5 @@
+"""Address of the quantizer."""
+
+from quark.onnx.quantizer import ModelQuantizer
+
+__all__ = ["ModelQuantizer"]

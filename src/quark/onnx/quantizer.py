@@ -1,0 +1,231 @@
+"""ModelQuantizer: the flow on one page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from quark.core.scales import QParams
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
+from quark.log import logger
+from quark.onnx.calibrate import collect
+from quark.onnx.model import load, save, to_proto
+from quark.onnx.operators import RULES
+from quark.onnx.passes import PASSES
+from quark.onnx.placement import Placement, place
+from quark.onnx.rewrite import Rewriter
+from quark.onnx.settings import Settings
+from quark.onnx.targets import TARGETS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MINIMUM_OPSET = 13
+
+
+class ModelQuantizer:
+    """Quantizes an ONNX model.
+
+    Args:
+        config: A QConfig, or the legacy Config; never changed.
+
+    Example:
+        >>> ModelQuantizer(QConfig.get_default_config("A8W8")).quantize_model("float.onnx", "int8.onnx", reader)
+    """
+
+    def __init__(self, config: Any) -> None:
+        # The documented configs and their lowering: the quantizer itself knows Settings only.
+        from quark.onnx.config import Config, QConfig
+        from quark.onnx.lowering import lower
+
+        if not isinstance(config, (QConfig, Config)):
+            raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
+        self.config = config
+        self.settings = lower(config)
+
+    def quantize_model(
+        self,
+        model_input: str | os.PathLike[str] | onnx.ModelProto,
+        model_output: str | os.PathLike[str] | None = None,
+        calibration_data_reader: Any = None,
+        calibration_data_path: str | None = None,
+        algorithms: Sequence[Any] | None = None,
+    ) -> onnx.ModelProto | None:
+        """Quantize a model.
+
+        Args:
+            model_input: Path of the float model, or a ModelProto, which is not changed.
+            model_output: Path to write; None returns the model instead.
+            calibration_data_reader: Anything with `get_next() -> dict | None`.
+            calibration_data_path: A folder of samples; not in this version.
+            algorithms: Not in this version.
+
+        Returns:
+            The quantized model if `model_output` is None.
+
+        Raises:
+            QuarkError: See its children; no file is written then.
+        """
+        if calibration_data_path is not None:
+            raise NotSupportedError(
+                "calibration_data_path is not part of this version; pass a calibration_data_reader."
+            )
+        if algorithms or self.settings.algorithms:
+            names = ", ".join(type(a).__name__ for a in (*(algorithms or ()), *self.settings.algorithms))
+            raise NotSupportedError(f"Algorithms are not part of this version: {names}.")
+        model = quantize(load(model_input), self.settings, calibration_data_reader)
+        logger.info("Model quantization has been completed.")
+        if model_output is None:
+            return to_proto(model)
+        save(model, model_output, self.settings.external_data)
+        return None
+
+
+def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
+    """Passes, placement, calibration, rewriting; changes and returns the model."""
+    settings = _supported(settings)
+    model = raise_opset(model)
+    for name, step in PASSES.items():
+        if getattr(settings, name):
+            step(model)
+    placement = place(model, settings)
+    params = _calibrated(model, placement, settings, reader)
+    if settings.fold_relu or TARGETS[settings.target].folds_relu:
+        fold_relu(model, placement, params)
+    Rewriter(model, settings, params, placement).run()
+    model.producer_name = "quark.onnx"
+    return model
+
+
+def raise_opset(model: ir.Model) -> ir.Model:
+    """Convert a model below opset 13, the first with per-channel Q/DQ."""
+    from quark.onnx.model import opset
+
+    if opset(model) >= MINIMUM_OPSET:
+        return model
+    # onnx_ir is imported with the first model.
+    import onnx_ir as ir
+    from onnx import version_converter
+
+    try:
+        return ir.from_proto(version_converter.convert_version(to_proto(model), MINIMUM_OPSET))
+    except (RuntimeError, ValueError) as error:
+        raise QuarkError(f"The model is of opset {opset(model)} and cannot be converted to 13: {error}") from error
+
+
+def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:
+    """Drop every Relu whose output's zero point is the smallest code: quantizing clips at zero by itself."""
+    count = 0
+    for node in [n for n in placement.nodes if n.op_type == "Relu"]:
+        source, output = node.inputs[0], node.outputs[0]
+        spec = placement.activations.get(output)
+        zero = params[placement.root(output)].zero_point if spec is not None and not spec.is_cast else None
+        if source is None or zero is None or source in placement.activations or output.is_graph_output():
+            continue
+        assert spec is not None
+        if float(zero) != spec.dtype.min or len(list(source.uses())) != 1 or source.producer() is None:
+            continue
+        for use in list(output.uses()):
+            use.node.replace_input_with(use.idx, source)
+        root = placement.root(output)
+        del placement.activations[output]
+        placement.activations[source] = spec
+        if root is output:
+            params[source] = params[output]
+            for member, target in list(placement.shared.items()):
+                if target is output:
+                    placement.shared[member] = source
+        else:
+            placement.shared[source] = root
+        placement.nodes.remove(node)
+        model.graph.remove(node, safe=True)
+        count += 1
+    return count
+
+
+def _calibrated(model: ir.Model, placement: Placement, settings: Settings, reader: Any) -> dict[ir.Value, QParams]:
+    """Scale and zero point of each class of activations."""
+    groups: dict[str, tuple[TensorSpec, list[str]]] = {}
+    roots: dict[str, ir.Value] = {}
+    for value, spec in placement.activations.items():
+        if spec.is_cast:
+            continue
+        root = placement.root(value)
+        name = root.name or ""
+        roots[name] = root
+        _, members = groups.setdefault(name, (placement.activations[root], []))
+        if value is root or not _only_moved(value):
+            members.append(value.name or "")
+    if not groups:
+        return {}
+    if reader is None and settings.random_data:
+        from quark.onnx.readers import RandomDataReader
+
+        reader = RandomDataReader(model)
+    if reader is None:
+        raise CalibrationError(
+            f"{len(groups)} activations ({next(iter(groups))}, ...) have static scales, which need a calibration data "
+            "reader. Possible: pass one, or weight-only quantization."
+        )
+    observers = collect(model, groups, reader, settings)
+    params = {}
+    for name, observer in observers.items():
+        try:
+            params[roots[name]] = observer.qparams()
+        except QuarkError as error:
+            raise type(error)(f"{name}: {error}") from None
+    return params
+
+
+def _only_moved(value: ir.Value) -> bool:
+    """Whether a tensor holds only values of a tensor that is observed already."""
+    producer = value.producer()
+    return producer is not None and producer.op_type in RULES and RULES[producer.op_type].shares_scale
+
+
+def _supported(settings: Settings) -> Settings:
+    """Settings with ONNX's symmetric ranges. Raises NotSupportedError for specs that cannot be written yet."""
+    wanted = TARGETS[settings.target].activation
+    if wanted and settings.layer.input is not None and settings.layer.input.dtype.name != wanted:
+        raise ConfigError(
+            f"The target {settings.target!r} runs {wanted} activations in integers only; the config has "
+            f"{settings.layer.input.dtype}. Possible: {wanted} activations, or the target 'generic'."
+        )
+    layers = [settings.layer, *(layer for _, layer in settings.by_name), *(layer for _, layer in settings.by_type)]
+    for layer in layers:
+        for spec in (layer.input, layer.weight, layer.output) if layer else ():
+            if spec is None:
+                continue
+            if spec.dtype.is_block or (spec.dtype.is_float and not spec.is_cast):
+                raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
+            if spec.is_cast and spec.dtype.name == "bfloat16" and not settings.cast_bfloat16:
+                raise NotSupportedError(
+                    "bfloat16 as extended Q/DQ is not part of this version: set BF16QDQToCast=True."
+                )
+            if spec.dynamic:
+                raise NotSupportedError("Dynamic quantization is not part of this version of the ONNX flow.")
+
+    def convert(layer: LayerSpec | None) -> LayerSpec | None:
+        if layer is None:
+            return None
+        parts = {name: onnx_range(getattr(layer, name)) for name in ("weight", "bias", "input", "output")}
+        return LayerSpec(**parts)
+
+    return replace(
+        settings,
+        layer=convert(settings.layer) or LayerSpec(),
+        by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
+        by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
+    )
+
+
+def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
+    """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
+    if spec is None or spec.dtype.is_float or not spec.symmetric or not spec.dtype.signed:
+        return spec
+    return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))

@@ -1,0 +1,64 @@
+"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from quark.core.patterns import matches, require_matches
+from quark.onnx.settings import Scope
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:
+    """The nodes that the scopes name.
+
+    Raises:
+        ConfigError: A scope matches no node; names the nearest.
+    """
+    nodes = {node.name or "": node for node in model.graph}
+    found: set[ir.Node] = set()
+    for scope in scopes:
+        if isinstance(scope, str):
+            pattern = _pattern(scope)
+            require_matches([pattern], nodes, where)
+            found |= {node for name, node in nodes.items() if matches(name, pattern)}
+        else:
+            found |= _between(scope, nodes, where)
+    return found
+
+
+def _pattern(scope: str) -> str:
+    """A scope as a pattern of core.patterns: documented regular expressions start with ^ and hold ".*"."""
+    if scope.startswith("re:"):
+        return scope
+    if scope.startswith("^") and ".*" in scope:
+        return "re:" + scope + ("" if scope.endswith("$") else ".*")
+    return "re:" + re.escape(scope)
+
+
+def _between(scope: tuple[tuple[str, ...], tuple[str, ...]], nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
+    starts, ends = scope
+    for name in (*starts, *ends):
+        require_matches(["re:" + re.escape(name)], nodes, where)
+    after = _reach({nodes[name] for name in starts}, forward=True)
+    before = _reach({nodes[name] for name in ends}, forward=False)
+    return after & before
+
+
+def _reach(start: set[ir.Node], forward: bool) -> set[ir.Node]:
+    seen, todo = set(start), list(start)
+    while todo:
+        node = todo.pop()
+        if forward:
+            near = [use.node for value in node.outputs for use in value.uses()]
+        else:
+            near = [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
+        for other in near:
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen

@@ -1,0 +1,72 @@
+"""Settings: what the ONNX flow is asked to do. Every config and option is lowered to one, once; frozen.
+
+Nothing after lowering reads a config or an option by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quark.core.spec import LayerSpec
+
+Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
+"""(start nodes, end nodes): the nodes on paths from one to the other."""
+
+Scope = str | Subgraph
+"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), or a subgraph."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What happens to a model.
+
+    Attributes:
+        layer: Specs of inputs, weights, biases and outputs of every quantized node. A bias spec of None keeps the
+            bias in float; `int32_bias` overrules it.
+        by_name: (scopes, specs) in order; specs None keeps the nodes in float.
+        by_type: (op types, specs) in order; specs None keeps the nodes in float.
+        exclude: Nodes that stay in float; over everything.
+        op_types: Op types that are quantized; empty: those with a rule.
+        extra_op_types: Op types beside the default ones.
+        nodes: Only these nodes; empty: all.
+        weights_only: Quantize weights, not activations.
+        int32_bias: Bias as int32 with scale = input scale * weight scale.
+        matmul_const_only: Leave MatMul without a constant operand in float.
+        fold_batch_norm: Fold BatchNormalization into the Conv, ConvTranspose or Gemm before it.
+        fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
+        align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
+        force_pass_through: Quantize data-movement ops even where their input is not quantized.
+        contrib_domain: Write Q/DQ in the com.microsoft domain.
+        cast_bfloat16: Write bfloat16 as pairs of Cast.
+        target: Name of a target profile: "npu", "ort_x64" or "generic".
+        percentile: For the percentile observer.
+        calibration_samples: Most samples read; None for all.
+        random_data: Calibrate on random data where no reader is given.
+        algorithms: Algorithm configs in their order.
+        external_data: Write weights beside the model, in `<name>.onnx.data`.
+        providers: Execution providers of calibration.
+    """
+
+    layer: LayerSpec
+    by_name: tuple[tuple[tuple[Scope, ...], LayerSpec | None], ...] = ()
+    by_type: tuple[tuple[tuple[str, ...], LayerSpec | None], ...] = ()
+    exclude: tuple[Scope, ...] = ()
+    op_types: tuple[str, ...] = ()
+    extra_op_types: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    weights_only: bool = False
+    int32_bias: bool = True
+    matmul_const_only: bool = False
+    fold_batch_norm: bool = True
+    fold_relu: bool = False
+    align: tuple[str, ...] = ()
+    force_pass_through: bool = False
+    contrib_domain: bool = False
+    cast_bfloat16: bool = False
+    target: str = "generic"
+    percentile: float = 99.999
+    calibration_samples: int | None = None
+    random_data: bool = False
+    algorithms: tuple[object, ...] = field(default=())
+    external_data: bool = False
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)

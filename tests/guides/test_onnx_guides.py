@@ -1,0 +1,107 @@
+"""The code of the ONNX guides, extracted and run as printed; what is not there yet says so."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.metrics import sqnr
+from quark.errors import NotSupportedError
+from tests.onnx.zoo import Reader, cnn, images, run
+
+DATA = Path(__file__).parent / "data"
+
+
+def bf16_blocks() -> list[str]:
+    """The code blocks of the BF16 guide."""
+    blocks = []
+    for part in (DATA / "bf16_guide.rst").read_text().split(".. code:: python\n")[1:]:
+        lines = []
+        for line in part.splitlines():
+            if line.strip() and not line.startswith("   "):
+                break
+            lines.append(line)
+        blocks.append(textwrap.dedent("\n".join(lines)))
+    return blocks
+
+
+def a8w8_code(start: str, end: str) -> str:
+    """The lines of the A8W8 guide from one that starts with `start` up to one that starts with `end`."""
+    lines = (DATA / "a8w8_guide.txt").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(start))
+    last = next(i for i, line in enumerate(lines) if i > first and line.startswith(end))
+    # The page prints parts of the code one space to the right.
+    return "\n".join(
+        line[1:] if line.startswith(" ") and not line.startswith("    ") else line for line in lines[first:last]
+    )
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> dict[str, Any]:
+    """What the guides leave to the reader."""
+    from quark.onnx import ModelQuantizer
+
+    onnx.save(cnn(), tmp_path / "float.onnx")
+    return {
+        "ModelQuantizer": ModelQuantizer,
+        "input_model_path": str(tmp_path / "float.onnx"),
+        "output_model_path": str(tmp_path / "out.onnx"),
+        "data_reader": Reader(images()),
+    }
+
+
+def test_bf16_guide_quantizes_with_casts(names: dict[str, Any]) -> None:
+    exec(bf16_blocks()[0], names)
+    model = onnx.load(names["output_model_path"])
+    assert sum(node.op_type == "Cast" for node in model.graph.node) > 10
+    (feed,) = images(1)
+    assert sqnr(run(cnn(), feed), run(names["output_model_path"], feed)) > 35
+
+
+def test_bf16_guide_says_what_is_to_come(names: dict[str, Any]) -> None:
+    blocks = bf16_blocks()
+    exec(blocks[0], names)
+    with pytest.raises(NotSupportedError, match="WeightScaled"):
+        exec(blocks[1] + "\nModelQuantizer(config)", names)
+    with pytest.raises(NotSupportedError, match="not part of this version"):
+        exec(blocks[2], names)
+    with pytest.raises(NotSupportedError):
+        exec(blocks[3] + "\nModelQuantizer(config).quantize_model(input_model_path, None, data_reader)", names)
+
+
+@pytest.mark.parametrize("preset", ["A8W8", "A16W8"])
+def test_a8w8_guide_quantizes(preset: str, names: dict[str, Any], tmp_path: Path) -> None:
+    code = a8w8_code("from onnxruntime.quantization.calibrate", "Note")
+    code = code.replace("path/to/float_model.onnx", names["input_model_path"])
+    code = code.replace("path/to/quantized_model.onnx", names["output_model_path"])
+    code = code.replace("'model_input_name'", "'x'").replace('"A8W8") #', f'"{preset}") #')
+    code = code.replace("processed_data = []", "processed_data = samples")
+    exec(code, {"samples": [feed["x"] for feed in images()]})
+    model = onnx.load(names["output_model_path"])
+    kinds = {i.data_type for i in model.graph.initializer if i.name.endswith("_zero_point") and "_w" not in i.name}
+    assert onnx.TensorProto.INT8 in kinds if preset == "A8W8" else onnx.TensorProto.INT16 in kinds
+    feed = images()[0]
+    assert sqnr(run(cnn(), feed), run(names["output_model_path"], feed)) > 25
+    infer = a8w8_code("import numpy as np", "onnx_model_path =")
+    space: dict[str, Any] = {}
+    exec(infer, space)
+    space["infer_model_and_save_output"](names["output_model_path"], [feed["x"]], str(tmp_path / "results"))
+    assert np.load(tmp_path / "results" / "0.npy").shape == (4, 10)
+
+
+@pytest.mark.parametrize("algorithm", ["adaround", "adaquant"])
+def test_finetuning_configs_are_accepted_and_the_run_says_that_it_is_to_come(
+    algorithm: str, names: dict[str, Any]
+) -> None:
+    text = (DATA / "a8w8_guide.txt").read_text()
+    part = text.split(f"• {algorithm.upper()}\n", 1)[1]
+    call = "quantizer.quantize_model(input_model_path, output_model_path, data_reader)"
+    code = part[: part.index(call) + len(call)]
+    with pytest.raises(NotSupportedError, match="not part of this version"):
+        exec(textwrap.dedent(code), names)
+    assert not Path(names["output_model_path"]).exists()

@@ -1,0 +1,383 @@
+"""Configs to Settings: the specs, the formats, the biases, the options, the algorithms; and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.rounding import RoundType
+from quark.core.scales import ScaleRule
+from quark.core.scales import ScaleType as CoreScale
+from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.errors import ConfigError, NotSupportedError
+from quark.onnx import specs
+from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.lower_tensors import lower_tensor
+from quark.onnx.lowering import lower
+from quark.onnx.presets import get_default_config
+from quark.onnx.settings import Settings
+from quark.onnx.specs import BFloat16Spec, Int8Spec, Int16Spec, Int32Spec, QTensorConfig, UInt8Spec, XInt8Spec
+from quark.onnx.types import (
+    CalibMethod,
+    CalibrationMethod,
+    ExtendedCalibrationMethod,
+    ExtendedQuantFormat,
+    ExtendedQuantType,
+    Int16Method,
+    LayerWiseMethod,
+    PowerOfTwoMethod,
+    QuantFormat,
+    QuantGranularity,
+    QuantType,
+    ScaleType,
+    VitisQuantFormat,
+)
+
+MIN_MAX = CalibMethod.MinMax
+POF2 = CoreScale.pof2
+
+
+def new(activation: Any = None, weight: Any = None, /, **options: Any) -> Settings:
+    """The settings of a QConfig; asymmetric uint8 activations and int8 weights by default."""
+    layer = QLayerConfig(input_tensors=activation or UInt8Spec(), weight=weight or Int8Spec())
+    return lower(QConfig(layer, **options))
+
+
+def old(options: dict[str, Any] | None = None, **values: Any) -> Settings:
+    return lower(Config(QuantizationConfig(**values, extra_options=options or {})))
+
+
+def named(name: str) -> Settings:
+    return lower(Config(global_quant_config=get_default_config(name)))
+
+
+def tensor(config: QTensorConfig, weight: bool = False, **options: Any) -> TensorSpec:
+    return lower_tensor(config, options, weight=weight)
+
+
+def test_a8w8() -> None:
+    int8 = spec("int8")
+    assert named("A8W8") == Settings(
+        LayerSpec(weight=int8, input=int8, output=int8),
+        int32_bias=True,
+        fold_relu=True,
+        align=("Concat",),
+        force_pass_through=True,
+        contrib_domain=True,
+        target="npu",
+    )
+
+
+def test_a16w8() -> None:
+    wide = named("A16W8")
+    int16 = spec("int16")
+    assert wide.layer == LayerSpec(weight=spec("int8"), input=int16, output=int16)
+    assert wide.int32_bias and wide.contrib_domain and wide.align == ("Concat",)
+
+
+def test_xint8() -> None:
+    weight = spec("int8", scale_type=POF2, observer="pof2_min_mse")
+    legacy = named("XINT8")
+    middle = spec("uint8", scale_type=POF2, observer="pof2_min_mse")
+    assert legacy.layer == LayerSpec(weight, weight, middle, middle)
+    assert (legacy.target, legacy.int32_bias, legacy.contrib_domain) == ("npu", False, False)
+    assert legacy.align == ("Concat", "Pool", "Pad", "Slice")
+    today = new(XInt8Spec(), XInt8Spec())
+    assert today.layer == LayerSpec(weight, weight, weight, weight)
+    assert (today.target, today.int32_bias, today.align) == ("npu", False, legacy.align)
+    assert new(XInt8Spec(), XInt8Spec(), EnableNPUCnn=False).int32_bias is True
+
+
+def test_bf16() -> None:
+    cast = spec("bfloat16", observer="placeholder")
+    assert named("BF16").layer == LayerSpec(cast, cast, cast, cast)
+    written = new(BFloat16Spec(), BFloat16Spec(), BF16QDQToCast=True)
+    assert written.cast_bfloat16 and not written.int32_bias and not written.contrib_domain
+    assert not written.layer.needs_data
+
+
+def test_u8s8() -> None:
+    settings = named("INT8_CNN_DEFAULT")
+    activation = spec("uint8", symmetric=False)
+    assert settings.layer == LayerSpec(weight=spec("int8"), input=activation, output=activation)
+    assert (settings.target, settings.contrib_domain, settings.int32_bias) == ("generic", False, True)
+    assert new(Target="ort_x64").target == "ort_x64"
+    assert named("S8S8_AAWS").percentile == 99.9999
+
+
+def test_configs_are_not_changed() -> None:
+    config = get_default_config("A8W8_ADAROUND")
+    before = config.to_dict()
+    assert lower(Config(config)) == lower(config)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("method", "scale", "activation", "weight"),
+    [
+        (CalibMethod.MinMax, ScaleType.Float32, "min_max", "min_max"),
+        (CalibMethod.Percentile, ScaleType.Float32, "percentile", "min_max"),
+        (CalibMethod.Entropy, ScaleType.Float32, "entropy", "min_max"),
+        (CalibMethod.MinMSE, ScaleType.Float32, "mse", "mse"),
+        (CalibMethod.MinMax, ScaleType.PowerOf2, "pof2_non_overflow", "pof2_non_overflow"),
+        (CalibMethod.MinMSE, ScaleType.PowerOf2, "pof2_min_mse", "pof2_min_mse"),
+    ],
+)
+def test_calibration_methods(method: CalibMethod, scale: ScaleType, activation: str, weight: str) -> None:
+    config = Int8Spec(scale_type=scale, calibration_method=method)
+    assert tensor(config).observer == activation
+    assert tensor(config, weight=True).observer == weight
+    assert tensor(config).scale_type is (POF2 if scale is ScaleType.PowerOf2 else CoreScale.float32)
+
+
+def test_calibration_methods_that_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not go with"):
+        tensor(Int8Spec(scale_type=ScaleType.PowerOf2))
+    for method in (CalibMethod.LayerwisePercentile, CalibMethod.Distribution):
+        with pytest.raises(NotSupportedError, match=method.name):
+            tensor(Int8Spec(calibration_method=method))
+    for weight in (False, True):
+        with pytest.raises(NotSupportedError, match="Int16"):
+            tensor(Int8Spec(scale_type=ScaleType.Int16), weight)
+    for legacy in (Int16Method.MinMax, LayerWiseMethod.LayerWisePercentile, CalibrationMethod.Distribution):
+        with pytest.raises(NotSupportedError):
+            old(calibrate_method=legacy)
+
+
+def test_granularity() -> None:
+    channel = Int8Spec(quant_granularity=QuantGranularity.Channel)
+    settings = new(None, channel)
+    assert settings.layer.weight is not None and settings.layer.weight.granularity == PerChannel(0)
+    legacy = old(per_channel=True).layer.weight
+    assert legacy is not None and legacy.granularity == PerChannel(0)
+    with pytest.raises(ConfigError, match="Channel is for weights"):
+        tensor(channel)
+    with pytest.raises(NotSupportedError, match="Group"):
+        tensor(Int8Spec(quant_granularity=QuantGranularity.Group), weight=True)
+    with pytest.raises(NotSupportedError, match="MinMSE"):
+        tensor(QTensorConfig(True, ScaleType.Float32, CalibMethod.MinMSE, QuantGranularity.Channel), weight=True)
+
+
+def test_bias_of_a_power_of_two_scheme_has_one_scale() -> None:
+    settings = new(XInt8Spec(), XInt8Spec(quant_granularity=QuantGranularity.Channel))
+    assert settings.layer.bias is not None and settings.layer.bias.granularity == PerTensor()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in specs.DATA_TYPES.values() if kind.block])
+def test_block_formats(kind: specs.DataType) -> None:
+    ocp = kind.block == 32
+    scale = CoreScale.float8_e8m0fnu if ocp else CoreScale.float32
+    expected = TensorSpec(
+        DTYPES[kind.core],
+        PerGroup(1, kind.block, pad=True),
+        scale_type=scale,
+        scale_rule=ScaleRule.floor if ocp else ScaleRule.even,
+        observer="block",
+    )
+    assert tensor(QTensorConfig(data_type=kind), weight=True) == expected
+    assert tensor(QTensorConfig(data_type=kind)).dynamic
+
+
+def test_block_attributes() -> None:
+    settings = old(
+        {"BFPAttributes": {"bfp_method": "to_bfp_prime", "bit_width": 13, "axis": -1, "rounding_mode": 0}},
+        quant_format=ExtendedQuantFormat.QDQ,
+        activation_type=ExtendedQuantType.QBFP,
+        weight_type=ExtendedQuantType.QBFP,
+    )
+    weight = settings.layer.weight
+    assert weight is not None
+    assert (weight.dtype.name, weight.granularity, weight.rounding) == ("mx6", PerGroup(-1, 16, True), RoundType.round)
+    mx = old(quant_format=VitisQuantFormat.MXFixNeuron).layer.weight
+    assert mx is not None and mx.dtype.name == "mxint8"
+    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
+        (ConfigError, {"bfp_method": "to_bfp", "bit_width": 12}),
+        (ConfigError, {"bit_with": 16}),
+        (NotSupportedError, {"rounding_mode": 1}),
+        (NotSupportedError, {"sub_block_size": 4}),
+        (NotSupportedError, {"convert_to_bfloat_before_bfp": 1}),
+    ]
+    for error, attributes in wrong:
+        with pytest.raises(error):
+            old({"BFPAttributes": attributes}, quant_format=VitisQuantFormat.BFPFixNeuron)
+
+
+def test_symmetry_options_overrule_the_specs() -> None:
+    settings = new(ActivationSymmetric=True, WeightSymmetric=False)
+    assert settings.layer.input is not None and settings.layer.weight is not None
+    assert settings.layer.input.symmetric and not settings.layer.weight.symmetric
+    unsigned = old(weight_type=QuantType.QUInt8).layer.weight
+    assert unsigned is not None and not unsigned.symmetric
+
+
+def test_weight_calibration() -> None:
+    for method in (ExtendedCalibrationMethod.MinMSE, CalibMethod.MinMSE, PowerOfTwoMethod.MinMSE):
+        weight = old({"WeightCalibrateMethod": method}).layer.weight
+        assert weight is not None and weight.observer == "mse"
+    with pytest.raises(ConfigError, match="possible: MinMax, MinMSE"):
+        old({"WeightCalibrateMethod": CalibrationMethod.Entropy})
+    assert old({"CalibMovingAverage": True}).layer.input == spec("int8", symmetric=False, observer="moving_average")
+
+
+def test_biases() -> None:
+    assert new().layer.bias is None and new().int32_bias
+    floating = new(QuantizeBias=False)
+    assert floating.layer.bias is None and not floating.int32_bias
+    like_weight = new(Int32Bias=False)
+    assert like_weight.layer.bias == like_weight.layer.weight and not like_weight.int32_bias
+    layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec(), bias=Int32Spec())
+    assert lower(QConfig(layer)).int32_bias
+    layer.bias = Int16Spec()
+    own = lower(QConfig(layer))
+    assert own.layer.bias == spec("int16") and not own.int32_bias
+    with pytest.raises(ConfigError, match="needs integer"):
+        new(BFloat16Spec(), BFloat16Spec(), Int32Bias=True)
+    layer = QLayerConfig(input_tensors=BFloat16Spec(), weight=Int8Spec(), bias=Int32Spec())
+    with pytest.raises(ConfigError, match="both must be integers"):
+        lower(QConfig(layer))
+
+
+def test_weights_only_has_no_activations() -> None:
+    settings = lower(QConfig(QLayerConfig(weight=Int8Spec()), WeightsOnly=True))
+    assert settings.layer == LayerSpec(weight=spec("int8"))
+    assert settings.weights_only and not settings.int32_bias and not settings.layer.needs_data
+
+
+def test_layers_of_their_own_inherit_what_they_do_not_say() -> None:
+    wide = QLayerConfig(input_tensors=Int16Spec(calibration_method=MIN_MAX))
+    settings = new(
+        specific_layer_config={wide: ["conv1", (["a"], ["b", "c"])]},
+        layer_type_config={None: ["Softmax"], QLayerConfig(weight=Int16Spec()): ["MatMul"]},
+        exclude=["^/head.*", (["d"], ["e"])],
+    )
+    layer = settings.layer
+    assert settings.by_name == (
+        (("conv1", (("a",), ("b", "c"))), LayerSpec(layer.weight, None, spec("int16"), layer.output)),
+    )
+    assert settings.by_type[0] == (("Softmax",), None)
+    assert settings.by_type[1] == (("MatMul",), LayerSpec(spec("int16"), None, layer.input, layer.output))
+    assert settings.exclude == ("^/head.*", (("d",), ("e",)))
+
+
+def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
+    cast = spec("bfloat16", observer="placeholder")
+    settings = new(layer_type_config={QLayerConfig(BFloat16Spec(), weight=BFloat16Spec()): ["MatMul"]})
+    own = settings.by_type[0][1]
+    assert own is not None and (own.weight, own.bias, own.input) == (cast, cast, cast)
+    with pytest.raises(NotSupportedError, match="Int16 beside int32"):
+        new(specific_layer_config={QLayerConfig(weight=Int8Spec(), bias=Int16Spec()): ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        ({"OpTypesToQuantize": ["Conv"]}, "op_types", ("Conv",)),
+        ({"OpTypesToQuantize": ["Conv"], "QuantizeAllOpTypes": True}, "op_types", ()),
+        ({"ExtraOpTypesToQuantize": ["Sin"]}, "extra_op_types", ("Sin",)),
+        ({"NodesToQuantize": ["a"]}, "nodes", ("a",)),
+        ({"EnableNPUTransformer": True}, "op_types", ("Gemm", "MatMul")),
+        ({"EnableNPUTransformer": True}, "matmul_const_only", True),
+        ({"MatMulConstBOnly": True}, "matmul_const_only", True),
+        ({"FoldBatchNorm": False}, "fold_batch_norm", False),
+        ({"OptimizeModel": False}, "fold_batch_norm", False),
+        ({"SkipPreprocess": True}, "fold_batch_norm", False),
+        ({"SkipPreprocess": True, "FoldBatchNorm": True}, "fold_batch_norm", True),
+        ({"FoldRelu": True}, "fold_relu", True),
+        ({"AlignPool": True, "AlignPad": True}, "align", ("Pool", "Pad")),
+        ({"ForceQuantizeNoInputCheck": True}, "force_pass_through", True),
+        ({"UseQDQContribOps": True}, "contrib_domain", True),
+        ({"Percentile": 99}, "percentile", 99.0),
+        ({"CalibDataSize": 8}, "calibration_samples", 8),
+        ({"UseRandomData": True}, "random_data", True),
+        ({"ExecutionProviders": ["CUDAExecutionProvider"]}, "providers", ("CUDAExecutionProvider",)),
+        ({"EnableNPUCnn": True}, "target", "npu"),
+    ],
+)
+def test_options_reach_the_settings_of_both_generations(options: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(new(extra_options=options), field) == value
+    assert getattr(old(options), field) == value
+
+
+def test_legacy_fields() -> None:
+    settings = old(
+        op_types_to_quantize=["Conv"],
+        extra_op_types_to_quantize=["Sin"],
+        nodes_to_quantize=["a"],
+        nodes_to_exclude=["b", "^c.*"],
+        subgraphs_to_exclude=[(["d"], ["e"])],
+        execution_providers=["X"],
+        optimize_model=False,
+        use_external_data_format=True,
+    )
+    assert settings.op_types == ("Conv",) and settings.extra_op_types == ("Sin",) and settings.nodes == ("a",)
+    assert settings.exclude == ("b", "^c.*", (("d",), ("e",)))
+    assert settings.providers == ("X",) and settings.external_data and not settings.fold_batch_norm
+    assert old(enable_npu_transformer=True) == old({"EnableNPUTransformer": True})
+    assert new(extra_options={}, use_external_data_format=True).external_data
+
+
+def test_domains() -> None:
+    assert not new().contrib_domain
+    assert new(Int16Spec()).contrib_domain
+    assert not new(Int16Spec(), UseQDQContribOps=False).contrib_domain
+    assert not named("FP16").contrib_domain
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"reduce_range": True},
+        {"use_dynamic_quant": True},
+        {"input_nodes": ["a"]},
+        {"convert_nchw_to_nhwc": True},
+        {"include_auto_mp": True},
+        {"crypto_mode": True},
+        {"specific_tensor_precision": True},
+    ],
+)
+def test_legacy_fields_that_are_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(NotSupportedError, match=next(iter(values))):
+        old(**values)
+    with pytest.raises(NotSupportedError, match="QOperator"):
+        old(quant_format=QuantFormat.QOperator)
+
+
+def test_wrong_values_are_refused() -> None:
+    with pytest.raises(NotSupportedError, match="WeightScaled=True"):
+        new(BFloat16Spec(), BFloat16Spec(), WeightScaled=True)
+    with pytest.raises(ConfigError, match="Percentile"):
+        new(Percentile=20)
+    with pytest.raises(ConfigError, match="CalibDataSize"):
+        new(CalibDataSize=0)
+    with pytest.raises(ConfigError, match="Did you mean 'npu'"):
+        new(Target="npus")
+    with pytest.raises(ConfigError, match="Expected a QConfig or a Config"):
+        lower("A8W8")  # type: ignore[arg-type]
+    config = QConfig(QLayerConfig(UInt8Spec(), weight=Int8Spec()))
+    config.extra_options["FoldRelo"] = True
+    with pytest.raises(ConfigError, match="Did you mean 'FoldRelu'"):
+        lower(config)
+
+
+def test_float_weights_always_have_a_pair() -> None:
+    assert new(BFloat16Spec(), BFloat16Spec(), AddQDQPairToWeight=True) == new(BFloat16Spec(), BFloat16Spec())
+    with pytest.raises(NotSupportedError, match="AddQDQPairToWeight"):
+        new(AddQDQPairToWeight=True)
+
+
+def test_settings_have_every_field() -> None:
+    assert {entry.name for entry in fields(Settings)} == {*vars(new())}
+
+
+def test_configs_load_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys, quark.onnx.lowering, quark.onnx.presets\n"
+        "assert not {'torch', 'pydantic', 'onnx_ir', 'quark.torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,274 @@
+"""The ONNX flow from Settings to a file that stock ONNX Runtime runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from quark.core.granularity import PerChannel
+from quark.core.metrics import sqnr
+from quark.core.spec import LayerSpec, spec
+from quark.errors import CalibrationError, ConfigError, FormatError, NonFiniteError, NotSupportedError, QuarkError
+from quark.onnx.model import load, save, to_proto
+from quark.onnx.passes import PASSES
+from quark.onnx.quantizer import quantize
+from quark.onnx.settings import Settings
+from tests.onnx.zoo import Reader, cnn, images, mlp, run, vectors
+
+U8 = spec("uint8", symmetric=False)
+S8 = spec("int8")
+CHANNEL = spec("int8", PerChannel(0))
+POF2 = spec("int8", observer="pof2_min_mse")
+A8W8 = Settings(LayerSpec(weight=S8, input=S8), align=("Concat",), contrib_domain=True)
+U8S8 = Settings(LayerSpec(weight=CHANNEL, input=U8), fold_relu=True)
+SETTINGS = {
+    "a8w8": (A8W8, 28),
+    "u8s8": (U8S8, 30),
+    "a16w8": (Settings(LayerSpec(weight=S8, input=spec("int16"))), 30),
+    "a16w16": (Settings(LayerSpec(weight=spec("int16"), input=spec("uint16", symmetric=False))), 70),
+    "percentile": (Settings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="percentile"))), 30),
+    "mse": (Settings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="mse"))), 30),
+    "entropy": (Settings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="entropy"))), 30),
+    "pof2": (Settings(LayerSpec(weight=POF2, input=POF2)), 24),
+    "bf16": (Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")), cast_bfloat16=True), 40),
+    "fp16": (Settings(LayerSpec(weight=spec("float16"), input=spec("float16"))), 55),
+    "weights": (Settings(LayerSpec(weight=CHANNEL), weights_only=True), 36),
+}  # fmt: skip
+MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
+
+
+def quantized(settings: Settings, make: Any = cnn, feeds: Any = images) -> onnx.ModelProto:
+    return to_proto(quantize(load(make()), settings, Reader(feeds())))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_outputs_stay_near_the_float_model(name: str, model: str, tmp_path: Path) -> None:
+    make, feeds = MODELS[model]
+    settings, least = SETTINGS[name]
+    path = tmp_path / "out.onnx"
+    save(quantize(load(make()), settings, Reader(feeds())), path)
+    # A sample that calibration saw: what is measured is the grid, not the luck of the ranges.
+    feed = feeds()[0]
+    assert sqnr(run(make(), feed), run(str(path), feed)) > least
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ["u8s8", "s8s8"])
+def test_not_worse_than_onnxruntimes_own_quantizer(kind: str, model: str, tmp_path: Path) -> None:
+    """Same types, same data, MinMax: our output SQNR is at least theirs."""
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.calibrate import CalibrationDataReader
+
+    class TheirReader(Reader, CalibrationDataReader):
+        pass
+
+    make, feeds = MODELS[model]
+    source, theirs = tmp_path / "float.onnx", tmp_path / "theirs.onnx"
+    folded = to_proto(_folded(make()))
+    onnx.save(folded, source)
+    unsigned = kind == "u8s8"
+    quantize_static(
+        source,
+        theirs,
+        TheirReader(feeds()),
+        quant_format=QuantFormat.QDQ,
+        per_channel=unsigned,
+        activation_type=QuantType.QUInt8 if unsigned else QuantType.QInt8,
+        weight_type=QuantType.QInt8,
+        extra_options={"ActivationSymmetric": not unsigned},
+    )
+    ours = quantized(Settings(LayerSpec(weight=CHANNEL if unsigned else S8, input=U8 if unsigned else S8)), make, feeds)
+    feed = feeds()[0]
+    reference = run(make(), feed)
+    assert sqnr(reference, run(ours, feed)) >= sqnr(reference, run(str(theirs), feed)) - 0.2
+
+
+def _folded(model: onnx.ModelProto) -> Any:
+    loaded = load(model)
+    PASSES["fold_batch_norm"](loaded)
+    return loaded
+
+
+def test_the_runtime_computes_what_the_core_says() -> None:
+    """One MatMul: ONNX Runtime's result equals the product of core's fake-quantized operands."""
+    from quark.core.quantize import compute_qparams, fake_quantize
+    from quark.onnx.quantizer import onnx_range
+
+    feeds = vectors(1)
+    x = feeds[0]["x"]
+    settings = Settings(LayerSpec(weight=S8, input=S8), nodes=("hidden_node",))
+    model = quantized(settings, mlp, lambda: feeds)
+    weight = next(numpy_helper.to_array(i) for i in mlp().graph.initializer if i.name == "w1")
+    s8 = onnx_range(S8)
+    assert s8 is not None
+    product = fake_quantize(x, compute_qparams(x, s8), s8) @ fake_quantize(weight, compute_qparams(weight, s8), s8)
+    expected = fake_quantize(product, compute_qparams(x @ weight, s8), s8)
+    model.graph.output.append(onnx.ValueInfoProto(name="hidden_DequantizeLinear_Output"))
+    import onnxruntime
+
+    found = onnxruntime.InferenceSession(model.SerializeToString()).run(["hidden_DequantizeLinear_Output"], feeds[0])[0]
+    step = float(compute_qparams(x @ weight, s8).scale)
+    # A product may fall on either side of a tie: at most one code apart, and nearly all equal.
+    assert np.abs(found - expected).max() <= step * 1.001
+    assert np.mean(np.abs(found - expected) < step / 2) > 0.98
+
+
+def test_names_domains_and_opsets_are_the_documented_ones() -> None:
+    model = quantized(A8W8)
+    names = {node.name: node for node in model.graph.node}
+    assert names["x_QuantizeLinear"].domain == "com.microsoft"
+    assert names["x_DequantizeLinear"].output[0] == "x_DequantizeLinear_Output"
+    initializers = {i.name for i in model.graph.initializer}
+    assert {"x_scale", "x_zero_point", "stem_w_quantized"} <= initializers
+    assert "stem_w" not in initializers
+    assert names["y_QuantizeLinear"].input[0] == "y_QuantizeLinear_Input" and model.graph.output[0].name == "y"
+    assert {o.domain for o in model.opset_import} == {"", "com.microsoft"} and model.producer_name == "quark.onnx"
+    assert {o.domain for o in quantized(U8S8).opset_import} == {""}
+
+
+def test_batch_norm_is_folded_exactly() -> None:
+    model = load(cnn())
+    assert PASSES["fold_batch_norm"](model) == 6
+    assert PASSES["fold_batch_norm"](model) == 0
+    assert all(node.op_type != "BatchNormalization" for node in model.graph)
+    (feed,) = images(1)
+    np.testing.assert_allclose(run(to_proto(model), feed), run(cnn(), feed), rtol=1e-4, atol=1e-4)
+
+
+def test_a_relu_that_the_range_has_already_is_dropped_and_changes_nothing() -> None:
+    (feed,) = images(1)
+    kept, folded = quantized(replace(U8S8, fold_relu=False)), quantized(U8S8)
+    assert sum(n.op_type == "Relu" for n in kept.graph.node) == 5
+    assert sum(n.op_type == "Relu" for n in folded.graph.node) == 0
+    assert np.array_equal(run(kept, feed, optimise=False), run(folded, feed, optimise=False))
+
+
+def test_aligned_and_moved_tensors_share_one_scale() -> None:
+    scales = {i.name: float(numpy_helper.to_array(i)) for i in quantized(A8W8).graph.initializer
+              if i.name.endswith("_scale") and numpy_helper.to_array(i).ndim == 0}  # fmt: skip
+    assert scales["point_scale"] == scales["depth_scale"] == scales["both_scale"] == scales["pooled_scale"]
+    assert scales["mean_scale"] == scales["flat_scale"] != scales["last_scale"]
+
+
+def test_excluding_names_patterns_types_and_subgraphs() -> None:
+    def decoded(settings: Settings) -> set[str]:
+        return {n.name for n in quantized(settings).graph.node if n.op_type == "DequantizeLinear"}
+
+    assert "fc_w_DequantizeLinear" in decoded(U8S8)
+    assert "fc_w_DequantizeLinear" not in decoded(replace(U8S8, exclude=("y_node",)))
+    without = decoded(replace(U8S8, exclude=("^(a|b)_conv.*",)))
+    assert {"a_w_DequantizeLinear", "b_w_DequantizeLinear"}.isdisjoint(without)
+    inside = decoded(replace(U8S8, exclude=((("depth_conv_node",), ("point_node",)),)))
+    assert {"depth_w_DequantizeLinear", "point_w_DequantizeLinear"}.isdisjoint(inside)
+    assert "last_w_DequantizeLinear" in inside
+    typed = decoded(replace(U8S8, by_type=((("Gemm",), None),)))
+    assert "fc_w_DequantizeLinear" not in typed
+    mixed = quantized(replace(U8S8, by_name=((("y_node",), LayerSpec(weight=spec("int16"), input=U8)),)))
+    kinds = {i.name: i.data_type for i in mixed.graph.initializer}
+    assert kinds["fc_w_quantized"] == onnx.TensorProto.INT16
+    assert kinds["stem_w_quantized_0"] == onnx.TensorProto.INT8
+
+
+def test_the_users_model_is_not_changed() -> None:
+    model = cnn()
+    before = model.SerializeToString()
+    quantize(load(model), A8W8, Reader(images()))
+    assert model.SerializeToString() == before
+
+
+def test_old_opsets_are_raised(tmp_path: Path) -> None:
+    model = mlp()
+    del model.opset_import[:]
+    model.opset_import.append(onnx.helper.make_opsetid("", 11))
+    path = tmp_path / "out.onnx"
+    save(quantize(load(model), Settings(LayerSpec(weight=CHANNEL, input=U8)), Reader(vectors())), path)
+    assert onnx.load(path).opset_import[0].version == 13
+
+
+def test_external_data_is_written_and_read(tmp_path: Path) -> None:
+    source, target = tmp_path / "float.onnx", tmp_path / "out.onnx"
+    onnx.save(cnn(), source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    save(quantize(load(source), A8W8, Reader(images())), target, external_data=True)
+    assert (tmp_path / "out.onnx.data").exists()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["float.onnx", "out.onnx", "out.onnx.data", "weights.bin"]
+    (feed,) = images(1)
+    assert sqnr(run(cnn(), feed), run(str(target), feed)) > 25
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("feeds", "message"),
+    [
+        ([], "yields nothing"),
+        ([{"z": np.zeros((4, 3, 16, 16), np.float32)}], r"\['z'\].*x: float32"),
+        ([{"x": np.zeros((4, 3, 8, 16), np.float32)}], r"'x' is float32 \[4, 3, 8, 16\].*expects"),
+        ([{"x": np.zeros((4, 3, 16, 16), np.float64)}], "'x' is float64"),
+        (["text"], "str"),
+    ],
+)
+def test_readers_that_do_not_fit_are_refused(feeds: list[Any], message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        quantize(load(cnn()), A8W8, Reader(feeds))
+
+
+def test_missing_readers_and_non_finite_values_are_named() -> None:
+    with pytest.raises(CalibrationError, match="need a calibration data reader"):
+        quantize(load(cnn()), A8W8)
+    with pytest.raises(NonFiniteError, match="x: "):
+        quantize(load(cnn()), A8W8, Reader([{"x": np.full((1, 3, 16, 16), np.nan, np.float32)}]))
+    broken = cnn()
+    weight = next(i for i in broken.graph.initializer if i.name == "fc_w")
+    array = numpy_helper.to_array(weight).copy()
+    array[0, 0] = np.inf
+    weight.CopyFrom(numpy_helper.from_array(array, "fc_w"))
+    with pytest.raises(QuarkError, match="fc_w|y: "):
+        quantize(load(broken), A8W8, Reader(images()))
+
+
+def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"not an onnx file at all")
+    with pytest.raises(FormatError, match="not an ONNX model"):
+        load(bad)
+    bad.write_bytes(cnn().SerializeToString()[:3000])
+    with pytest.raises(FormatError):
+        load(bad)
+    with pytest.raises(FormatError, match="is not a file"):
+        load(tmp_path / "absent.onnx")
+
+
+def test_external_data_must_be_there_and_inside_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    onnx.save(cnn(), folder / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    (folder / "w.bin").rename(tmp_path / "w.bin")
+    with pytest.raises(FormatError, match=r"missing: w\.bin"):
+        load(folder / "m.onnx")
+    proto = onnx.load(folder / "m.onnx", load_external_data=False)
+    for initializer in proto.graph.initializer:
+        for entry in initializer.external_data:
+            if entry.key == "location":
+                entry.value = "../w.bin"
+    (folder / "m.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(FormatError, match="outside the model's folder"):
+        load(folder / "m.onnx")
+
+
+def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exclude.*y_nod"):
+        quantize(load(cnn()), replace(A8W8, exclude=("y_nod",)), Reader(images()))
+    with pytest.raises(ConfigError, match="quantized already"):
+        load(quantized(A8W8))
+    with pytest.raises(NotSupportedError, match="BF16QDQToCast"):
+        quantize(load(cnn()), Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))), Reader(images()))
+    with pytest.raises(ConfigError, match="no rule to quantize LSTM"):
+        quantize(load(cnn()), replace(A8W8, op_types=("LSTM",)), Reader(images()))
