@@ -11,7 +11,15 @@ from quark.core.array import Array, dtype_name
 from quark.core.granularity import PerGroup
 from quark.core.metrics import sqnr
 from quark.core.observers import OBSERVERS
-from quark.core.quantize import compute_qparams, dequantize, effective, fake_quantize, quantize, second_level
+from quark.core.quantize import (
+    compute_qparams,
+    dequantize,
+    effective,
+    fake_quantize,
+    quantize,
+    recover_codes,
+    second_level,
+)
 from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec
@@ -168,6 +176,19 @@ def test_signal_to_noise_is_what_the_width_gives(spec: TensorSpec) -> None:
         bits_of_value = spec.code_spec.dtype.bits
     # 6 dB a bit; a bell curve under min-max scaling loses 8 to 12 dB against a full-scale uniform signal.
     assert sqnr(x, fake_quantize(x, None, spec)) > 6.02 * bits_of_value - 12.5
+
+
+@EVERY_SPEC
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_codes_come_back_from_a_frozen_half_precision_tensor(spec: TensorSpec, dtype: str) -> None:
+    if spec.is_cast:
+        return
+    for shape in shapes(spec)[:2]:
+        t = torch.from_numpy(data(shape)).clip(-100, 100).to(getattr(torch, dtype))
+        params = compute_qparams(t, spec)
+        frozen = fake_quantize(t, params, spec)
+        codes = recover_codes(frozen, quantize(frozen, params, spec), params, spec)
+        assert torch.equal(dequantize(codes, params, spec).to(t.dtype), frozen)
 
 
 @EVERY_SPEC

@@ -68,6 +68,11 @@ def test_padding_round_trips(shape: list[int], data: st.DataObject, size: int) -
         assert float(abs(blocks).sum()) == pytest.approx(float(abs(x).sum()), rel=1e-5)
 
 
+def test_the_whole_of_an_empty_axis() -> None:
+    split = PerGroup(-1, -1)
+    assert split.blocks(np.zeros((4, 0), np.float32)).shape == (4, 0, 1) and split.scale_shape((4, 0)) == (4, 0)
+
+
 def test_a_group_size_that_does_not_divide_says_what_does() -> None:
     with pytest.raises(ShapeError) as error:
         PerGroup(1, 100).blocks(np.zeros((2, 192), np.float32))

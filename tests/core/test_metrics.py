@@ -46,3 +46,5 @@ def test_sums_are_wide() -> None:
     big = np.full(4, 1e30, np.float32)
     assert sqnr(big, big * np.float32(0.9)) == pytest.approx(20, abs=1e-4)
     assert cosine(big, big) == pytest.approx(1)
+    fine = np.ones(4)
+    assert l2(fine, fine + 1e-9) == l2(fine + 1e-9, fine) == pytest.approx(2e-9)

@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.granularity import PerChannel
 from quark.core.observers import OBSERVERS
-from quark.core.observers.bit_histogram import BitHistogram, absolute, quantile
+from quark.core.observers.bit_histogram import Bins, BitHistogram, absolute, quantile
 from quark.core.observers.entropy import BINS, _divergence, uniform
+from quark.core.observers.histogram_based import squared_error
 from quark.core.observers.percentile import PercentileObserver
-from quark.core.quantize import QParams, compute_qparams, fake_quantize
-from quark.core.scales import ScaleRule, ScaleType, qparams_from_range
 from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError
-from tests.core.oracles import divergence, floor_log2
-
-RNG = np.random.default_rng
-DATA: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "bell": lambda rng, n: rng.standard_normal(n),
-    "heavy": lambda rng, n: rng.standard_t(2, n),
-    "laplace": lambda rng, n: rng.laplace(3.0, 1.0, n),
-    "relu": lambda rng, n: np.maximum(rng.standard_t(3, n), 0),
-    "outliers": lambda rng, n: np.where(rng.random(n) < 1e-3, 60, 1) * rng.standard_normal(n),
-    "skewed": lambda rng, n: -rng.lognormal(0, 1.5, n),
-    "spike": lambda rng, n: np.where(np.arange(n) % 5000 == 7, 20, rng.standard_normal(n)),
-    "tiny": lambda rng, n: rng.standard_t(4, n) * 1e-2,
-}
-EVERY_DATA = pytest.mark.parametrize("kind", DATA)
-GRIDS = {
-    "int8": spec("int8"),
-    "uint8": spec("uint8", symmetric=False),
-    "int4": spec("int4"),
-    "uint4": spec("uint4", symmetric=False),
-    "fp8": spec("fp8_e4m3"),
-    "fp4": spec("fp4_e2m1"),
-}
-EVERY_GRID = pytest.mark.parametrize("tensor", GRIDS.values(), ids=GRIDS)
-
-
-def values(kind: str, n: int = 60_000, seed: int = 0) -> np.ndarray:
-    return DATA[kind](RNG(seed), n).astype(np.float32)
-
-
-def ranged(name: str, tensor: TensorSpec, x: np.ndarray, **options: float) -> tuple[float, float]:
-    observer = OBSERVERS[name](tensor, **options)
-    for part in np.array_split(x, 3):
-        observer.update(part)
-    low, high = observer.range()
-    return float(low), float(high)
-
-
-def error_of(x: np.ndarray, params: QParams, tensor: TensorSpec) -> float:
-    """True squared error over the raw data."""
-    y = fake_quantize(x, params, tensor)
-    return float(((x.astype(np.float64) - y) ** 2).sum())
-
-
-def error_of_range(x: np.ndarray, low: float, high: float, tensor: TensorSpec) -> float:
-    params = qparams_from_range(np.float32(low)[...], np.float32(high)[...], tensor)
-    return error_of(x, params, tensor)
-
+from tests.core.oracles import divergence
+from tests.core.samples import EVERY_DATA, EVERY_GRID, GRIDS, RNG, error_of_range, ranged, values
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +154,17 @@ def test_histogram_is_near_the_best_of_both_ends(kind: str, tensor: TensorSpec) 
     assert ours <= error_of_range(x, *ranged("mse", tensor, x), tensor) * 1.01
 
 
+@EVERY_GRID
+def test_error_of_a_bin_is_that_of_values_spread_over_it(tensor: TensorSpec) -> None:
+    edges = np.linspace(0, 1, 11)
+    bins = Bins(edges[:-1], edges[1:], np.full(10, 2000.0))
+    dense = ((np.arange(20_000) + 0.5) / 20_000).astype(np.float32)
+    ends = np.array([0.3, 0.55, 0.8])
+    got = squared_error(bins, -ends, ends, tensor)
+    for end, error in zip(ends, got, strict=True):
+        assert error == pytest.approx(error_of_range(dense, -end, end, tensor), rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["mse", "histogram"])
 def test_outliers_are_worth_clipping(name: str) -> None:
     x = values("relu", 20_000)
@@ -263,137 +225,3 @@ def test_entropy_keeps_what_fills_its_range_evenly(name: str) -> None:
     levels = 1 << (DTYPES[name].bits - 1)
     x = np.linspace(-1, 1, 2 * 64 * levels + 1, dtype=np.float32)
     assert ranged("entropy", spec(name), x) == (-1, 1)
-
-
-# --- powers of two ----------------------------------------------------------------------------------------------------
-
-
-def exponent_of(params: QParams) -> np.ndarray:
-    scale = np.asarray(params.scale, np.float64)
-    assert np.all(np.frexp(scale)[0] == 0.5)
-    return np.frexp(scale)[1] - 1
-
-
-POF2_GRIDS = pytest.mark.parametrize(
-    "tensor",
-    [
-        spec("int8"),
-        spec("uint8", symmetric=False),
-        spec("int4"),
-        spec("int16"),
-        spec("int8", PerChannel(0)),
-        spec("uint8", PerChannel(-2), symmetric=False),
-        spec("int4", PerGroup(-1, 64)),
-        spec("int4", PerGroup(0, 3)),
-        spec("fp8_e4m3"),
-    ],
-    ids=str,
-)
-
-
-def table(kind: str) -> np.ndarray:
-    return values(kind, 6 * 512).reshape(6, 512) * np.geomspace(0.1, 9, 6, dtype=np.float32)[:, None]
-
-
-@EVERY_DATA
-@POF2_GRIDS
-def test_power_of_two_min_max_rounds_the_exponent(kind: str, tensor: TensorSpec) -> None:
-    x = table(kind)
-    observer = OBSERVERS["pof2_min_max"](tensor)
-    observer.update(x)
-    free = np.asarray(compute_qparams(x, tensor).scale).reshape(-1)
-    got = exponent_of(observer.qparams()).reshape(-1)
-    for scale, e in zip(free.tolist(), got.tolist(), strict=True):
-        below = floor_log2(scale)
-        assert e == below + (Fraction(scale) ** 2 > Fraction(2) ** (2 * below + 1))
-
-
-@EVERY_DATA
-@POF2_GRIDS
-def test_non_overflow_never_clips_and_is_minimal(kind: str, tensor: TensorSpec) -> None:
-    x = table(kind)
-    observer = OBSERVERS["pof2_non_overflow"](tensor)
-    observer.update(x)
-    params = observer.qparams()
-    free = np.asarray(compute_qparams(x, tensor).scale, np.float64)
-    scale = 2.0 ** exponent_of(params)
-    assert np.all(free <= scale) and np.all(scale < 2 * free)
-    split = tensor.split
-    step = split.unblock(np.broadcast_to(split.to_blocks(scale, x.shape), split.block_shape(x.shape)), x.shape)
-    if not tensor.dtype.is_float:
-        assert np.all(abs(x - fake_quantize(x, params, tensor)) <= step / 2)
-    else:
-        assert np.all(abs(x) <= step * tensor.dtype.max)
-
-
-@EVERY_DATA
-@POF2_GRIDS
-def test_min_mse_is_the_best_power_of_two(kind: str, tensor: TensorSpec) -> None:
-    """Brute force over all exponents near the min-max one, on the raw values of each part."""
-    x = table(kind)
-    observer = OBSERVERS["pof2_min_mse"](tensor)
-    for part in (x, x * 0.5, x[:, ::-1].copy()):
-        observer.update(part)
-    params = observer.qparams()
-    got = exponent_of(params).reshape(-1)
-    seen = np.stack([x, x * 0.5, x[:, ::-1]])
-    split, alone = tensor.split, TensorSpec(tensor.dtype, PerTensor(), tensor.symmetric)
-    blocks = np.stack([split.blocks(batch) for batch in seen])
-    kept = [i + 1 for i in range(blocks.ndim - 1) if i not in split.axes(2)]
-    parts = np.moveaxis(blocks, kept, list(range(len(kept)))).reshape(len(got), -1)
-    lost = least = 0.0
-    for part, chosen in zip(parts, got.tolist(), strict=True):
-        errors = {e: error_at(part, e, alone) for e in range(chosen - 5, chosen + 6)}
-        best = min(errors.values())
-        lost, least = lost + errors[chosen], least + best
-        # The very best exponent for a tensor; for one of many parts with enough values, one that costs 2 % at most.
-        assert errors[chosen] == best or (len(got) > 1 and (errors[chosen] <= best * 1.02 or part.size < 64))
-    assert lost <= least * 1.02
-
-
-def error_at(x: np.ndarray, e: int, tensor: TensorSpec) -> float:
-    """Squared error of x at scale 2^e, written out; the zero point is the one that x's own range asks for."""
-    row, scale = tensor.dtype, 2.0**e
-    if row.is_float:
-        return error_of(x, QParams(np.float32(scale)[...]), tensor)
-    low = min(float(x.min()), 0.0)
-    zero = 0 if tensor.symmetric else min(max(round(row.min - round(low / scale)), row.min), row.max)
-    codes = np.clip(np.round(x.astype(np.float64) / scale) + zero, row.min, row.max)
-    return float((((codes - zero) * scale - x) ** 2).sum())
-
-
-# --- E8M0 differences -------------------------------------------------------------------------------------------------
-
-
-@EVERY_DATA
-@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "mxint8"])
-def test_mx_diffs_is_never_worse_than_ceil_or_floor(kind: str, name: str) -> None:
-    x = values(kind, 64 * 96).reshape(64, 96)
-    x[5, :32] = 0
-    tensors = {
-        rule: spec(name, PerGroup(-1, 32), scale_type=ScaleType.float8_e8m0fnu, scale_rule=rule) for rule in ScaleRule
-    }
-    observer = OBSERVERS["mx_diffs"](tensors[ScaleRule.even])
-    observer.update(x)
-    params = observer.qparams()
-    exponent_of(params)
-
-    def errors(scale: np.ndarray) -> np.ndarray:
-        y = fake_quantize(x, QParams(scale), tensors[ScaleRule.even])
-        return ((x.astype(np.float64) - y) ** 2).reshape(64, 3, 32).sum(axis=2)
-
-    ours = errors(params.scale)
-    ceil = compute_qparams(x, tensors[ScaleRule.ceil]).scale
-    floor = compute_qparams(x, tensors[ScaleRule.floor]).scale
-    assert np.all(ours <= np.minimum(errors(ceil), errors(floor)))
-    assert np.all((params.scale == ceil) | (params.scale == ceil / 2))
-    if name == "fp4_e2m1":
-        assert ours.sum() < min(errors(ceil).sum(), errors(floor).sum())
-
-
-def test_mx_diffs_stays_within_e8m0() -> None:
-    tensor = spec("fp4_e2m1", PerGroup(-1, 32), scale_type=ScaleType.float8_e8m0fnu)
-    x = np.full((1, 32), 2.0**-126, np.float32)
-    observer = OBSERVERS["mx_diffs"](tensor)
-    observer.update(x)
-    assert observer.qparams().scale[0, 0] == 2.0**-127

@@ -15,7 +15,8 @@ from hypothesis.extra import numpy as npst
 from quark.core.array import Array
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from quark.core.quantize import QParams, compute_qparams, dequantize, fake_quantize, quantize, range_of
+from quark.core.packing import decode
+from quark.core.quantize import QParams, compute_qparams, dequantize, fake_quantize, quantize, range_of, recover_codes
 from quark.core.rounding import RoundType
 from quark.core.scales import ScaleType
 from quark.core.schemes import SCHEMES
@@ -232,6 +233,26 @@ def test_nan_is_not_hidden(dtype: str) -> None:
     x = torch.tensor([1.0, float("nan"), 2.0]).to(getattr(torch, dtype))
     for name in ("int8", "fp8_e4m3", "float16"):
         assert fake_quantize(x, QParams(torch.tensor(1.0)), spec(name)).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["uint8", "int8", "fp8_e4m3", "int4"])
+def test_recover_codes_from_a_half_precision_tensor(name: str, dtype: str) -> None:
+    """Every code under many scales (an algorithm may have chosen any): a neighbour of the naive code at worst."""
+    row, half = DTYPES[name], getattr(torch, dtype)
+    codes = decode(torch.arange(1 << row.bits).to(torch.uint8), row)
+    codes = codes[codes.isfinite()]
+    tensor = spec(name, symmetric=row.is_float)
+    moved = 0
+    for scale in np.linspace(0.0039, 0.0079, 200, dtype=np.float32):
+        params = QParams(torch.tensor(scale), None if row.is_float else torch.tensor(float(row.min)))
+        frozen = dequantize(codes, params, tensor).to(half)
+        naive = quantize(frozen, params, tensor)
+        found = recover_codes(frozen, naive, params, tensor)
+        assert torch.equal(dequantize(found, params, tensor).to(half), frozen)
+        assert (found - naive).abs().max() <= 1
+        moved += int((found != naive).sum())
+    assert (moved > 0) == (dtype == "bfloat16" and row.bits == 8 and not row.is_float)
 
 
 def test_a_user_array_is_never_changed() -> None:
