@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test check bench format clean
 
 demo: $(STAMP)

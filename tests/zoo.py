@@ -64,7 +64,7 @@ def token_batches(count: int = 3, vocabulary: int = 64, length: int = 16) -> lis
 
 def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A random two-layer Llama: hidden 128, grouped queries, vocabulary 64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
@@ -77,7 +77,8 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
         "max_position_embeddings": 64,
         "tie_word_embeddings": False,
     }
-    return LlamaForCausalLM(LlamaConfig(**(settings | options))).to(dtype).eval()
+    # from_config, as loading does, keeps the rotary frequencies in float32; `.to(dtype)` would round them.
+    return AutoModelForCausalLM.from_config(LlamaConfig(**(settings | options)), dtype=dtype).eval()
 
 
 def tiny_opt(folder: Path, seed: int = 0) -> Path:

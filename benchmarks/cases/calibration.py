@@ -5,7 +5,8 @@ excluded; 16 batches of 1 x 512 tokens from a DataLoader. Each round makes a fre
 forward as a warm-up, times the float forward of all batches under no_grad, then times
 `quantize_model` on the same model and batches. The first round is reported as `first_*` (the peer
 may compile there, with an empty compiler cache), the others as medians. `ratio` is the median of
-the ratios within each round.
+the ratios within each round; `cpu_ratio` is the same in CPU seconds of the process, which other
+programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 ROUNDS = 3
 BATCHES = 16
@@ -23,14 +25,21 @@ TOKENS = 512
 VOCABULARY = 2048
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
+class Seconds(NamedTuple):
+    """Duration of one action, on the clock and in CPU time of all threads."""
+
+    wall: float
+    cpu: float
+
+
+def seconds_of(action: Callable[[], object]) -> Seconds:
+    wall, cpu = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def run_round() -> tuple[float, float]:
-    """Seconds of the float forward and of quantize_model, on one fresh model."""
+def run_round() -> tuple[Seconds, Seconds]:
+    """Durations of the float forward and of quantize_model, on one fresh model."""
     import torch
     from torch.utils.data import DataLoader
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,8 +70,8 @@ def run_round() -> tuple[float, float]:
 
     with torch.no_grad():
         model(next(iter(loader)))
-        forward_seconds = seconds_of(forward)
-    return forward_seconds, seconds_of(lambda: quantizer.quantize_model(model, loader))
+        float_seconds = seconds_of(forward)
+    return float_seconds, seconds_of(lambda: quantizer.quantize_model(model, loader))
 
 
 def main() -> None:
@@ -71,11 +80,12 @@ def main() -> None:
         (first_forward, first_quantize), *rounds = [run_round() for _ in range(1 + ROUNDS)]
     result = {
         "benchmark": "calibrate_w8a8",
-        "first_ratio": first_quantize / first_forward,
-        "first_quantize_seconds": first_quantize,
-        "forward_seconds": statistics.median(forward for forward, _ in rounds),
-        "quantize_seconds": statistics.median(quantize for _, quantize in rounds),
-        "ratio": statistics.median(quantize / forward for forward, quantize in rounds),
+        "first_ratio": first_quantize.wall / first_forward.wall,
+        "first_quantize_seconds": first_quantize.wall,
+        "forward_seconds": statistics.median(forward.wall for forward, _ in rounds),
+        "quantize_seconds": statistics.median(quantize.wall for _, quantize in rounds),
+        "ratio": statistics.median(quantize.wall / forward.wall for forward, quantize in rounds),
+        "cpu_ratio": statistics.median(quantize.cpu / forward.cpu for forward, quantize in rounds),
     }
     print(json.dumps(result))
 

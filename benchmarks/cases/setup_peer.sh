@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment of the peer (AMD Quark) that the scripts beside this file run in.
 #
-#   benchmarks/peer/setup.sh [VENV] [PYTHON]
+#   benchmarks/cases/setup_peer.sh [VENV] [PYTHON]
 #
 # VENV    where to make it (default: .venv-peer in the repository root); it must not exist yet
 # PYTHON  the interpreter to make it with, 3.11 to 3.13 (default: python3)
@@ -21,7 +21,7 @@ venv=${1:-$root/.venv-peer}
 python=${2:-python3}
 
 if [[ -e $venv ]]; then
-    echo "setup.sh: $venv exists; remove it first" >&2
+    echo "setup_peer.sh: $venv exists; remove it first" >&2
     exit 1
 fi
 

@@ -8,8 +8,9 @@ at the first use in a process, so first and later models are told apart:
 * `seconds`: median of three more models in that second process, all fresh.
 * `clone_seconds`: cloning the four weights, median of 7 after a warm-up. `first_cached_clone_ratio`
   and `clone_ratio` divide by it, within one process and so fair on a busy machine.
-* `peak_extra_bytes`: the most resident memory above that of the float model, in one further run;
-  `peak_extra_weights` is the same in units of one weight. Read from Linux's high-water mark.
+* `peak_extra_bytes`: the most resident memory above that of the float model, median of three
+  further runs (it depends on when cycles are collected); `peak_extra_weights` is the same in units
+  of one weight. Read from Linux's high-water mark.
 
 QUARK_DISABLE_COMPILE=1 in the environment measures the peer without torch.compile.
 """
@@ -68,6 +69,10 @@ def run_case(case: str) -> dict[str, float]:
         model = float_model()
         return seconds_of(lambda: quantize(model))
 
+    def peak_extra_bytes_on_fresh_model() -> int:
+        model = float_model()
+        return peak_extra_bytes_of(lambda: quantize(model))
+
     first = seconds_on_fresh_model()
 
     parameters = list(float_model().parameters())
@@ -77,8 +82,7 @@ def run_case(case: str) -> dict[str, float]:
 
     seconds = statistics.median(seconds_on_fresh_model() for _ in range(3))
 
-    model = float_model()
-    peak_extra_bytes = peak_extra_bytes_of(lambda: quantize(model))
+    peak_extra_bytes = statistics.median(peak_extra_bytes_on_fresh_model() for _ in range(3))
     return {
         "first_cached_seconds": first,
         "first_cached_clone_ratio": first / clone,

@@ -95,11 +95,21 @@ def test_names_dtypes_and_shapes_of_a_bfloat16_checkpoint(scheme: str, tmp_path:
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-@pytest.mark.parametrize("weight_format", ["real_quantized", "fake_quantized"])
-def test_transformers_loads_every_scheme_with_equal_logits(scheme: str, weight_format: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "dtype"),
+    [
+        ("real_quantized", torch.float32),
+        ("fake_quantized", torch.float32),
+        ("real_quantized", torch.bfloat16),
+        ("real_quantized", torch.float16),
+    ],
+)
+def test_transformers_loads_every_scheme_with_equal_logits(
+    scheme: str, weight_format: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = frozen(scheme)
+    model = frozen(scheme, dtype)
     export_safetensors(model, tmp_path / "out", weight_format=weight_format)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert quantized_layers(loaded).keys() == quantized_layers(model).keys()

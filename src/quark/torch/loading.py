@@ -128,7 +128,8 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
     """Parameters of the right shapes for a tensor of `shape`, on the meta device."""
     if spec.is_cast:
         return None
-    scale = torch.empty(spec.split.scale_shape(shape), device="meta")
+    # float32 whatever the default dtype is: transformers sets that to the dtype of the model while it loads.
+    scale = torch.empty(spec.split.scale_shape(shape), dtype=torch.float32, device="meta")
     zero = torch.empty_like(scale) if spec.has_zero_point else None
     second = None
     if spec.scale_spec is not None:
@@ -143,7 +144,7 @@ def _empty_activation(layer: QuantLayer, role: str, layout: QuarkLayout) -> Tens
     if spec.dynamic:
         # Only the scale of the scales is static.
         assert spec.scale_spec is not None
-        return {"scale_2": torch.empty((), device="meta")}
+        return {"scale_2": torch.empty((), dtype=torch.float32, device="meta")}
     features = activation_features(layer, role)
     params = empty_params(replace(spec, granularity=PerTensor()) if features is None else spec, features or ())
     assert params is not None
