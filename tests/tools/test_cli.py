@@ -227,7 +227,7 @@ BAD = {
     "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "cannot be read"),
     "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),
     "calibration text in Latin-1": (QUANTIZE + "--scheme int8 --calib {latin1}", "UTF-8"),
-    "no calibration sample": (QUANTIZE + "--scheme int8 --calib {text} --samples 0", "at least one"),
+    "no calibration sample": (QUANTIZE + "--scheme int8 --calib {text} --samples 0", "greater than or equal to 1"),
     "negative samples": (QUANTIZE + "--scheme int8 --calib {text} --samples -1", "samples"),
     "no tokenizer": ("quantize {no_tokenizer} --scheme int8 --calib {text} -o {out}", "no_tokenizer"),
     "group size": ("quantize {opt} --scheme int4_wo_128 -o {out}", "group_size 128 does not divide"),
@@ -271,7 +271,7 @@ def tree(root: Path) -> dict[str, int]:
 @pytest.mark.parametrize("line", ["quantize {llama}", "quantise {llama}", "plan {llama} --scheme", "evaluate {llama}"])
 def test_a_wrong_command_line_is_explained(line: str, places: dict[str, Path]) -> None:
     done = run(line, places)
-    assert done.code == 2 and "Error" in done.err and "Traceback" not in done.err
+    assert done.code == 1 and done.err.startswith("quark: ") and done.err.count("\n") == 1
 
 
 def test_the_module_is_the_program(tmp_path: Path) -> None:
