@@ -3,6 +3,7 @@
 from quark.torch.enums import QuantFlow
 from quark.torch.exporter import ModelExporter, export_gguf, export_onnx, export_safetensors
 from quark.torch.importer import ModelImporter, import_model_from_safetensors
+from quark.torch.later import ModelPruner, RuntimeOptions, disable_native_inference, enable_native_inference
 from quark.torch.params import load_params, save_params
 from quark.torch.quantizer import ModelQuantizer
 from quark.torch.template import LLMTemplate
@@ -11,8 +12,12 @@ __all__ = [
     "LLMTemplate",
     "ModelExporter",
     "ModelImporter",
+    "ModelPruner",
     "ModelQuantizer",
     "QuantFlow",
+    "RuntimeOptions",
+    "disable_native_inference",
+    "enable_native_inference",
     "export_gguf",
     "export_onnx",
     "export_safetensors",

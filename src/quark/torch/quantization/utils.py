@@ -1,0 +1,5 @@
+"""Address of RuntimeOptions."""
+
+from quark.torch.later import RuntimeOptions
+
+__all__ = ["RuntimeOptions"]
