@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quark.core.granularity import PerChannel, PerGroup
+from quark.core.granularity import PerBlock, PerChannel, PerGroup
 from quark.core.scales import ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
@@ -181,6 +181,34 @@ def test_tied_and_untied_heads_load(tmp_path: Path) -> None:
     model = quantizer.freeze(quantizer.quantize_model(tiny_llama(tie_word_embeddings=True)))
     export_safetensors(model, tmp_path / "head")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "head")), logits(model))
+
+
+BEYOND_SCHEMES = {
+    "embedding": LayerSpec(weight=spec("uint4", PerGroup(-1, 32), symmetric=False)),
+    "inputs, outputs, biases": LayerSpec(
+        weight=spec("int8"), input=spec("uint8", symmetric=False), output=spec("int8"), bias=spec("int8")
+    ),
+    "static per channel": LayerSpec(weight=spec("int8"), input=spec("int8", PerChannel(-1))),
+    "tiles": LayerSpec(weight=spec("fp8_e4m3", PerBlock((32, 32)))),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", BEYOND_SCHEMES)
+def test_transformers_loads_what_no_scheme_names(kind: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    layer = raise_layer(BEYOND_SCHEMES[kind])
+    names = {"*embed_tokens": layer} if kind == "embedding" else {}
+    config = QConfig(global_quant_config=layer, layer_quant_config=names, exclude=["lm_head"])
+    quantizer = ModelQuantizer(config)
+    model = tiny_llama(tie_word_embeddings=tied, attention_bias=True)
+    model = quantizer.freeze(quantizer.quantize_model(model, token_batches()))
+    export_safetensors(model, tmp_path / "out")
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["tie_word_embeddings"] is (tied and kind != "embedding")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_companions_and_dropped_tensors_travel_along(tmp_path: Path) -> None:

@@ -211,9 +211,10 @@ def _write_config(model: Any, quantization: dict[str, Any], folder: Path) -> Non
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None and head in list(quantized_layers(model).values()):
-        # A quantized head no longer shares its weight with the embedding.
+    quantized = list(quantized_layers(model).values())
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    if any(end is not None and end in quantized for end in ends):
+        # A quantized head or embedding no longer shares its weight with the other.
         config.tie_word_embeddings = False
     config.save_pretrained(folder)
     path = folder / "config.json"
