@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config import QConfig
 from quark.torch.layers import LAYERS, QuantLayer
 from quark.torch.lowering import raise_layer
+from quark.torch.plan import make_plan
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import every_layer, mlp, tiny_llama, token_batches
 
@@ -295,3 +297,23 @@ def test_siblings_share_the_global_scale_of_nvfp4() -> None:
     scales = {float(getattr(attention, name).weight_quantizer.scale_2) for name in ("q_proj", "k_proj", "v_proj")}
     largest = max(float(getattr(attention, name).weight.abs().max()) for name in ("q_proj", "k_proj", "v_proj"))
     assert len(scales) == 1 and scales.pop() == pytest.approx(largest / (6 * 448), rel=1e-6)
+
+
+class Doubled(nn.Linear):
+    """A linear layer that computes something else."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_subclass_with_its_own_forward_stays_in_float_and_the_plan_says_so() -> None:
+    from rich.console import Console
+
+    model = mlp()
+    model.down = Doubled(128, 32)
+    plan = make_plan(config(LayerSpec(weight=INT8)), model)
+    assert set(plan.layers) == {"up"} and plan.unknown == ("down",)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(plan.table(model))
+    assert "float (own forward)" in console.export_text()
+    assert type(quantize(model, LayerSpec(weight=INT8)).down) is Doubled

@@ -12,7 +12,7 @@ from quark.core.patterns import first_match, matches, matches_any, require_match
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError
 from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.layers import ONLY_WHEN_NAMED, QuantLayer, layer_class
+from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
 from quark.torch.structure import resolve_selectors
 
@@ -27,10 +27,12 @@ class Plan:
     Attributes:
         layers: Full module name -> spec, in the order of the model; only layers that change.
         excluded: Full names of the layers that could have been quantized and stay in float.
+        unknown: Full names of layers derived from a supported class with a forward of their own; they stay in float.
     """
 
     layers: dict[str, LayerSpec]
     excluded: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
     @property
     def needs_data(self) -> bool:
@@ -49,10 +51,11 @@ class Plan:
 
         table = Table("layers", "count", "weight shape", "weight", "input", "output", title="Plan")
         rows: dict[tuple[str, ...], list[str]] = {}
-        for name in [*self.layers, *self.excluded]:
+        for name in [*self.layers, *self.excluded, *self.unknown]:
             spec = self.layers.get(name, LayerSpec())
             weight = cast(torch.Tensor, model.get_submodule(name).weight)
-            key = (str(tuple(weight.shape)), *(str(t or "float") for t in (spec.weight, spec.input, spec.output)))
+            kept = "float (own forward)" if name in self.unknown else "float"
+            key = (str(tuple(weight.shape)), *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"
@@ -94,6 +97,9 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
             continue
         _check_shapes(name, module, spec)
         layers[name] = spec
+    unknown = tuple(
+        name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
+    )
     if strict and not layers:
         kinds = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
         raise ConfigError(
@@ -101,7 +107,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
             f"The leaf modules of this model are {', '.join(kinds)}; supported: Linear, Conv2d, ConvTranspose2d, and "
             "Embedding, EmbeddingBag where a layer or type entry names them."
         )
-    return Plan(layers, tuple(excluded))
+    return Plan(layers, tuple(excluded), unknown)
 
 
 def _layer_config(config: QConfig, name: str, module: nn.Module) -> QLayerConfig | None:
