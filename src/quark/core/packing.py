@@ -98,12 +98,25 @@ def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Arr
     mask = (1 << bits) - 1
     for rows in row_chunks(words.shape[0], 8):
         word = words[rows]
+        if bits == 4 and tuple(order) == AWQ_ORDER:
+            packed[rows] = _awq_nibbles(word)
+            continue
         total = (word >> (8 * order[0])) & mask
         for i in range(1, 8):
             total |= ((word >> (8 * order[i])) & mask) << (bits * i)
         packed[rows] = total
     out = view(packed, "uint8").reshape(*codes.shape[:-1], -1, 8)[..., :bits]
     return out.reshape(*codes.shape[:-1], -1)[..., : n * bits // 8]
+
+
+def _awq_nibbles(word: Array) -> Array:
+    """Eight 4-bit codes in AWQ_ORDER, in half the steps: even bytes close up by two shifts, odd bytes likewise."""
+    even, odd = word & 0x000F000F000F000F, (word >> 8) & 0x000F000F000F000F
+    even |= even >> 12
+    even |= even >> 24
+    odd |= odd >> 12
+    odd |= odd >> 24
+    return (even & 0xFFFF) | ((odd & 0xFFFF) << 16)
 
 
 def unpack_bits(packed: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Array:
