@@ -246,6 +246,8 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
 
     with pytest.raises(NotSupportedError, match="algo_config"):
         ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[AWQConfig()]))
+    with pytest.raises(NotSupportedError, match="keep_prequantized_layers=False"):
+        ModelQuantizer(config(LayerSpec(weight=INT8), keep_prequantized_layers=False))
     with pytest.raises(QuarkError):
         ModelQuantizer("int8")  # type: ignore[arg-type]
 

@@ -160,6 +160,7 @@ def _refuse_unsupported(config: QConfig) -> None:
         "kv_cache_post_rope": config.kv_cache_post_rope,
         "min_kv_scale": config.min_kv_scale,
         "gpu_resident_blocks": config.gpu_resident_blocks,
+        "keep_prequantized_layers=False": not config.keep_prequantized_layers,
     }
     for name, value in later.items():
         if value:
