@@ -173,7 +173,7 @@ def test_excluding_names_patterns_types_and_subgraphs() -> None:
     mixed = quantized(replace(U8S8, by_name=((("y_node",), LayerSpec(weight=spec("int16"), input=U8)),)))
     kinds = {i.name: i.data_type for i in mixed.graph.initializer}
     assert kinds["fc_w_quantized"] == onnx.TensorProto.INT16
-    assert kinds["stem_w_quantized_0"] == onnx.TensorProto.INT8
+    assert kinds["stem_w_quantized"] == onnx.TensorProto.INT8
 
 
 def test_the_users_model_is_not_changed() -> None:

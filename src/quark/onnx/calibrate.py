@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from quark.core.observers import OBSERVERS, Observer
+from quark.core.observers import Observer
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
+from quark.onnx.parameters import make_observer
 from quark.onnx.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,15 +37,6 @@ ORT_TYPES = {
     "tensor(uint8)": "uint8",
     "tensor(bool)": "bool",
 }
-
-
-def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
-    """The statistic that a spec asks for."""
-    if spec.observer == "percentile":
-        from quark.core.observers.percentile import PercentileObserver
-
-        return PercentileObserver(spec, settings.percentile)
-    return OBSERVERS[spec.observer](spec)
 
 
 def collect(

@@ -16,6 +16,7 @@ from quark.log import logger
 from quark.onnx.calibrate import collect
 from quark.onnx.model import load, save, to_proto
 from quark.onnx.operators import RULES
+from quark.onnx.parameters import Parameters, weight_params
 from quark.onnx.passes import PASSES
 from quark.onnx.placement import Placement, place
 from quark.onnx.rewrite import Rewriter
@@ -94,10 +95,11 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
         if getattr(settings, name):
             step(model)
     placement = place(model, settings)
-    params = _calibrated(model, placement, settings, reader)
+    activations = _calibrated(model, placement, settings, reader)
+    parameters = Parameters(activations, weight_params(placement, settings))
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
-        fold_relu(model, placement, params)
-    Rewriter(model, settings, params, placement).run()
+        fold_relu(model, placement, parameters.activations)
+    Rewriter(model, settings, parameters, placement).run()
     model.producer_name = "quark.onnx"
     return model
 

@@ -6,7 +6,6 @@ Names are the documented ones: `{t}_QuantizeLinear`, `{t}_DequantizeLinear`, out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,12 @@ import numpy as np
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel
-from quark.core.quantize import compute_qparams, quantize
+from quark.core.quantize import quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, NotSupportedError
 from quark.onnx.model import constant, opset
+from quark.onnx.parameters import Parameters, encode
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 
@@ -37,18 +37,17 @@ class Rewriter:
     Args:
         model: The model, changed in place.
         settings: Domain and cast options.
-        params: Representative tensor of each class -> scale and zero point.
+        parameters: Scales and zero points.
         placement: What to write.
     """
 
-    def __init__(
-        self, model: ir.Model, settings: Settings, params: Mapping[ir.Value, QParams], placement: Placement
-    ) -> None:
+    def __init__(self, model: ir.Model, settings: Settings, parameters: Parameters, placement: Placement) -> None:
         import onnx_ir as ir
 
         self.ir, self.model, self.graph = ir, model, model.graph
-        self.settings, self.params, self.placement = settings, params, placement
-        self.weight_scales: dict[tuple[ir.Node, int], Array] = {}
+        self.settings, self.parameters, self.placement = settings, parameters, placement
+        self.node_names = {node.name for node in self.graph}
+        self.stored: dict[str, tuple[object, ...]] = {}
 
     def run(self) -> None:
         """Write everything, drop what nothing uses any more, and sort."""
@@ -74,7 +73,8 @@ class Rewriter:
         if spec.is_cast:
             first, last = self._cast(value, name, spec)
         else:
-            scale, zero = self._parameters(name, self.params[self.placement.root(value)], spec)
+            params = self.parameters.activations[self.placement.root(value)]
+            scale, zero = self._scale_and_zero(name, params, spec)
             first = self._node("QuantizeLinear", [value, scale, zero], name, spec)
             last = self._node("DequantizeLinear", [first.outputs[0], scale, zero], name, spec)
         result = last.outputs[0]
@@ -119,50 +119,61 @@ class Rewriter:
             self.model.opset_imports[CONTRIB] = 1
         return CONTRIB if contrib else ""
 
-    def _parameters(self, name: str, params: QParams, spec: TensorSpec) -> tuple[ir.Value, ir.Value]:
+    def _scale_and_zero(self, name: str, params: QParams, spec: TensorSpec) -> tuple[ir.Value, ir.Value]:
         scale = np.asarray(params.scale, np.float32)
         zero = np.zeros(scale.shape) if params.zero_point is None else params.zero_point
-        return self._initializer(f"{name}_scale", scale), self._integers(f"{name}_zero_point", zero, spec)
+        codes = np.asarray(zero).astype(self._kind(spec).numpy())
+        return self._initializer(f"{name}_scale", scale), self._initializer(f"{name}_zero_point", codes)
 
-    def _integers(self, name: str, codes: Any, spec: TensorSpec) -> ir.Value:
-        if spec.dtype.bits < 8:
-            import ml_dtypes
+    def _kind(self, spec: TensorSpec) -> ir.DataType:
+        return self.ir.DataType[spec.dtype.onnx]
 
-            return self._initializer(name, np.asarray(codes).astype(getattr(ml_dtypes, spec.dtype.name)))
-        return self._initializer(name, np.asarray(codes).astype(spec.dtype.name))
-
-    def _initializer(self, name: str, array: Array) -> ir.Value:
+    def _initializer(self, name: str, data: Array | ir.TensorProtocol) -> ir.Value:
         if name in self.graph.initializers:
             return self.graph.initializers[name]
-        tensor = self.ir.tensor(array, name=name)
-        value = self.ir.Value(
-            name=name, const_value=tensor, type=self.ir.TensorType(tensor.dtype), shape=self.ir.Shape(array.shape)
-        )
+        tensor = self.ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
+        value = self.ir.Value(name=name, const_value=tensor, type=self.ir.TensorType(tensor.dtype))
+        value.shape = self.ir.Shape(tensor.shape.numpy())
         self.graph.initializers[name] = value
         return value
 
     def _weight(self, node: ir.Node, index: int, spec: TensorSpec) -> None:
         source = node.inputs[index]
         assert source is not None
-        name, weight = source.name or "", np.asarray(constant(source), np.float32)
-        if not np.isfinite(weight).all():
-            raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.")
         if spec.is_cast:
-            self._cast_weight(node, index, name, weight, spec)
+            self._cast_weight(node, index, source.name or "", np.asarray(constant(source), np.float32), spec)
             return
-        params = compute_qparams(weight, spec)
-        self.weight_scales[node, index] = np.asarray(params.scale)
+        params = self.parameters.weights[node, index]
         axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
-        suffix = "" if axis is None else f"_{axis}"
-        codes = self._integers(f"{name}_quantized{suffix}", quantize(weight, params, spec), spec)
-        scale, zero = self._parameters(name + suffix, params, spec)
-        decoder = self._node("DequantizeLinear", [codes, scale, zero], name, spec, axis)
+        name = self._stored_name(source.name or "", node, source, params, spec)
+        codes = self._initializer(f"{name}_quantized", self._codes(source, params, spec))
+        scale, zero = self._scale_and_zero(name, params, spec)
+        decoder = self._node("DequantizeLinear", [codes, scale, zero], source.name or "", spec, axis)
         self._unique(decoder, node, index)
+
+    def _codes(self, source: ir.Value, params: QParams, spec: TensorSpec) -> ir.TensorProtocol:
+        """The integers of a weight, computed when they are written: memory holds one weight at a time."""
+        kind, shape = self._kind(spec), constant(source).shape
+
+        def evaluate() -> ir.TensorProtocol:
+            return self.ir.tensor(encode(constant(source), params, spec, kind.numpy()), dtype=kind)
+
+        return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape))
+
+    def _stored_name(self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec) -> str:
+        """A name for the integers of a constant: shared by all nodes that read it under the same parameters."""
+        zero = b"" if params.zero_point is None else np.asarray(params.zero_point).tobytes()
+        key = (id(source), spec, np.asarray(params.scale).tobytes(), zero)
+        if self.stored.setdefault(name, key) == key:
+            return name
+        return f"{name}_{node.name}"
 
     def _cast_weight(self, node: ir.Node, index: int, name: str, weight: Array, spec: TensorSpec) -> None:
         import ml_dtypes
 
         kind = np.float16 if spec.dtype.name == "float16" else ml_dtypes.bfloat16
+        if not np.isfinite(weight).all():
+            raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.")
         stored = self._initializer(f"{name}_quantized", np.asarray(quantize(weight, None, spec)).astype(kind))  # type: ignore[arg-type]
         up = self.ir.node("Cast", [stored], {"to": int(self.ir.DataType.FLOAT)}, name=f"{name}_DequantizeLinear")
         up.outputs[0].name = f"{name}_DequantizeLinear_Output"
@@ -174,14 +185,13 @@ class Rewriter:
         source, data = node.inputs[index], owner.inputs[0]
         assert source is not None and data is not None
         root = self.placement.root(data)
-        if (
-            data not in self.placement.activations
-            or root not in self.params
-            or (owner, weight) not in self.weight_scales
-        ):
+        params = self.parameters
+        if data not in self.placement.activations or root not in params.activations:
+            return
+        if (owner, weight) not in params.weights:
             return
         name, bias = source.name or "", np.asarray(constant(source), np.float32)
-        scale = np.asarray(self.params[root].scale, np.float64) * self.weight_scales[owner, weight]
+        scale = np.asarray(params.activations[root].scale, np.float64) * params.weights[owner, weight].scale
         scale = np.asarray(scale, np.float32)
         codes = np.clip(np.rint(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(np.int32)
         key = f"{node.name}_{name}"
@@ -195,9 +205,9 @@ class Rewriter:
 
     def _unique(self, decoder: ir.Node, node: ir.Node, index: int) -> None:
         """Put a decoder before the node that reads it; a second reader of one constant gets a name of its own."""
-        taken = {other.name for other in self.graph}
-        if decoder.name in taken:
+        if decoder.name in self.node_names:
             decoder.name = f"{decoder.name}_{node.name}"
             decoder.outputs[0].name = f"{decoder.name}_Output"
+        self.node_names.add(decoder.name)
         self.graph.insert_before(node, [decoder])
         node.replace_input_with(index, decoder.outputs[0])

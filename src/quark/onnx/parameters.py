@@ -1,0 +1,92 @@
+"""Parameters: scale and zero point of everything that a placement quantizes, known before anything is written.
+
+Activations get theirs from statistics, weights from their own values. An int32 bias has none of its own:
+scale = input scale * weight scale, taken when it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.array import row_chunks
+from quark.core.granularity import PerChannel, PerTensor
+from quark.core.observers import OBSERVERS, Observer
+from quark.core.quantize import QParams, quantize
+from quark.core.spec import TensorSpec
+from quark.errors import NonFiniteError, QuarkError
+from quark.onnx.model import constant
+from quark.onnx.placement import Placement
+from quark.onnx.settings import Settings
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass
+class Parameters:
+    """The numbers of one model.
+
+    Attributes:
+        activations: The tensor that stands for a class -> its scale and zero point.
+        weights: (node, input index) -> scale and zero point.
+    """
+
+    activations: dict[ir.Value, QParams] = field(default_factory=dict)
+    weights: dict[tuple[ir.Node, int], QParams] = field(default_factory=dict)
+
+
+def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
+    """The statistic that a spec asks for."""
+    if spec.observer == "percentile":
+        from quark.core.observers.percentile import PercentileObserver
+
+        return PercentileObserver(spec, settings.percentile)
+    return OBSERVERS[spec.observer](spec)
+
+
+def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Node, int], QParams]:
+    """Scale and zero point of every weight that has one; a constant that several nodes read is looked at once.
+
+    Raises:
+        NonFiniteError: A weight holds NaN or Inf.
+    """
+    found: dict[tuple[ir.Node, int], QParams] = {}
+    seen: dict[tuple[int, TensorSpec], QParams] = {}
+    for (node, index), spec in placement.weights.items():
+        if spec.is_cast or spec.dtype.is_block:
+            continue
+        value = node.inputs[index]
+        key = (id(value), spec)
+        if key not in seen:
+            observer = make_observer(spec, settings)
+            observer.update(np.asarray(constant(value), np.float32))
+            try:
+                seen[key] = observer.qparams()
+            except NonFiniteError:
+                name = value.name if value is not None else index
+                raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.") from None
+            except QuarkError as error:
+                raise type(error)(f"The weight {value.name if value else index} of {node.name}: {error}") from None
+        found[node, index] = seen[key]
+    return found
+
+
+def encode(weight: Array, params: QParams, spec: TensorSpec, kind: Any) -> Array:
+    """Codes of a weight in the numpy type `kind`; besides the result, memory for a few rows only."""
+    axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
+    if weight.ndim < 2 or not isinstance(spec.granularity, (PerTensor, PerChannel)):
+        return np.asarray(quantize(np.asarray(weight, np.float32), params, spec)).astype(kind)
+    codes = np.empty(weight.shape, kind)
+    for rows in row_chunks(len(weight), 4 * weight[0].size, CHUNK_BYTES):
+        part = params
+        if axis == 0 and np.ndim(params.scale):
+            zero = None if params.zero_point is None else params.zero_point[rows]
+            part = QParams(params.scale[rows], zero)
+        codes[rows] = quantize(np.asarray(weight[rows], np.float32), part, spec)
+    return codes
