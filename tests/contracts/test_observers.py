@@ -195,3 +195,26 @@ def test_unknown_names_name_the_known(name: str) -> None:
 def test_shared_exponents_need_no_power_of_two_search() -> None:
     with pytest.raises(ConfigError, match="mx6.*'block'"):
         OBSERVERS["pof2_min_mse"](SPECS["mx6"])
+
+
+@EVERY_PAIR
+def test_a_state_is_all_that_was_seen(name: str, tensor: TensorSpec) -> None:
+    """Restored, an observer decides the same, and goes on."""
+    if name == "mx_diffs":
+        with pytest.raises(CalibrationError, match="no state"):
+            observe(name, tensor, batches()).state()
+        return
+    saved = OBSERVERS[name](tensor)
+    saved.restore(observe(name, tensor, batches()[:3]).state())
+    saved.merge(observe(name, tensor, batches()[3:]))
+    assert_same(saved, observe(name, tensor, batches()))
+
+
+def test_a_state_serves_every_observer_that_needs_no_more() -> None:
+    rich, poor = observe("percentile", SPECS["int8"], batches()), observe("min_max", SPECS["int8"], batches())
+    for name in ("entropy", "mse", "min_max", "pof2_min_mse", "layerwise_percentile", "distribution"):
+        restored = OBSERVERS[name](SPECS["int8"])
+        restored.restore(rich.state())
+        assert_same(restored, observe(name, SPECS["int8"], batches()))
+    with pytest.raises(CalibrationError, match="needs 'counts'"):
+        OBSERVERS["mse"](SPECS["int8"]).restore(poor.state())

@@ -139,15 +139,21 @@ def test_calibration_methods(method: CalibMethod, scale: ScaleType, activation: 
 def test_calibration_methods_that_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not go with"):
         tensor(Int8Spec(scale_type=ScaleType.PowerOf2))
-    for method in (CalibMethod.LayerwisePercentile, CalibMethod.Distribution):
-        with pytest.raises(NotSupportedError, match=method.name):
-            tensor(Int8Spec(calibration_method=method))
     for weight in (False, True):
         with pytest.raises(NotSupportedError, match="Int16"):
             tensor(Int8Spec(scale_type=ScaleType.Int16), weight)
-    for legacy in (Int16Method.MinMax, LayerWiseMethod.LayerWisePercentile, CalibrationMethod.Distribution):
-        with pytest.raises(NotSupportedError):
-            old(calibrate_method=legacy)
+    with pytest.raises(NotSupportedError):
+        old(calibrate_method=Int16Method.MinMax)
+
+
+def test_layerwise_percentile_and_distribution() -> None:
+    assert tensor(Int8Spec(calibration_method=CalibMethod.LayerwisePercentile)).observer == "layerwise_percentile"
+    assert tensor(Int8Spec(calibration_method=CalibMethod.Distribution)).observer == "distribution"
+    options = {"LWPMetric": "mse", "PercentileCandidates": [99.0, 99.9]}
+    settings = old(options, calibrate_method=LayerWiseMethod.LayerWisePercentile)
+    assert settings.percentile_metric == "mse" and settings.percentile_candidates == (99.0, 99.9)
+    assert settings.layer.input is not None and settings.layer.input.observer == "layerwise_percentile"
+    assert old(calibrate_method=CalibrationMethod.Distribution).layer.input.observer == "distribution"  # type: ignore[union-attr]
 
 
 def test_granularity() -> None:

@@ -6,7 +6,7 @@ Each sample's activations are reduced at once; memory holds one sample.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,15 @@ import numpy as np
 import onnx
 
 from quark.core.observers import Observer
-from quark.core.spec import TensorSpec
+from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
+from quark.onnx.operators import RULES
 from quark.onnx.parameters import make_observer
+from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
+from quark.onnx.statistics import EverythingObserver, Statistics, load_or_start
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,38 +42,94 @@ ORT_TYPES = {
 }
 
 
-def collect(
-    model: ir.Model, groups: dict[str, tuple[TensorSpec, list[str]]], reader: Any, settings: Settings
-) -> dict[str, Observer]:
-    """Run the data through the float model and observe.
+def activation_params(
+    model: ir.Model, placement: Placement, settings: Settings, reader: Any, fingerprint: str = ""
+) -> dict[ir.Value, QParams]:
+    """Scale and zero point of each class of activations.
 
     Args:
-        model: The float model; not changed.
-        groups: Name of a class of tensors -> its spec and the tensors whose values count.
-        reader: Anything with `get_next() -> dict | None`.
-        settings: Limits and providers.
-
-    Returns:
-        Name of a class -> what was observed.
+        model: The float model, not changed.
+        placement: Which tensors, with which spec.
+        settings: Limits, providers, the statistics file.
+        reader: Anything with `get_next() -> dict | None`; None where the statistics file has everything.
+        fingerprint: Of the float model; for the statistics file.
 
     Raises:
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
         NonFiniteError: A tensor held NaN or Inf.
     """
-    observers = {name: make_observer(spec, settings) for name, (spec, _) in groups.items()}
-    members = [(tensor, observers[name]) for name, (_, tensors) in groups.items() for tensor in tensors]
+    classes = _classes(placement)
+    if not classes:
+        return {}
+    observers = {root: make_observer(placement.activations[root], settings) for root in classes}
+    tensors = {name: root for root, names in classes.items() for name in names}
+    if settings.statistics is None:
+        collect(model, {name: observers[root] for name, root in tensors.items()}, reader, settings)
+    else:
+        statistics = _statistics(model, list(tensors), reader, settings, fingerprint)
+        for name in [name for name in tensors if name in statistics.states]:
+            part = make_observer(observers[tensors[name]].spec, settings)
+            part.restore(statistics.states[name])
+            observers[tensors[name]].merge(part)
+    return {root: _solved(root.name, observer) for root, observer in observers.items()}
+
+
+def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
+    """The tensor that stands for a class -> names of the tensors whose values count."""
+    classes: dict[ir.Value, list[str]] = {}
+    for value, spec in placement.activations.items():
+        if spec.is_cast or spec.dtype.is_block or spec.dynamic:
+            continue
+        root = placement.root(value)
+        names = classes.setdefault(root, [])
+        producer = value.producer()
+        moved = producer is not None and producer.op_type in RULES and RULES[producer.op_type].shares_scale
+        if value is root or not moved:
+            names.append(value.name or "")
+    return classes
+
+
+def _statistics(model: ir.Model, tensors: list[str], reader: Any, settings: Settings, fingerprint: str) -> Statistics:
+    """The statistics file with all of these tensors: what it lacks is collected and added to it."""
+    assert settings.statistics is not None
+    statistics = load_or_start(settings.statistics, fingerprint)
+    missing = {name: EverythingObserver() for name in tensors if name not in statistics.states}
+    if missing:
+        collect(model, missing, reader, settings)
+        statistics.add(missing)
+        statistics.save(settings.statistics)
+    return statistics
+
+
+def _solved(name: str | None, observer: Observer) -> QParams:
+    try:
+        return observer.qparams()
+    except QuarkError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, settings: Settings) -> None:
+    """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
+    if reader is None and settings.random_data:
+        from quark.onnx.readers import RandomDataReader
+
+        reader = RandomDataReader(model)
+    if reader is None:
+        raise CalibrationError(
+            f"{len(observers)} activations ({next(iter(observers))}, ...) have static scales, which need a calibration "
+            "data reader. Possible: pass one, or weight-only quantization."
+        )
     inputs = {value.name for value in model.graph.inputs}
-    wanted = list(dict.fromkeys(tensor for tensor, _ in members if tensor not in inputs))
+    wanted = [name for name in observers if name not in inputs]
     count = 0
     with _Session(model, wanted, settings) as session:
         for feed in progress(samples(reader, session, settings.calibration_samples), "calibration"):
             values = dict(zip(wanted, session.run(wanted, feed), strict=True)) if wanted else {}
-            for tensor, observer in members:
-                observer.update(np.asarray(values[tensor] if tensor in values else feed[tensor]))
+            for name, observer in observers.items():
+                observer.update(np.asarray(values[name] if name in values else feed[name]))
             count += 1
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
-    return observers
 
 
 def samples(reader: Any, session: onnxruntime.InferenceSession, limit: int | None) -> Iterator[Feed]:
@@ -104,7 +163,7 @@ def _check_feed(feed: Any, expected: dict[str, Any]) -> None:
 
 
 class _Session:
-    """A session whose outputs are the wanted tensors; over a temporary file where weights lie outside the model."""
+    """A session whose outputs are the wanted tensors; over a temporary file where the model passes protobuf's 2 GB."""
 
     def __init__(self, model: ir.Model, wanted: list[str], settings: Settings) -> None:
         self.model, self.wanted, self.settings = model, wanted, settings
@@ -117,23 +176,34 @@ class _Session:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        outside = any(isinstance(v.const_value, ir.ExternalTensor) for v in self.model.graph.initializers.values())
-        if outside or weight_bytes(self.model) > PROTOBUF_LIMIT:
-            self.folder = tempfile.TemporaryDirectory()
-            path = Path(self.folder.name) / "model.onnx"
-            ir.save(self.model, path, external_data="model.data")
-            proto = onnx.load(path, load_external_data=False)
-            self._add_outputs(proto)
-            onnx.save(proto, path)
-            source: str | bytes = str(path)
+        weights = [value.const_value for value in self.model.graph.initializers.values()]
+        outside = [tensor for tensor in weights if isinstance(tensor, ir.ExternalTensor)]
+        inside = weight_bytes(self.model) - sum(tensor.nbytes for tensor in outside)
+        folders = {str(Path(tensor.base_dir or ".").resolve()) for tensor in outside}
+        if inside > PROTOBUF_LIMIT or len(folders) > 1:
+            source: str | bytes = self._written()
         else:
             proto = to_proto(self.model)
             self._add_outputs(proto)
             source = proto.SerializeToString()
+            # Weights beside the model stay there: the runtime maps the same file.
+            for folder in folders:
+                options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         try:
             return onnxruntime.InferenceSession(source, options, providers=list(self.settings.providers))
         except Exception as error:
             raise QuarkError(f"ONNX Runtime does not load the float model: {error}") from error
+
+    def _written(self) -> str:
+        import onnx_ir as ir
+
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name) / "model.onnx"
+        ir.save(self.model, path, external_data="model.data")
+        proto = onnx.load(path, load_external_data=False)
+        self._add_outputs(proto)
+        onnx.save(proto, path)
+        return str(path)
 
     def _add_outputs(self, proto: onnx.ModelProto) -> None:
         present = {output.name for output in proto.graph.output}

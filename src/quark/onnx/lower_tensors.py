@@ -1,7 +1,7 @@
 """Lowering of one tensor: QTensorConfig and the options that concern it, to a core TensorSpec. Pure functions.
 
 integers         MinMax     Percentile   Entropy   MinMSE         weights: MinMSE, else MinMax
-float scales     min_max    percentile   entropy   mse
+float scales     min_max    percentile   entropy   mse            also LayerwisePercentile, Distribution
 power of two     pof2_non_overflow                 pof2_min_mse
 
 floats           a cast                            nothing is calibrated
@@ -30,6 +30,8 @@ FLOAT_SCALE = {
     CalibMethod.MinMSE: "mse",
     CalibMethod.Percentile: "percentile",
     CalibMethod.Entropy: "entropy",
+    CalibMethod.LayerwisePercentile: "layerwise_percentile",
+    CalibMethod.Distribution: "distribution",
 }
 POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "pof2_min_mse"}
 BFP_FORMATS = {("to_bfp", 16): "BFP16"}
@@ -110,9 +112,6 @@ def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> s
         if method not in POWER_OF_TWO:
             raise ConfigError(f"{method} does not go with {scale}; possible: MinMax, MinMSE.")
         return POWER_OF_TWO[method]
-    if method not in FLOAT_SCALE:
-        shown = ", ".join(entry.name for entry in FLOAT_SCALE)
-        raise NotSupportedError(f"{method} is not part of this version; possible: {shown}.")
     moving = method is CalibMethod.MinMax and value_of(options, "CalibMovingAverage")
     return "moving_average" if moving else FLOAT_SCALE[method]
 

@@ -14,6 +14,8 @@ import numpy as np
 from quark.core.array import row_chunks
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.observers import OBSERVERS, Observer
+from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
+from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import QParams, quantize
 from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, QuarkError
@@ -44,9 +46,9 @@ class Parameters:
 def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
     """The statistic that a spec asks for."""
     if spec.observer == "percentile":
-        from quark.core.observers.percentile import PercentileObserver
-
         return PercentileObserver(spec, settings.percentile)
+    if spec.observer == "layerwise_percentile":
+        return LayerwisePercentileObserver(spec, settings.percentile_candidates, settings.percentile_metric)
     return OBSERVERS[spec.observer](spec)
 
 

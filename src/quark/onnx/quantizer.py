@@ -11,16 +11,16 @@ import onnx
 
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
+from quark.errors import ConfigError, NotSupportedError, QuarkError
 from quark.log import logger
-from quark.onnx.calibrate import collect
+from quark.onnx.calibrate import activation_params
 from quark.onnx.model import load, save, to_proto
-from quark.onnx.operators import RULES
 from quark.onnx.parameters import Parameters, weight_params
 from quark.onnx.passes import PASSES
 from quark.onnx.placement import Placement, place
 from quark.onnx.rewrite import Rewriter
 from quark.onnx.settings import Settings
+from quark.onnx.statistics import fingerprint
 from quark.onnx.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -90,12 +90,13 @@ class ModelQuantizer:
 def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
     """Passes, placement, calibration, rewriting; changes and returns the model."""
     settings = _supported(settings)
+    identity = fingerprint(model) if settings.statistics else ""
     model = raise_opset(model)
     for name, step in PASSES.items():
         if getattr(settings, name):
             step(model)
     placement = place(model, settings)
-    activations = _calibrated(model, placement, settings, reader)
+    activations = activation_params(model, placement, settings, reader, identity)
     parameters = Parameters(activations, weight_params(placement, settings))
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
@@ -148,46 +149,6 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
         model.graph.remove(node, safe=True)
         count += 1
     return count
-
-
-def _calibrated(model: ir.Model, placement: Placement, settings: Settings, reader: Any) -> dict[ir.Value, QParams]:
-    """Scale and zero point of each class of activations."""
-    groups: dict[str, tuple[TensorSpec, list[str]]] = {}
-    roots: dict[str, ir.Value] = {}
-    for value, spec in placement.activations.items():
-        if spec.is_cast:
-            continue
-        root = placement.root(value)
-        name = root.name or ""
-        roots[name] = root
-        _, members = groups.setdefault(name, (placement.activations[root], []))
-        if value is root or not _only_moved(value):
-            members.append(value.name or "")
-    if not groups:
-        return {}
-    if reader is None and settings.random_data:
-        from quark.onnx.readers import RandomDataReader
-
-        reader = RandomDataReader(model)
-    if reader is None:
-        raise CalibrationError(
-            f"{len(groups)} activations ({next(iter(groups))}, ...) have static scales, which need a calibration data "
-            "reader. Possible: pass one, or weight-only quantization."
-        )
-    observers = collect(model, groups, reader, settings)
-    params = {}
-    for name, observer in observers.items():
-        try:
-            params[roots[name]] = observer.qparams()
-        except QuarkError as error:
-            raise type(error)(f"{name}: {error}") from None
-    return params
-
-
-def _only_moved(value: ir.Value) -> bool:
-    """Whether a tensor holds only values of a tensor that is observed already."""
-    producer = value.producer()
-    return producer is not None and producer.op_type in RULES and RULES[producer.op_type].shares_scale
 
 
 def _supported(settings: Settings) -> Settings:

@@ -41,6 +41,8 @@ class Settings:
         target: Name of a target profile: "npu", "ort_x64" or "generic".
         percentile: For the percentile observer.
         calibration_samples: Most samples read; None for all.
+        statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
+        percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
         random_data: Calibrate on random data where no reader is given.
         algorithms: Algorithm configs in their order.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
@@ -66,6 +68,9 @@ class Settings:
     target: str = "generic"
     percentile: float = 99.999
     calibration_samples: int | None = None
+    statistics: str | None = None
+    percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
+    percentile_metric: str = "mae"
     random_data: bool = False
     algorithms: tuple[object, ...] = field(default=())
     external_data: bool = False

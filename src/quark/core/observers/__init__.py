@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from quark.core.observers.base import Observer
 from quark.core.observers.block import BlockObserver, MXDiffsObserver
+from quark.core.observers.distribution import DistributionObserver
 from quark.core.observers.entropy import EntropyObserver
 from quark.core.observers.histogram import HistogramObserver
+from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
 from quark.core.observers.min_max import MinMaxObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.observers.mse import MSEObserver
@@ -22,6 +24,8 @@ OBSERVERS: Registry[type[Observer]] = Registry("observer")
 OBSERVERS.register("min_max", MinMaxObserver)
 OBSERVERS.register("moving_average", MovingAverageObserver)
 OBSERVERS.register("percentile", PercentileObserver)
+OBSERVERS.register("layerwise_percentile", LayerwisePercentileObserver)
+OBSERVERS.register("distribution", DistributionObserver)
 OBSERVERS.register("mse", MSEObserver)
 OBSERVERS.register("histogram", HistogramObserver)
 OBSERVERS.register("entropy", EntropyObserver)

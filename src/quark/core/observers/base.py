@@ -7,6 +7,7 @@ minimum, a maximum, a count or a sum of counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -59,6 +60,19 @@ class Observer:
             self.count += other.count
             self.model_dtype = other.model_dtype
 
+    def state(self) -> dict[str, Array]:
+        """What was collected, as arrays: saved, sent to another process, restored."""
+        return {"count": np.asarray(self.count), "low": self.low, "high": self.high}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take what another observer collected, be it of another class that collected at least as much.
+
+        Raises:
+            CalibrationError: The state lacks what this statistic needs.
+        """
+        self.count = int(needed(state, "count", self))
+        self.low, self.high = needed(state, "low", self), needed(state, "high", self)
+
     def range(self) -> tuple[Array, Array]:
         """The range [low, high] that quantization should cover, shaped like the stored scale; float32.
 
@@ -108,6 +122,13 @@ class Observer:
         assert self.low is not None
         zero = self.low * 0
         return zero + float(np.float32(low)), zero + float(np.float32(high))
+
+
+def needed(state: Mapping[str, Array], name: str, observer: Observer) -> Array:
+    """An entry of a state. Raises CalibrationError where it is absent."""
+    if state.get(name) is None:
+        raise CalibrationError(f"{type(observer).__name__} needs {name!r}; what was collected has {sorted(state)}.")
+    return state[name]
 
 
 def host(x: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

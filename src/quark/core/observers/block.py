@@ -13,6 +13,7 @@ from quark.core.observers.base import Observer
 from quark.core.quantize import dequantize, quantize
 from quark.core.scales import QParams, ScaleRule, qparams_from_range
 from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError
 
 
 class BlockObserver(Observer):
@@ -37,6 +38,9 @@ class MXDiffsObserver(Observer):
         super().merge(other)
         if isinstance(other, MXDiffsObserver):
             self.seen.extend(other.seen)
+
+    def state(self) -> dict[str, Array]:
+        raise CalibrationError("mx_diffs keeps the values themselves: it has no state to save. Possible: block.")
 
     def qparams(self) -> QParams:
         """The scale of the lower error for each block."""

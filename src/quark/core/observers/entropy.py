@@ -42,9 +42,13 @@ def uniform(bins: Bins, amax: float) -> Floats:
     """Spread bins of |x| over BINS equal bins of [0, amax], each bin's counts evenly over its width."""
     edges = np.linspace(0, amax, BINS + 1)
     width = np.maximum(bins.right - bins.left, amax * 1e-12)
-    cumulative = np.zeros(BINS + 1)
-    for left, w, count in zip(bins.left, width, bins.count, strict=True):
-        cumulative += count * np.clip((edges - left) / w, 0, 1)
+    # Each bin fills [left, left + width] evenly: the cumulative count is the integral of the sum of these boxes.
+    ends = np.concatenate([bins.left, bins.left + width])
+    density = bins.count / width
+    order = np.argsort(ends, kind="stable")
+    ends, slopes = ends[order], np.cumsum(np.concatenate([density, -density])[order])
+    at_ends = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(ends))])
+    cumulative = np.interp(edges, ends, at_ends)
     cumulative[-1] = bins.count.sum()
     return np.diff(cumulative)
 

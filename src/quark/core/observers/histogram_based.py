@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from quark.core.array import Array
-from quark.core.observers.base import Observer
+from quark.core.observers.base import Observer, needed
 from quark.core.observers.bit_histogram import Bins, BitHistogram, Floats
 from quark.core.quantize import dequantize, quantize
 from quark.core.scales import qparams_from_range
 from quark.core.spec import TensorSpec
 
 SAMPLES = 8
-"""Points that stand for the values of one bin when an error is summed."""
+"""Most points that stand for the values of one bin when an error is summed."""
 
 
 class HistogramBasedObserver(Observer):
@@ -37,6 +38,13 @@ class HistogramBasedObserver(Observer):
         assert isinstance(other, HistogramBasedObserver)
         self.histogram.merge(other.histogram)
 
+    def state(self) -> dict[str, Array]:
+        return {**super().state(), "counts": self.histogram.counts}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        super().restore(state)
+        self.histogram.counts = needed(state, "counts", self)
+
     def range(self) -> tuple[Array, Array]:
         low, high = self._scalars()
         return self._as_range(*self.solve(self.histogram.bins(0, low, high), low, high))
@@ -47,22 +55,36 @@ class HistogramBasedObserver(Observer):
 
 
 def squared_error(bins: Bins, low: Floats, high: Floats, spec: TensorSpec) -> Floats:
-    """Expected squared quantization error of the values for candidate ranges.
+    """Sum of the squared quantization errors of the values for candidate ranges; see `quantization_error`."""
+    return quantization_error(bins, low, high, spec, 2)
+
+
+def quantization_error(bins: Bins, low: Floats, high: Floats, spec: TensorSpec, power: int) -> Floats:
+    """Expected sum of |x - Q(x)|^power of the values for candidate ranges.
 
     Args:
         bins: The values.
         low, high: Candidate ranges, shape (candidates,).
         spec: Its dtype and symmetry decide the grid.
+        power: 1 or 2.
 
     Returns:
         Sums over all values, shape (candidates,).
     """
-    points = (np.arange(SAMPLES) + 0.5) / SAMPLES
-    x = (bins.left[:, None] + points * (bins.right - bins.left)[:, None]).astype(np.float32).reshape(-1)
-    weight = np.repeat(bins.count / SAMPLES, SAMPLES)
+    x, weight = _points(bins, float(np.maximum(-low, high).max()) / 2**spec.dtype.bits)
     errors = np.empty(len(low))
     for i in range(len(low)):
         params = qparams_from_range(np.asarray(low[i], np.float32), np.asarray(high[i], np.float32), spec)
         y = dequantize(quantize(x, params, spec), params, spec)
-        errors[i] = float((weight * (y.astype(np.float64) - x) ** 2).sum())
+        errors[i] = float((weight * np.abs(y.astype(np.float64) - x) ** power).sum())
     return errors
+
+
+def _points(bins: Bins, step: float) -> tuple[Floats, Floats]:
+    """Values that stand for the bins, and how many each stands for: the more, the wider a bin is in steps."""
+    width = bins.right - bins.left
+    points = np.clip(np.ceil(SAMPLES * width / max(step, np.finfo(np.float64).tiny)), 1, SAMPLES).astype(np.int64)
+    first = np.cumsum(points) - points
+    inside = (np.arange(points.sum()) - np.repeat(first, points) + 0.5) / np.repeat(points, points)
+    x = np.repeat(bins.left, points) + inside * np.repeat(width, points)
+    return x.astype(np.float32), np.repeat(bins.count / points, points)

@@ -6,8 +6,10 @@ depend on their order, so it can be merged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quark.core.array import Array, astype
-from quark.core.observers.base import Observer
+from quark.core.observers.base import Observer, needed
 from quark.core.quantize import range_of
 from quark.core.spec import TensorSpec
 
@@ -33,6 +35,14 @@ class MovingAverageObserver(Observer):
 
     def _add(self, low: Array, high: Array) -> None:
         self.sums = (low, high) if self.sums is None else (self.sums[0] + low, self.sums[1] + high)
+
+    def state(self) -> dict[str, Array]:
+        low, high = self.sums or (None, None)
+        return {**super().state(), "low_sum": low, "high_sum": high}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        super().restore(state)
+        self.sums = needed(state, "low_sum", self), needed(state, "high_sum", self)
 
     def range(self) -> tuple[Array, Array]:
         self.extremes()

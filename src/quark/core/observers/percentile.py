@@ -21,8 +21,13 @@ class PercentileObserver(HistogramBasedObserver):
         self.percentile = percentile
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:
-        share = self.percentile / 100
-        if self.spec.symmetric or self.spec.dtype.is_float:
-            edge = quantile(absolute(bins), share)
-            return -edge, edge
-        return quantile(bins, 1 - share), quantile(bins, share)
+        return percentile_range(bins, self.percentile, self.spec)
+
+
+def percentile_range(bins: Bins, percentile: float, spec: TensorSpec) -> tuple[float, float]:
+    """The range that keeps `percentile` percent of the values."""
+    share = percentile / 100
+    if spec.symmetric or spec.dtype.is_float:
+        edge = quantile(absolute(bins), share)
+        return -edge, edge
+    return quantile(bins, 1 - share), quantile(bins, share)

@@ -8,13 +8,14 @@ has the least squared error (MinMSE).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from quark.core.array import Array, like, namespace
 from quark.core.granularity import PerTensor
-from quark.core.observers.base import Observer, host
+from quark.core.observers.base import Observer, host, needed
 from quark.core.observers.bit_histogram import BitHistogram
 from quark.core.observers.histogram_based import squared_error
 from quark.core.scales import ScaleType, exp2, exponent, qparams_from_range
@@ -72,6 +73,15 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
             if self.histogram is None:
                 self.histogram = BitHistogram(other.histogram.rows, other.histogram.bits)
             self.histogram.merge(other.histogram)
+
+    def state(self) -> dict[str, Array]:
+        return {**super().state(), "counts": None if self.histogram is None else self.histogram.counts}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        super().restore(state)
+        counts, rows = needed(state, "counts", self), int(np.prod(tuple(state["low"].shape)))
+        self.histogram = BitHistogram(rows, (len(counts) // rows).bit_length() - 1)
+        self.histogram.counts = counts
 
     def _parts(self, x: Array) -> Array:
         """X as (parts that share a scale, values)."""
