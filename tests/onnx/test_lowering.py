@@ -164,8 +164,10 @@ def test_granularity() -> None:
     assert legacy is not None and legacy.granularity == PerChannel(0)
     with pytest.raises(ConfigError, match="Channel is for weights"):
         tensor(channel)
-    with pytest.raises(NotSupportedError, match="Group"):
-        tensor(Int8Spec(quant_granularity=QuantGranularity.Group), weight=True)
+    with pytest.raises(ConfigError, match="Group is for weights"):
+        tensor(Int8Spec(quant_granularity=QuantGranularity.Group))
+    group = new(None, Int8Spec(quant_granularity=QuantGranularity.Group), BlockSize=64).layer.weight
+    assert group is not None and group.granularity == PerGroup(0, 64, pad=True)
     with pytest.raises(NotSupportedError, match="MinMSE"):
         tensor(QTensorConfig(True, ScaleType.Float32, CalibMethod.MinMSE, QuantGranularity.Channel), weight=True)
 
@@ -339,7 +341,6 @@ def test_domains() -> None:
     "values",
     [
         {"reduce_range": True},
-        {"use_dynamic_quant": True},
         {"input_nodes": ["a"]},
         {"convert_nchw_to_nhwc": True},
         {"include_auto_mp": True},

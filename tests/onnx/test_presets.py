@@ -18,7 +18,7 @@ from quark.onnx.types import (
     QuantType,
 )
 
-LATER = {"UINT8_DYNAMIC_QUANT", "VINT8", "MATMUL_NBITS"} | {name for name in ROWS if "_MIXED_" in name}
+LATER = {"VINT8"} | {name for name in ROWS if "_MIXED_" in name}
 OCP = ("MXFP8E5M2", "MXFP8E4M3", "MXFP6E3M2", "MXFP6E2M3", "MXFP4E2M1", "MXINT8")
 
 

@@ -20,6 +20,10 @@ from quark.onnx.config import (
 from quark.onnx.custom_ops import (
     get_library_path,
 )
+from quark.onnx.functions import (
+    quantize_dynamic,
+    quantize_static,
+)
 from quark.onnx.presets import (
     get_default_config,
 )
@@ -37,6 +41,8 @@ from quark.onnx.specs import (
     DataType,
     Float16,
     Float16Spec,
+    Int4,
+    Int4Spec,
     Int8,
     Int8Spec,
     Int16,
@@ -53,6 +59,8 @@ from quark.onnx.specs import (
     MXFP8E5M2Spec,
     MXInt8Spec,
     QTensorConfig,
+    UInt4,
+    UInt4Spec,
     UInt8,
     UInt8Spec,
     UInt16,
@@ -100,6 +108,8 @@ __all__ = [
     "Float16",
     "Float16Spec",
     "GPTQConfig",
+    "Int4",
+    "Int4Spec",
     "Int8",
     "Int8Spec",
     "Int16",
@@ -131,6 +141,8 @@ __all__ = [
     "RandomDataReader",
     "ScaleType",
     "SmoothQuantConfig",
+    "UInt4",
+    "UInt4Spec",
     "UInt8",
     "UInt8Spec",
     "UInt16",
@@ -142,4 +154,6 @@ __all__ = [
     "XInt8Spec",
     "get_default_config",
     "get_library_path",
+    "quantize_dynamic",
+    "quantize_static",
 ]

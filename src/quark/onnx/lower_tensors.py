@@ -80,29 +80,66 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
     power_of_two = config.scale_type is ScaleType.PowerOf2
     return TensorSpec(
         DTYPES[config.data_type.core],
-        _granularity(config, weight, observer),
+        _granularity(config, options, weight, observer),
         symmetric=config.symmetric if symmetric is None else symmetric,
         scale_type=CoreScale.pof2 if power_of_two else CoreScale.float32,
         observer=observer,
     )
 
 
-def _granularity(config: QTensorConfig, weight: bool, observer: str) -> PerTensor | PerChannel:
+def _granularity(
+    config: QTensorConfig, options: Mapping[str, Any], weight: bool, observer: str
+) -> PerTensor | PerChannel | PerGroup:
+    """The axes are those of a MatMul's weight; placement turns them to each op's own."""
     granularity = config.quant_granularity
+    if not weight and config.data_type.core in ("int4", "uint4"):
+        raise NotSupportedError(f"{config.data_type} is for weights: no runtime has 4-bit activations.")
     if granularity is QuantGranularity.Tensor:
         return PerTensor()
-    if granularity is QuantGranularity.Group:
-        raise NotSupportedError(f"QuantGranularity.Group of {config.data_type} is not part of this version; {POSSIBLE}")
     if not weight:
-        raise ConfigError(f"QuantGranularity.Channel is for weights: runtimes have one activation scale; {POSSIBLE}")
+        raise ConfigError(f"{granularity} is for weights: runtimes have one activation scale; possible: Tensor.")
     if observer == "mse":
         raise NotSupportedError(
-            "CalibMethod.MinMSE finds one range for a weight; with Channel, use CalibMethod.MinMax."
+            f"CalibMethod.MinMSE finds one range for a weight; with {granularity}, use CalibMethod.MinMax."
         )
+    if granularity is QuantGranularity.Group:
+        return PerGroup(0, group_size(value_of(options, "BlockSize"), "BlockSize"), pad=True)
     return PerChannel(0)
 
 
-POSSIBLE = "possible: Tensor, and Channel for weights."
+def group_size(size: int, name: str) -> int:
+    """A block length that runtimes have. Raises ConfigError."""
+    if size < 16 or size & (size - 1):
+        raise ConfigError(f"{name}={size}: possible: 16, 32, 64, 128, 256 ...")
+    return size
+
+
+def lower_nbits(options: Mapping[str, Any]) -> tuple[TensorSpec, int]:
+    """MatMulNBitsParams: the spec of the weights, and the accuracy level.
+
+    Raises:
+        ConfigError: an unknown entry or a wrong value.
+        NotSupportedError: an algorithm other than rounding to nearest.
+    """
+    given = {**NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
+    for key in given:
+        if key not in NBITS_DEFAULTS:
+            raise ConfigError(f"MatMulNBitsParams has no entry {key!r}. {did_you_mean(str(key), NBITS_DEFAULTS)}")
+    if given["Algorithm"] != "DEFAULT":
+        raise NotSupportedError(
+            f"MatMulNBitsParams.Algorithm={given['Algorithm']!r} is not part of this version; possible: 'DEFAULT'."
+        )
+    if given["Bits"] not in (4, 8) or given["AccuracyLevel"] not in range(5):
+        raise ConfigError(
+            f"MatMulNBitsParams: Bits={given['Bits']}, AccuracyLevel={given['AccuracyLevel']}; "
+            "possible: Bits 4 or 8, AccuracyLevel 0 to 4."
+        )
+    size = group_size(given["GroupSize"], "MatMulNBitsParams.GroupSize")
+    name = f"{'int' if given['Symmetric'] else 'uint'}{given['Bits']}"
+    return TensorSpec(DTYPES[name], PerGroup(0, size, pad=True), symmetric=given["Symmetric"]), given["AccuracyLevel"]
+
+
+NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
 
 
 def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
@@ -19,7 +20,7 @@ from quark.onnx.algo_configs import AlgoConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
 from quark.onnx.lower_algorithms import lower_algorithms
-from quark.onnx.lower_tensors import data_type_of, is_integer, lower_tensor
+from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
 from quark.onnx.settings import Settings
 from quark.onnx.specs import Int32, QTensorConfig
@@ -41,7 +42,6 @@ UNSUPPORTED_FIELDS = {
     "output_nodes": "exclude the nodes after them instead",
     "specific_tensor_precision": "use QConfig.specific_layer_config",
     "reduce_range": "7-bit codes are not part of this version",
-    "use_dynamic_quant": "dynamic quantization is not part of this version",
     "convert_fp16_to_fp32": "convert the model to float32 first",
     "convert_nchw_to_nhwc": "not part of this version",
     "include_auto_mp": "mixed precision by search is not part of this version",
@@ -71,6 +71,7 @@ class Request:
     npu_cnn: bool
     algorithms: tuple[AlgoConfig, ...]
     external_data: bool
+    dynamic: bool = False
     by_name: Mapping[QLayerConfig, list[Any]] = field(default_factory=dict)
     by_type: Mapping[QLayerConfig | None, list[str]] = field(default_factory=dict)
     exclude: tuple[Any, ...] = ()
@@ -96,7 +97,7 @@ def _from_qconfig(config: QConfig) -> Request:
     layer, options = config.global_config, config.extra_options
     check_options(options, "QConfig.extra_options")
     specs = [spec for spec in (layer.input_tensors, layer.weight) if spec is not None]
-    plain = all(spec.data_type.core in ("int8", "uint8") for spec in specs)
+    plain = all(spec.data_type.core in ("int4", "uint4", "int8", "uint8") for spec in specs)
     npu = all(spec.scale_type is ScaleType.PowerOf2 for spec in specs)
     return Request(
         layer,
@@ -140,6 +141,7 @@ def _from_legacy(config: QuantizationConfig) -> Request:
         npu_cnn=bool(options.get("EnableNPUCnn", config.enable_npu_cnn)),
         algorithms=lower_algorithms((), options, {name: getattr(config, name) for name in FLAGS}),
         external_data=config.use_external_data_format,
+        dynamic=config.use_dynamic_quant,
         exclude=(*config.nodes_to_exclude, *config.subgraphs_to_exclude),
     )
 
@@ -165,8 +167,13 @@ def _settings(request: Request) -> Settings:
         # Float and block weights stay float values behind a Q/DQ pair: asking for it changes nothing.
         options.pop("AddQDQPairToWeight", None)
     refuse_unsupported(options)
-    weights_only = value_of(options, "WeightsOnly")
-    spec, int32_bias = _global_layer(request, weights_only)
+    nbits = lower_nbits(options) if value_of(options, "UseMatMulNBits") else None
+    weights_only = value_of(options, "WeightsOnly") or nbits is not None
+    if nbits is not None:
+        spec, int32_bias = LayerSpec(weight=nbits[0]), False
+        options.setdefault("OpTypesToQuantize", ["MatMul"])
+    else:
+        spec, int32_bias = _global_layer(request, weights_only)
     transformer = value_of(options, "EnableNPUTransformer")
     const_only = value_of(options, "MatMulConstBOnly")
     return Settings(
@@ -190,6 +197,7 @@ def _settings(request: Request) -> Settings:
         fold_relu=value_of(options, "FoldRelu"),
         align=_align(options, request.npu_cnn),
         force_pass_through=value_of(options, "ForceQuantizeNoInputCheck"),
+        matmul_nbits=None if nbits is None else nbits[1],
         contrib_domain=_contrib_domain(request, spec),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         target=_target(request),
@@ -212,6 +220,8 @@ def _global_layer(request: Request, weights_only: bool) -> tuple[LayerSpec, bool
     weight = lower_tensor(layer.weight, options, weight=True)
     if weights_only:
         return LayerSpec(weight=weight), False
+    if request.dynamic:
+        return LayerSpec(weight=weight, input=TensorSpec(DTYPES["uint8"], symmetric=False, dynamic=True)), False
     if layer.input_tensors is None:
         raise ConfigError("input_tensors has no spec; WeightsOnly=True needs none.")
     activation = lower_tensor(layer.input_tensors, options, weight=False)

@@ -198,8 +198,9 @@ _later("EnableVaimlBF16", BOOL, False)
 _moot("RefineBlockAxis", BOOL, None, "blocks lie along the axis that each op reduces")
 _obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
 _obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
-_later("UseMatMulNBits", BOOL, False)
-_later("MatMulNBitsParams", DICT, {})
+_obeyed("UseMatMulNBits", BOOL, False, "4- or 8-bit weights of MatMul in MatMulNBits nodes; activations stay in float")
+_obeyed("MatMulNBitsParams", DICT, {}, "Algorithm, GroupSize, Symmetric, Bits, AccuracyLevel")
+_obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.Group (an option of this package)")
 
 # Runtime and debug.
 _obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")

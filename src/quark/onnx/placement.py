@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from quark.core.granularity import Granularity, PerChannel, PerTensor
+from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError
+from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.model import constant
 from quark.onnx.operators import ALIGN_GROUPS, RULES
 from quark.onnx.scopes import nodes_of
@@ -37,6 +38,7 @@ class Placement:
         weights: (node, input index) -> spec.
         biases: (node, input index) -> index of the weight.
         added_biases: (Add, input index) of a constant that is the bias of a MatMul -> the MatMul.
+        dynamic: Nodes whose input is quantized as it comes.
         nodes: The quantized nodes.
     """
 
@@ -45,6 +47,7 @@ class Placement:
     weights: dict[tuple[ir.Node, int], TensorSpec] = field(default_factory=dict)
     biases: dict[tuple[ir.Node, int], int] = field(default_factory=dict)
     added_biases: dict[tuple[ir.Node, int], ir.Node] = field(default_factory=dict)
+    dynamic: list[ir.Node] = field(default_factory=list)
     nodes: list[ir.Node] = field(default_factory=list)
 
     def root(self, value: ir.Value) -> ir.Value:
@@ -73,12 +76,17 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         if not _worth_quantizing(node, target, placement):
             continue
         rule = RULES[node.op_type]
+        if layer.input is not None and layer.input.dynamic and not layer.input.dtype.is_block:
+            _place_dynamic(node, layer, placement)
+            continue
         data = rule.inputs(node)
         live = [i for i in data if node.inputs[i] is not None and constant(node.inputs[i]) is None]
         follows = rule.shares_scale and not settings.force_pass_through
         if follows and (not live or node.inputs[live[0]] not in placement.activations):
             continue
         if settings.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
+            continue
+        if settings.weights_only and not _has_weight(node):
             continue
         placement.nodes.append(node)
         if not settings.weights_only:
@@ -93,6 +101,23 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         _fuse_activations(placement)
         _share_scales(placement, settings)
     return placement
+
+
+def _has_weight(node: ir.Node) -> bool:
+    weight = RULES[node.op_type].weight
+    return weight is not None and weight < len(node.inputs) and constant(node.inputs[weight]) is not None
+
+
+def _place_dynamic(node: ir.Node, layer: LayerSpec, placement: Placement) -> None:
+    """A node with an integer kernel and a constant weight; everything else stays in float."""
+    if not fits_dynamic(node) or layer.weight is None:
+        return
+    placement.nodes.append(node)
+    placement.dynamic.append(node)
+    spec = _weight_spec(node, layer.weight)
+    # ConvInteger has one zero point for all channels of a weight.
+    one = node.op_type == "Conv" and not spec.symmetric
+    placement.weights[node, 1] = replace(spec, granularity=PerTensor()) if one else spec
 
 
 def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec]:
@@ -190,7 +215,8 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     if constant(node.inputs[rule.bias]) is None:
         return
     weight = placement.weights.get((node, rule.weight))
-    integers = weight is not None and weight.has_zero_point and layer.input is not None and layer.input.has_zero_point
+    integers = weight is not None and weight.has_zero_point and not isinstance(weight.granularity, PerGroup)
+    integers = integers and layer.input is not None and layer.input.has_zero_point
     if settings.int32_bias and integers:
         placement.biases[node, rule.bias] = rule.weight
     elif layer.bias is not None:
@@ -198,12 +224,16 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
 
 
 def _weight_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
+    """The spec of a weight, along the axis that its op has for channels, or for the sum over a group."""
     granularity: Granularity = spec.granularity
     value = node.inputs[RULES[node.op_type].weight or 0]
-    if isinstance(granularity, PerChannel):
+    if isinstance(granularity, PerChannel) or (isinstance(granularity, PerGroup) and not spec.dtype.is_block):
         shape = constant(value).shape
         axis = RULES[node.op_type].channel_axis(node) % max(1, len(shape))
-        granularity = PerChannel(axis) if len(shape) > 1 else PerTensor()
+        if isinstance(granularity, PerGroup) and len(shape) == 2:
+            granularity = PerGroup(1 - axis, granularity.size, pad=True)
+        else:
+            granularity = PerChannel(axis) if len(shape) > 1 else PerTensor()
     return replace(spec, granularity=granularity)
 
 

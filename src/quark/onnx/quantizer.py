@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, QuarkError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 MINIMUM_OPSET = 13
+BLOCKED_OPSET = 21
 
 
 class ModelQuantizer:
@@ -91,7 +93,7 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     """Passes, placement, calibration, rewriting; changes and returns the model."""
     settings = _supported(settings)
     identity = fingerprint(model) if settings.statistics else ""
-    model = raise_opset(model)
+    model = raise_opset(model, _needed_opset(settings))
     for name, step in PASSES.items():
         if getattr(settings, name):
             step(model)
@@ -105,20 +107,30 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     return model
 
 
-def raise_opset(model: ir.Model) -> ir.Model:
-    """Convert a model below opset 13, the first with per-channel Q/DQ."""
+def _needed_opset(settings: Settings) -> int:
+    """13, the first with per-channel Q/DQ; 21 for 4-bit types and blocks."""
+    layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
+    weights = [layer.weight for layer in layers if layer is not None and layer.weight is not None]
+    blocked = any(w.has_zero_point and (w.dtype.bits < 8 or isinstance(w.granularity, PerGroup)) for w in weights)
+    return BLOCKED_OPSET if blocked and settings.matmul_nbits is None else MINIMUM_OPSET
+
+
+def raise_opset(model: ir.Model, minimum: int = MINIMUM_OPSET) -> ir.Model:
+    """Convert a model below an opset."""
     from quark.onnx.model import opset
 
-    if opset(model) >= MINIMUM_OPSET:
+    if opset(model) >= minimum:
         return model
     # onnx_ir is imported with the first model.
     import onnx_ir as ir
     from onnx import version_converter
 
     try:
-        return ir.from_proto(version_converter.convert_version(to_proto(model), MINIMUM_OPSET))
+        return ir.from_proto(version_converter.convert_version(to_proto(model), minimum))
     except (RuntimeError, ValueError) as error:
-        raise QuarkError(f"The model is of opset {opset(model)} and cannot be converted to 13: {error}") from error
+        raise QuarkError(
+            f"The model is of opset {opset(model)} and cannot be converted to {minimum}: {error}"
+        ) from error
 
 
 def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:
@@ -154,10 +166,11 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
 def _supported(settings: Settings) -> Settings:
     """Settings with ONNX's symmetric ranges. Raises NotSupportedError for specs that cannot be written yet."""
     wanted = TARGETS[settings.target].activation
-    if wanted and settings.layer.input is not None and settings.layer.input.dtype.name != wanted:
+    given = settings.layer.input
+    if wanted and given is not None and not given.dynamic and given.dtype.name != wanted:
         raise ConfigError(
             f"The target {settings.target!r} runs {wanted} activations in integers only; the config has "
-            f"{settings.layer.input.dtype}. Possible: {wanted} activations, or the target 'generic'."
+            f"{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
     layers = [settings.layer, *(layer for _, layer in settings.by_name), *(layer for _, layer in settings.by_type)]
     for layer in layers:
@@ -170,8 +183,6 @@ def _supported(settings: Settings) -> Settings:
                 raise NotSupportedError(
                     "bfloat16 as extended Q/DQ is not part of this version: set BF16QDQToCast=True."
                 )
-            if spec.dynamic:
-                raise NotSupportedError("Dynamic quantization is not part of this version of the ONNX flow.")
 
     def convert(layer: LayerSpec | None) -> LayerSpec | None:
         if layer is None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import PerChannel
+from quark.core.granularity import PerGroup
 from quark.core.quantize import quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, NotSupportedError
+from quark.onnx.dynamic import write_dynamic
+from quark.onnx.matmul_nbits import fits_nbits, write_nbits
 from quark.onnx.model import constant, opset
 from quark.onnx.parameters import Parameters, encode
 from quark.onnx.placement import Placement
@@ -51,8 +53,14 @@ class Rewriter:
 
     def run(self) -> None:
         """Write everything, drop what nothing uses any more, and sort."""
+        dynamic = set(self.placement.dynamic)
         for (node, index), spec in self.placement.weights.items():
-            self._weight(node, index, spec)
+            if node in dynamic:
+                write_dynamic(self, node)
+            elif self.settings.matmul_nbits is not None and fits_nbits(node, spec):
+                write_nbits(self, node, spec, self.settings.matmul_nbits)
+            else:
+                self._weight(node, index, spec)
         for (node, index), weight in self.placement.biases.items():
             self._bias(node, index, weight)
         for (add, index), matmul in self.placement.added_biases.items():
@@ -89,9 +97,25 @@ class Rewriter:
         if is_output:
             value.name = f"{name}_QuantizeLinear_Input"
             result.name = name
-            for position, output in enumerate(self.graph.outputs):
-                if output is value:
-                    self.graph.outputs[position] = result
+            self._set_output(value, result)
+
+    def _set_output(self, old: ir.Value, new: ir.Value) -> None:
+        for position, output in enumerate(self.graph.outputs):
+            if output is old:
+                self.graph.outputs[position] = new
+
+    def replace(self, node: ir.Node, new: list[ir.Node]) -> None:
+        """Put nodes in the place of one; the last gives its output, under the same name."""
+        old, result = node.outputs[0], new[-1].outputs[0]
+        result.type, result.shape = old.type, old.shape
+        name, is_output = old.name, old.is_graph_output()
+        self.graph.insert_before(node, new)
+        for use in list(old.uses()):
+            use.node.replace_input_with(use.idx, result)
+        if is_output:
+            self._set_output(old, result)
+        self.graph.remove(node, safe=True)
+        old.name, result.name = None, name
 
     def _cast(self, value: ir.Value, name: str, spec: TensorSpec) -> tuple[ir.Node, ir.Node]:
         to = self.ir.DataType[spec.dtype.onnx]
@@ -104,6 +128,8 @@ class Rewriter:
     def _node(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
         domain = self._domain(spec)
         attributes = {} if axis is None else {"axis": axis}
+        if isinstance(spec.granularity, PerGroup):
+            attributes["block_size"] = spec.granularity.size
         node = self.ir.node(op_type, inputs, attributes, domain=domain, name=f"{name}_{op_type}")
         node.outputs[0].name = f"{name}_{op_type}_Output"
         return node
@@ -114,7 +140,8 @@ class Rewriter:
             raise NotSupportedError(
                 f"{spec.dtype} Q/DQ is not part of this version; possible: {', '.join(FIRST_OPSET)}."
             )
-        contrib = self.settings.contrib_domain or first > opset(self.model)
+        blocked = spec.dtype.bits < 8 or isinstance(spec.granularity, PerGroup)
+        contrib = not blocked and (self.settings.contrib_domain or first > opset(self.model))
         if contrib:
             self.model.opset_imports[CONTRIB] = 1
         return CONTRIB if contrib else ""
@@ -123,12 +150,12 @@ class Rewriter:
         scale = np.asarray(params.scale, np.float32)
         zero = np.zeros(scale.shape) if params.zero_point is None else params.zero_point
         codes = np.asarray(zero).astype(self._kind(spec).numpy())
-        return self._initializer(f"{name}_scale", scale), self._initializer(f"{name}_zero_point", codes)
+        return self.initializer(f"{name}_scale", scale), self.initializer(f"{name}_zero_point", codes)
 
     def _kind(self, spec: TensorSpec) -> ir.DataType:
         return self.ir.DataType[spec.dtype.onnx]
 
-    def _initializer(self, name: str, data: Array | ir.TensorProtocol) -> ir.Value:
+    def initializer(self, name: str, data: Array | ir.TensorProtocol) -> ir.Value:
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         tensor = self.ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
@@ -143,24 +170,30 @@ class Rewriter:
         if spec.is_cast:
             self._cast_weight(node, index, source.name or "", np.asarray(constant(source), np.float32), spec)
             return
-        params = self.parameters.weights[node, index]
-        axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
-        name = self._stored_name(source.name or "", node, source, params, spec)
-        codes = self._initializer(f"{name}_quantized", self._codes(source, params, spec))
-        scale, zero = self._scale_and_zero(name, params, spec)
+        codes, scale, zero = self.encoded(node, index, spec)
+        axis = getattr(spec.granularity, "axis", None)
         decoder = self._node("DequantizeLinear", [codes, scale, zero], source.name or "", spec, axis)
         self._unique(decoder, node, index)
 
-    def _codes(self, source: ir.Value, params: QParams, spec: TensorSpec) -> ir.TensorProtocol:
+    def encoded(self, node: ir.Node, index: int, spec: TensorSpec, transpose: bool = False) -> tuple[ir.Value, ...]:
+        """Codes, scale and zero point of a constant operand, as initializers."""
+        source, params = node.inputs[index], self.parameters.weights[node, index]
+        assert source is not None
+        name = self.stored_name(source.name or "", node, source, params, spec)
+        codes = self.initializer(f"{name}_quantized", self._codes(source, params, spec, transpose))
+        return codes, *self._scale_and_zero(name, params, spec)
+
+    def _codes(self, source: ir.Value, params: QParams, spec: TensorSpec, transpose: bool) -> ir.TensorProtocol:
         """The integers of a weight, computed when they are written: memory holds one weight at a time."""
         kind, shape = self._kind(spec), constant(source).shape
 
         def evaluate() -> ir.TensorProtocol:
-            return self.ir.tensor(encode(constant(source), params, spec, kind.numpy()), dtype=kind)
+            codes = encode(constant(source), params, spec, kind.numpy())
+            return self.ir.tensor(np.ascontiguousarray(codes.T) if transpose else codes, dtype=kind)
 
-        return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape))
+        return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape[::-1] if transpose else shape))
 
-    def _stored_name(self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec) -> str:
+    def stored_name(self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec) -> str:
         """A name for the integers of a constant: shared by all nodes that read it under the same parameters."""
         zero = b"" if params.zero_point is None else np.asarray(params.zero_point).tobytes()
         key = (id(source), spec, np.asarray(params.scale).tobytes(), zero)
@@ -174,7 +207,7 @@ class Rewriter:
         kind = np.float16 if spec.dtype.name == "float16" else ml_dtypes.bfloat16
         if not np.isfinite(weight).all():
             raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.")
-        stored = self._initializer(f"{name}_quantized", np.asarray(quantize(weight, None, spec)).astype(kind))  # type: ignore[arg-type]
+        stored = self.initializer(f"{name}_quantized", np.asarray(quantize(weight, None, spec)).astype(kind))  # type: ignore[arg-type]
         up = self.ir.node("Cast", [stored], {"to": int(self.ir.DataType.FLOAT)}, name=f"{name}_DequantizeLinear")
         up.outputs[0].name = f"{name}_DequantizeLinear_Output"
         self._unique(up, node, index)
@@ -196,9 +229,9 @@ class Rewriter:
         codes = np.clip(np.rint(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(np.int32)
         key = f"{node.name}_{name}"
         inputs = [
-            self._initializer(f"{key}_quantized", codes),
-            self._initializer(f"{key}_quantized_scale", scale),
-            self._initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, np.int32)),
+            self.initializer(f"{key}_quantized", codes),
+            self.initializer(f"{key}_quantized_scale", scale),
+            self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, np.int32)),
         ]
         spec = replace(self.placement.weights[owner, weight], dtype=INT32)
         self._unique(self._node("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None), node, index)

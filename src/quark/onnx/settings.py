@@ -36,6 +36,8 @@ class Settings:
         fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
         align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
         force_pass_through: Quantize data-movement ops even where their input is not quantized.
+        matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
+            weights behind a blocked DequantizeLinear.
         contrib_domain: Write Q/DQ in the com.microsoft domain.
         cast_bfloat16: Write bfloat16 as pairs of Cast.
         target: Name of a target profile: "npu", "ort_x64" or "generic".
@@ -63,6 +65,7 @@ class Settings:
     fold_relu: bool = False
     align: tuple[str, ...] = ()
     force_pass_through: bool = False
+    matmul_nbits: int | None = None
     contrib_domain: bool = False
     cast_bfloat16: bool = False
     target: str = "generic"

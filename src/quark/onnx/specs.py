@@ -40,6 +40,8 @@ class DataType:
 
 DATA_TYPES: Registry[DataType] = Registry("data type")
 for _name, _core, _block in [
+    ("Int4", "int4", 0),
+    ("UInt4", "uint4", 0),
     ("Int8", "int8", 0),
     ("UInt8", "uint8", 0),
     ("Int16", "int16", 0),
@@ -67,6 +69,7 @@ def parse_data_type(name: str) -> DataType | None:
     return next((kind for kind in DATA_TYPES.values() if kind.name == name), None)
 
 
+Int4, UInt4 = DATA_TYPES["Int4"], DATA_TYPES["UInt4"]
 Int8, UInt8 = DATA_TYPES["Int8"], DATA_TYPES["UInt8"]
 Int16, UInt16 = DATA_TYPES["Int16"], DATA_TYPES["UInt16"]
 Int32, UInt32 = DATA_TYPES["Int32"], DATA_TYPES["UInt32"]
@@ -160,6 +163,18 @@ def _row(data_type: DataType, method: str = "Percentile", symmetric: bool = True
         "calibration_method": CalibMethod[method],
         "data_type": data_type,
     }
+
+
+class Int4Spec(_Spec):
+    """Symmetric int4, float scale, min-max: for weights."""
+
+    row = _row(Int4, "MinMax")
+
+
+class UInt4Spec(_Spec):
+    """Asymmetric uint4, float scale, min-max: for weights."""
+
+    row = _row(UInt4, "MinMax", symmetric=False)
 
 
 class Int8Spec(_Spec):

@@ -1,0 +1,65 @@
+"""MatMulNBits (com.microsoft): a MatMul whose constant operand has 2 to 8 bits in blocks along the sum.
+
+    y = x @ ((q - zero_point) * scale)      q (K, N), one scale for each `block_size` values of a column
+
+Stored by column: B uint8 (N, blocks, block_size * bits / 8), first code in the low bits; scales float32 (N, blocks);
+zero points packed like codes (N, ceil(blocks * bits / 8)), absent for 2^(bits-1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.array import pad_axis
+from quark.core.granularity import PerGroup
+from quark.core.packing import pack_bits
+from quark.core.quantize import quantize
+from quark.core.spec import TensorSpec
+from quark.onnx.model import constant
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quark.onnx.rewrite import Rewriter
+
+Array = np.ndarray[Any, Any]
+DOMAIN = "com.microsoft"
+
+
+def fits_nbits(node: ir.Node, spec: TensorSpec) -> bool:
+    """Whether a node can become a MatMulNBits: blocks of 16, 32, 64 ... along the sum of a 2-D constant."""
+    if node.op_type != "MatMul" or not isinstance(spec.granularity, PerGroup) or spec.dtype.bits not in (2, 4, 8):
+        return False
+    size = spec.granularity.size
+    return constant(node.inputs[1]).ndim == 2 and size >= 16 and size & (size - 1) == 0
+
+
+def write_nbits(rewriter: Rewriter, node: ir.Node, spec: TensorSpec, accuracy_level: int) -> None:
+    """Replace a MatMul by a MatMulNBits of the same name."""
+    ir, source, params = rewriter.ir, node.inputs[1], rewriter.parameters.weights[node, 1]
+    assert source is not None and isinstance(spec.granularity, PerGroup)
+    k, n = constant(source).shape
+    bits, size = spec.dtype.bits, spec.granularity.size
+    blocks = -(-k // size)
+    offset = 1 << (bits - 1) if spec.dtype.signed else 0
+
+    def evaluate() -> Any:
+        codes = np.asarray(quantize(np.asarray(constant(source), np.float32), params, spec)) + offset
+        columns = pad_axis(np.ascontiguousarray(codes.astype(np.uint8).T), 1, blocks * size - k)
+        return ir.tensor(np.asarray(pack_bits(columns, bits)).reshape(n, blocks, size * bits // 8))
+
+    name = rewriter.stored_name(source.name or "", node, source, params, spec)
+    shape = ir.Shape([n, blocks, size * bits // 8])
+    packed = rewriter.initializer(f"{name}_quantized", ir.LazyTensor(evaluate, dtype=ir.DataType.UINT8, shape=shape))
+    scales = np.ascontiguousarray(np.asarray(params.scale, np.float32).T)
+    inputs = [node.inputs[0], packed, rewriter.initializer(f"{name}_scale", scales)]
+    if not spec.symmetric:
+        zero = np.ascontiguousarray((np.asarray(params.zero_point) + offset).astype(np.uint8).T)
+        packed_zero = pack_bits(pad_axis(zero, 1, -blocks % (8 // bits)), bits)
+        inputs.append(rewriter.initializer(f"{name}_zero_point", np.asarray(packed_zero)))
+    attributes = {"K": k, "N": n, "bits": bits, "block_size": size, "accuracy_level": accuracy_level}
+    new = ir.node("MatMulNBits", inputs, attributes, domain=DOMAIN, name=node.name)
+    rewriter.model.opset_imports[DOMAIN] = 1
+    rewriter.replace(node, [new])
