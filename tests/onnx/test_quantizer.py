@@ -19,7 +19,7 @@ from quark.onnx.model import load, save, to_proto
 from quark.onnx.passes import PASSES
 from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
-from tests.onnx.zoo import Reader, cnn, images, mlp, run, vectors
+from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 U8 = spec("uint8", symmetric=False)
 S8 = spec("int8")
@@ -272,3 +272,20 @@ def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> N
         quantize(load(cnn()), Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))), Reader(images()))
     with pytest.raises(ConfigError, match="no rule to quantize LSTM"):
         quantize(load(cnn()), replace(A8W8, op_types=("LSTM",)), Reader(images()))
+
+
+def test_a_residual_between_float_nodes_stays_in_float_for_onnxruntime() -> None:
+    """x feeds a MatMul and an Add of float nodes: only the MatMul reads codes, or their noise would stay in the sum."""
+    b = Builder()
+    hidden = b.node(
+        "MatMul", [b.node("Tanh", ["x"], "squashed"), b.constant("w", b.random.normal(0, 0.2, (32, 32)))], "h"
+    )
+    b.node("Add", [b.node("Sigmoid", [hidden], "gate"), "squashed"], "y")
+    model = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+    settings = Settings(LayerSpec(weight=CHANNEL, input=U8), target="ort_x64")
+    done = to_proto(quantize(load(model), settings, Reader(vectors())))
+    nodes = {n.name: n for n in done.graph.node}
+    assert nodes["h_node"].input[0] == "squashed_DequantizeLinear_Output"
+    assert nodes["y_node"].input[1] == "squashed"
+    generic = to_proto(quantize(load(model), replace(settings, target="generic"), Reader(vectors())))
+    assert {n.name: n for n in generic.graph.node}["y_node"].input[1] == "squashed_DequantizeLinear_Output"

@@ -23,6 +23,7 @@ from quark.onnx.model import constant, opset
 from quark.onnx.parameters import Parameters, encode
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
+from quark.onnx.targets import TARGETS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -48,6 +49,7 @@ class Rewriter:
 
         self.ir, self.model, self.graph = ir, model, model.graph
         self.settings, self.parameters, self.placement = settings, parameters, placement
+        self.quantized = set(placement.nodes)
         self.node_names = {node.name for node in self.graph}
         self.stored: dict[str, tuple[object, ...]] = {}
 
@@ -75,7 +77,10 @@ class Rewriter:
 
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
         name = value.name or ""
-        uses, is_output = list(value.uses()), value.is_graph_output()
+        # Bodies of If and Loop, which may read the tensor too, stay as they are.
+        uses, is_output = [use for use in value.uses() if use.node.graph is self.graph], value.is_graph_output()
+        if self._is_float(value):
+            uses, is_output = [use for use in uses if use.node in self.quantized], False
         if not uses and not is_output:
             return
         if spec.is_cast:
@@ -98,6 +103,13 @@ class Rewriter:
             value.name = f"{name}_QuantizeLinear_Input"
             result.name = name
             self._set_output(value, result)
+
+    def _is_float(self, value: ir.Value) -> bool:
+        """Whether other float nodes should go on reading this tensor itself."""
+        target, producer = TARGETS[self.settings.target], value.producer()
+        if not target.float_islands:
+            return False
+        return producer is None or producer not in self.quantized or producer.op_type in target.float_output
 
     def _set_output(self, old: ir.Value, new: ir.Value) -> None:
         for position, output in enumerate(self.graph.outputs):

@@ -24,6 +24,7 @@ class Target:
         activation: The element type that activations must have; "" for any.
         float_output: Op types whose output stays in float.
         folds_relu: A Relu must go where the quantized range has its effect.
+        float_islands: A float node reads what another float node gives in float, though a quantized node reads it too.
         bias_after_matmul: The Add of a constant after a MatMul is its bias, and must be an integer one.
     """
 
@@ -33,6 +34,7 @@ class Target:
     activation: str = ""
     float_output: frozenset[str] = frozenset()
     folds_relu: bool = False
+    float_islands: bool = False
     bias_after_matmul: bool = False
 
 
@@ -51,6 +53,7 @@ TARGETS.register(
         activation="uint8",
         float_output=frozenset({"Gemm", "MatMul"}),
         folds_relu=True,
+        float_islands=True,
         bias_after_matmul=True,
     ),
 )

@@ -1,0 +1,34 @@
+"""Import time of quark.onnx over `import onnx, onnxruntime`, medians of five fresh processes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+CHILD = """
+import sys, time
+start = time.perf_counter()
+import onnx, onnxruntime
+middle = time.perf_counter()
+import quark.onnx
+print(middle - start, time.perf_counter() - middle, int("torch" in sys.modules))
+"""
+
+
+def sample() -> list[float]:
+    """Seconds of the runtime's import, of ours after it, and whether torch was loaded."""
+    child = subprocess.run([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, check=True)
+    return [float(part) for part in child.stdout.splitlines()[-1].split()]
+
+
+def main() -> None:
+    sample()
+    base, extra, torch = zip(*(sample() for _ in range(5)), strict=True)
+    result = {"benchmark": "onnx_import", "onnx_and_onnxruntime_seconds": statistics.median(base)}
+    print(json.dumps({**result, "quark_after_seconds": statistics.median(extra), "loads_torch": max(torch)}))
+
+
+if __name__ == "__main__":
+    main()
