@@ -5,8 +5,10 @@ Each sample's activations are reduced at once; memory holds one sample.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +123,20 @@ def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, set
         )
     inputs = {value.name for value in model.graph.inputs}
     wanted = [name for name in observers if name not in inputs]
+    shared: dict[int, tuple[Observer, list[str]]] = {}
+    for name, observer in observers.items():
+        shared.setdefault(id(observer), (observer, []))[1].append(name)
     count = 0
-    with _Session(model, wanted, settings) as session:
+    with _Session(model, wanted, settings) as session, ThreadPoolExecutor(os.cpu_count()) as pool:
         for feed in progress(samples(reader, session, settings.calibration_samples), "calibration"):
-            values = dict(zip(wanted, session.run(wanted, feed), strict=True)) if wanted else {}
-            for name, observer in observers.items():
-                observer.update(np.asarray(values[name] if name in values else feed[name]))
+            values = {**feed, **(dict(zip(wanted, session.run(wanted, feed), strict=True)) if wanted else {})}
+
+            def see(entry: tuple[Observer, list[str]], values: Mapping[str, Any] = values) -> None:
+                for name in entry[1]:
+                    entry[0].update(np.asarray(values[name]))
+
+            # Counting lets go of the interpreter lock; an observer is in one thread only.
+            list(pool.map(see, shared.values()))
             count += 1
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quark.core.array import Array, astype, is_torch, namespace, to_numpy, view
+from quark.core.observers.counting import BITS, count_patterns
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -34,6 +35,11 @@ class BitHistogram:
 
     def update(self, x: Array) -> None:
         """Count the values of x, shape (rows, n)."""
+        if self.rows == 1 and self.bits == BITS and not is_torch(x):
+            if self.counts is None:
+                self.counts = np.zeros(1 << BITS, np.int64)
+            count_patterns(astype(x, "float32"), self.counts)
+            return
         patterns = view(astype(x, "float32"), "int32") >> (32 - self.bits)
         index = patterns + (1 << (self.bits - 1))
         if self.rows > 1:
@@ -45,7 +51,7 @@ class BitHistogram:
     def merge(self, other: BitHistogram) -> None:
         """Add the counts of another histogram of the same size."""
         if other.counts is not None:
-            self.counts = other.counts if self.counts is None else self.counts + other.counts
+            self.counts = other.counts + 0 if self.counts is None else self.counts + other.counts
 
     def bins(self, row: int, low: float, high: float) -> Bins:
         """The occupied bins of one row, their bounds cut to the exact extremes [low, high]."""

@@ -25,8 +25,7 @@ class EntropyObserver(HistogramBasedObserver):
         counts = uniform(_without_zeros(absolute(bins)), amax)
         levels = 1 << (min(self.spec.dtype.bits, 8) - 1)
         ends = range(BINS, levels - 1, -(BINS // 512))[::-1]
-        divergences = [_divergence(counts, end, levels) for end in ends]
-        edge = ends[int(np.argmin(divergences))] / BINS * amax
+        edge = ends[int(np.argmin(divergences(counts, np.array(ends), levels)))] / BINS * amax
         return max(low, -edge), min(high, edge)
 
 
@@ -53,16 +52,34 @@ def uniform(bins: Bins, amax: float) -> Floats:
     return np.diff(cumulative)
 
 
-def _divergence(counts: Floats, end: int, levels: int) -> float:
-    p = counts[:end].copy()
-    p[-1] += counts[end:].sum()
-    occupied = p > 0
-    group = np.minimum(np.arange(end) * levels // end, levels - 1)
-    sums = np.bincount(group, weights=counts[:end], minlength=levels)
-    used = np.bincount(group, weights=occupied, minlength=levels)
-    q = np.where(occupied, sums[group] / np.maximum(used[group], 1), 0)
-    if q.sum() == 0:
-        return np.inf
-    p, q = p / p.sum(), q / q.sum()
-    both = p > 0
-    return float((p[both] * np.log(p[both] / np.maximum(q[both], 1e-12))).sum())
+def divergences(counts: Floats, ends: np.ndarray[tuple[int], np.dtype[np.int64]], levels: int) -> Floats:
+    """KL(P || Q) for candidate ends, all at once: every sum over a group of bins is a difference of running sums.
+
+    With c the counts, g the groups (one for each level), s their sums and u their occupied bins, and the tail added
+    to the last bin of P:  KL = [sum p log(p / sum p) - sum over g of (mass of g) * log(s / (u * sum s))] / sum p.
+    """
+    running = _before(counts)
+    total, inside = running[-1], running[ends]
+    tail = total - inside
+    bounds = -(-np.arange(levels + 1) * ends[:, None] // levels)
+    sums = np.diff(running[bounds], axis=1)
+    occupied = np.diff(_before(np.sign(counts))[bounds], axis=1)
+    # The tail occupies the last bin, be it empty otherwise.
+    occupied[:, -1] += (counts[ends - 1] == 0) & (tail > 0)
+    mass = sums.copy()
+    mass[:, -1] += tail
+    with np.errstate(divide="ignore", invalid="ignore"):
+        q = np.where(occupied > 0, sums / np.maximum(occupied, 1) / inside[:, None], 0)
+        last = counts[ends - 1]
+        entropy = _before(_xlogx(counts))[ends] - _xlogx(last) + _xlogx(last + tail) - total * np.log(total)
+        cross = np.where(mass > 0, mass * np.log(np.maximum(q, 1e-12)), 0).sum(axis=1)
+    return np.where(inside == 0, np.inf, (entropy - cross) / total)
+
+
+def _before(x: Floats) -> Floats:
+    """Sums of the entries before each position, and of all."""
+    return np.concatenate([[0.0], np.cumsum(x, dtype=np.float64)])
+
+
+def _xlogx(x: Floats) -> Floats:
+    return np.where(x > 0, x * np.log(np.maximum(x, 1e-300)), 0)

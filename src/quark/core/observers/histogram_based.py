@@ -43,7 +43,7 @@ class HistogramBasedObserver(Observer):
 
     def restore(self, state: Mapping[str, Array]) -> None:
         super().restore(state)
-        self.histogram.counts = needed(state, "counts", self)
+        self.histogram.counts = needed(state, "counts", self) + 0
 
     def range(self) -> tuple[Array, Array]:
         low, high = self._scalars()

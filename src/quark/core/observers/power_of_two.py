@@ -81,7 +81,7 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         super().restore(state)
         counts, rows = needed(state, "counts", self), int(np.prod(tuple(state["low"].shape)))
         self.histogram = BitHistogram(rows, (len(counts) // rows).bit_length() - 1)
-        self.histogram.counts = counts
+        self.histogram.counts = counts + 0
 
     def _parts(self, x: Array) -> Array:
         """X as (parts that share a scale, values)."""

@@ -1,0 +1,98 @@
+"""The few C++ files of the package: compiled at first use with the compiler of this machine, never on import.
+
+Each is one file without dependencies. Its library lies in the user's cache folder under a name that holds the hash of
+source and command: another version is another file, and two processes that build at once rename equal files into one
+place. Where there is no compiler, each has a substitute that gives the same results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from quark.errors import MissingDependencyError, OutputError, QuarkError
+from quark.files import atomic_file
+from quark.log import logger
+
+SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+# Every operation is rounded on its own: a contracted a * b + c would change bits.
+GNU_FLAGS = ("-std=c++17", "-O3", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math")
+MSVC_FLAGS = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/LD", "/fp:precise")
+
+
+def library(source: Path, purpose: str, without: str) -> Path:
+    """The compiled library of a C++ file; built if the cache lacks it.
+
+    Args:
+        source: The file.
+        purpose: What it is, for messages: "the library of extended operators".
+        without: What works where it cannot be built, for errors.
+
+    Raises:
+        MissingDependencyError: This machine has no C++ compiler.
+        QuarkError: The compiler fails; shows its last lines.
+        OutputError: The cache folder cannot be written.
+    """
+    command = _command(purpose, without)
+    key = hashlib.sha256(source.read_bytes() + "\0".join([*command, platform.machine()]).encode())
+    path = cache_folder() / f"{source.stem}_{key.hexdigest()[:16]}{SUFFIX}"
+    if not path.exists():
+        logger.info("Compiling %s, once: %s", purpose, path)
+        _build(command, source, path, without)
+    return path
+
+
+def cache_folder() -> Path:
+    """Where compiled files are kept: `QUARK_CACHE`, else the user's cache folder of this system."""
+    named = os.environ.get("QUARK_CACHE")
+    if named:
+        return Path(named)
+    variable, default = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
+    return Path(os.environ.get(variable) or Path.home() / default) / "quark"
+
+
+def _command(purpose: str, without: str) -> list[str]:
+    """The compiler and its flags: `CXX`, else the first that is found."""
+    chosen = shlex.split(os.environ.get("CXX", ""), posix=sys.platform != "win32")
+    names = [chosen[0]] if chosen else [*(["cl"] if sys.platform == "win32" else []), "c++", "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        hint = " On Windows: start from a Developer Command Prompt, or install MinGW." if os.name == "nt" else ""
+        raise MissingDependencyError(
+            f"{purpose[:1].upper()}{purpose[1:]} is compiled on this machine, which has no C++ compiler: "
+            f"none of {', '.join(names)} is there; the environment variable CXX can name one.{hint} {without}"
+        )
+    if Path(found).stem.lower() in ("cl", "clang-cl"):
+        return [found, *chosen[1:], *MSVC_FLAGS]
+    flags = ("-static",) if sys.platform == "win32" else ("-fPIC",)
+    return [found, *chosen[1:], *GNU_FLAGS, *flags]
+
+
+def _build(command: list[str], source: Path, path: Path, without: str) -> None:
+    msvc = MSVC_FLAGS[0] in command
+    try:
+        with atomic_file(path) as temporary, tempfile.TemporaryDirectory() as scratch:
+            out = [f"/Fe:{temporary}"] if msvc else ["-o", str(temporary)]
+            # Intermediate files fall into the working folder.
+            done = subprocess.run(
+                [*command, str(source), *out],
+                cwd=scratch,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            if done.returncode:
+                lines = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+                raise QuarkError(f"The C++ compiler failed: {shlex.join(command)}\n{lines}\n{without}")
+    except OutputError:
+        # Another process may have put the file there, and hold it open.
+        if not path.exists():
+            raise

@@ -1,0 +1,73 @@
+"""Counts of float patterns: compiled, numpy and a plain dictionary agree."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quark import native
+from quark.core.observers import counting
+from quark.core.observers.counting import count_patterns, count_with_numpy
+from quark.errors import MissingDependencyError
+
+
+def values(size: int) -> np.ndarray:
+    random = np.random.default_rng(size)
+    x = random.uniform(-3, 3, size) * 10.0 ** random.integers(-44, 38, size)
+    x[: size // 3] = 0
+    x[size // 3 : size // 2] *= -1
+    x = x.astype(np.float32)
+    x[-6:] = [np.inf, -np.inf, np.nan, -0.0, 1e-45, -3.4e38]
+    return x
+
+
+def expected(x: np.ndarray) -> dict[int, int]:
+    return collections.Counter(int(p) for p in (x.view(np.int32) >> 16) + 32768)
+
+
+@pytest.mark.parametrize("size", [7, 1000, (1 << 17) - 1, (1 << 17) + 3, 1_100_000])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_counts(size: int, compiled: bool) -> None:
+    x = values(size)
+    counting._compiled.cache_clear()
+    if compiled and counting._compiled() is None:
+        pytest.skip("no compiler")
+    counts = np.zeros(1 << 16, np.int64)
+    (count_patterns if compiled else count_with_numpy)(x, counts)
+    assert counts.sum() == size
+    assert {int(i): int(counts[i]) for i in np.flatnonzero(counts)} == expected(x)
+
+
+def test_without_a_compiler_numpy_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    counting._compiled.cache_clear()
+    x = values(1_200_000)
+    counts = np.zeros(1 << 16, np.int64)
+    count_patterns(x, counts)
+    assert counting._compiled() is None and not list(tmp_path.iterdir())
+    assert {int(i): int(counts[i]) for i in np.flatnonzero(counts)} == expected(x)
+    with pytest.raises(MissingDependencyError, match=r"no C\+\+ compiler.*no-such-compiler.*instead"):
+        native.library(Path(counting.__file__).with_name("counts.cpp"), "the counter", "Do this instead.")
+    counting._compiled.cache_clear()
+
+
+def test_a_library_is_built_once_for_each_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    try:
+        first = native.library(source, "one", "")
+    except MissingDependencyError:
+        pytest.skip("no compiler")
+    stamp = first.stat().st_mtime_ns
+    assert native.library(source, "one", "") == first and first.stat().st_mtime_ns == stamp
+    source.write_text('extern "C" int one() { return 2; }')
+    assert native.library(source, "one", "") != first
+    source.write_text("no C++")
+    with pytest.raises(native.QuarkError, match="compiler failed"):
+        native.library(source, "one", "")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
