@@ -303,6 +303,8 @@ def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
         ({"Percentile": 99}, "percentile", 99.0),
         ({"CalibDataSize": 8}, "calibration_samples", 8),
         ({"UseRandomData": True}, "random_data", True),
+        ({"RandomDataReaderInputShape": {"x": [1, 3]}}, "random_shapes", (("x", (1, 3)),)),
+        ({"RandomDataReaderInputDataRange": {"x": [0, 1]}}, "random_ranges", (("x", (0, 1)),)),
         ({"ExecutionProviders": ["CUDAExecutionProvider"]}, "providers", ("CUDAExecutionProvider",)),
         ({"EnableNPUCnn": True}, "target", "npu"),
     ],

@@ -24,14 +24,21 @@ from quark.onnx.functions import (
     quantize_dynamic,
     quantize_static,
 )
+from quark.onnx.path_reader import (
+    PathDataReader,
+)
 from quark.onnx.presets import (
     get_default_config,
 )
 from quark.onnx.quantizer import (
     ModelQuantizer,
 )
-from quark.onnx.readers import (
+from quark.onnx.random_reader import (
     RandomDataReader,
+)
+from quark.onnx.readers import (
+    CachedDataReader,
+    CalibrationDataReader,
 )
 from quark.onnx.specs import (
     BFP16,
@@ -98,7 +105,9 @@ __all__ = [
     "BFloat16Spec",
     "BiasCorrectionConfig",
     "CLEConfig",
+    "CachedDataReader",
     "CalibMethod",
+    "CalibrationDataReader",
     "CalibrationMethod",
     "Config",
     "DataType",
@@ -128,6 +137,7 @@ __all__ = [
     "MXFP8E5M2Spec",
     "MXInt8Spec",
     "ModelQuantizer",
+    "PathDataReader",
     "PowerOfTwoMethod",
     "QConfig",
     "QLayerConfig",

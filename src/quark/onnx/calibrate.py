@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,29 +19,19 @@ from quark.core.observers import Observer
 from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
+from quark.onnx.inputs import model_inputs
 from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
 from quark.onnx.operators import RULES
 from quark.onnx.parameters import make_observer
 from quark.onnx.placement import Placement
+from quark.onnx.random_reader import RandomDataReader
+from quark.onnx.readers import samples
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import EverythingObserver, Statistics, load_or_start
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime
-
-Feed = dict[str, np.ndarray[Any, Any]]
-
-ORT_TYPES = {
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(float16)": "float16",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(int8)": "int8",
-    "tensor(uint8)": "uint8",
-    "tensor(bool)": "bool",
-}
 
 
 def activation_params(
@@ -53,7 +43,7 @@ def activation_params(
         model: The float model, not changed.
         placement: Which tensors, with which spec.
         settings: Limits, providers, the statistics file.
-        reader: Anything with `get_next() -> dict | None`; None where the statistics file has everything.
+        reader: Anything with `get_next()`, or an iterable of samples; None where the statistics file has everything.
         fingerprint: Of the float model; for the statistics file.
 
     Raises:
@@ -113,22 +103,20 @@ def _solved(name: str | None, observer: Observer) -> QParams:
 def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, settings: Settings) -> None:
     """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
     if reader is None and settings.random_data:
-        from quark.onnx.readers import RandomDataReader
-
-        reader = RandomDataReader(model)
+        reader = RandomDataReader(model, dict(settings.random_shapes), dict(settings.random_ranges))
     if reader is None:
         raise CalibrationError(
             f"{len(observers)} activations ({next(iter(observers))}, ...) have static scales, which need a calibration "
             "data reader. Possible: pass one, or weight-only quantization."
         )
-    inputs = {value.name for value in model.graph.inputs}
+    inputs = model_inputs(model)
     wanted = [name for name in observers if name not in inputs]
     shared: dict[int, tuple[Observer, list[str]]] = {}
     for name, observer in observers.items():
         shared.setdefault(id(observer), (observer, []))[1].append(name)
     count = 0
     with _Session(model, wanted, settings) as session, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for feed in progress(samples(reader, session, settings.calibration_samples), "calibration"):
+        for feed in progress(samples(reader, inputs, settings.calibration_samples), "calibration"):
             values = {**feed, **(dict(zip(wanted, session.run(wanted, feed), strict=True)) if wanted else {})}
 
             def see(entry: tuple[Observer, list[str]], values: Mapping[str, Any] = values) -> None:
@@ -140,36 +128,6 @@ def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, set
             count += 1
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
-
-
-def samples(reader: Any, session: onnxruntime.InferenceSession, limit: int | None) -> Iterator[Feed]:
-    """The reader's samples, each checked against the inputs of the model."""
-    if not callable(getattr(reader, "get_next", None)):
-        raise CalibrationError(f"A calibration reader needs get_next(); {type(reader).__name__} has none.")
-    expected = {i.name: i for i in session.get_inputs()}
-    count = 0
-    while limit is None or count < limit:
-        feed = reader.get_next()
-        if feed is None:
-            return
-        _check_feed(feed, expected)
-        yield feed
-        count += 1
-
-
-def _check_feed(feed: Any, expected: dict[str, Any]) -> None:
-    described = ", ".join(f"{i.name}: {ORT_TYPES.get(i.type, i.type)} {i.shape}" for i in expected.values())
-    if not isinstance(feed, dict) or set(feed) != set(expected):
-        came = sorted(feed) if isinstance(feed, dict) else type(feed).__name__
-        raise CalibrationError(f"A calibration sample gives {came}; the model expects {described}.")
-    for name, value in feed.items():
-        array, wanted = np.asarray(value), expected[name]
-        shape = [d if isinstance(d, int) else None for d in wanted.shape]
-        fits = len(shape) == array.ndim and all(w in (None, g) for w, g in zip(shape, array.shape, strict=False))
-        if not fits or str(array.dtype) != ORT_TYPES.get(wanted.type, str(array.dtype)):
-            raise CalibrationError(
-                f"The calibration input {name!r} is {array.dtype} {list(array.shape)}; the model expects {described}."
-            )
 
 
 class _Session:

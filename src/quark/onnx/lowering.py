@@ -207,6 +207,8 @@ def _settings(request: Request) -> Settings:
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
         random_data=value_of(options, "UseRandomData"),
+        random_shapes=_per_input(options, "RandomDataReaderInputShape"),
+        random_ranges=_per_input(options, "RandomDataReaderInputDataRange"),
         algorithms=request.algorithms,
         external_data=request.external_data,
         providers=tuple(value_of(options, "ExecutionProviders")),
@@ -316,3 +318,13 @@ def _samples(options: Mapping[str, Any]) -> int | None:
     if value is not None and value < 1:
         raise ConfigError(f"CalibDataSize={value}: at least one sample is needed.")
     return value
+
+
+def _per_input(options: Mapping[str, Any], name: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Input name -> numbers, as Settings hold them."""
+    given: Mapping[str, Any] = value_of(options, name) or {}
+    for key, numbers in given.items():
+        listed = isinstance(numbers, (list, tuple)) and all(isinstance(n, (int, float)) for n in numbers)
+        if not listed:
+            raise ConfigError(f"{name}: {key!r} needs a list of numbers, got {numbers!r}.")
+    return tuple((key, tuple(numbers)) for key, numbers in given.items())

@@ -64,8 +64,9 @@ class ModelQuantizer:
         Args:
             model_input: Path of the float model, or a ModelProto, which is not changed.
             model_output: Path to write; None returns the model instead.
-            calibration_data_reader: Anything with `get_next() -> dict | None`.
-            calibration_data_path: A folder of samples; not in this version.
+            calibration_data_reader: Anything with `get_next() -> dict | None`, or an iterable of such dicts; of arrays
+                where the model has one input.
+            calibration_data_path: Instead: a folder or a file of samples, for PathDataReader.
             algorithms: Not in this version.
 
         Returns:
@@ -75,9 +76,11 @@ class ModelQuantizer:
             QuarkError: See its children; no file is written then.
         """
         if calibration_data_path is not None:
-            raise NotSupportedError(
-                "calibration_data_path is not part of this version; pass a calibration_data_reader."
-            )
+            if calibration_data_reader is not None:
+                raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
+            from quark.onnx.path_reader import PathDataReader
+
+            calibration_data_reader = PathDataReader(model_input, calibration_data_path)
         if algorithms or self.settings.algorithms:
             names = ", ".join(type(a).__name__ for a in (*(algorithms or ()), *self.settings.algorithms))
             raise NotSupportedError(f"Algorithms are not part of this version: {names}.")

@@ -1,41 +1,115 @@
-"""Calibration data readers."""
+"""Calibration data readers: anything with `get_next() -> dict | None`, and iterables.
+
+A sample ("feed") is a dict from each input of the model to an array that holds the batch axis too.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from quark.errors import ConfigError
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-SEED = 42
+from quark.errors import CalibrationError, NotSupportedError
+from quark.onnx.inputs import Array, Feed, Input, check_feed
 
 
-class RandomDataReader:
-    """One sample of seeded normal noise for each input; unknown dimensions count as 1.
+class CalibrationDataReader(ABC):
+    """Yields samples one by one; a class of ONNX Runtime's name and protocol."""
+
+    @abstractmethod
+    def get_next(self) -> Feed | None:
+        """The next sample; None at the end."""
+
+    def __iter__(self) -> Iterator[Feed]:
+        while (feed := self.get_next()) is not None:
+            yield feed
+
+
+class CachedDataReader(CalibrationDataReader):
+    """All samples of a reader in memory, to be read more than once.
 
     Args:
-        model: The model whose inputs are filled.
-        input_shape: Input name -> shape, for inputs with unknown dimensions.
+        dr: The reader.
+        data_size: Most samples kept; None for all.
+        convert_nchw_to_nhwc: Move the channels of arrays with four dimensions to the end.
+        quantize_fp16: Not in this version.
     """
 
-    def __init__(self, model: ir.Model, input_shape: dict[str, list[int]] | None = None) -> None:
-        generator = np.random.default_rng(SEED)
-        self._feed: dict[str, Any] | None = {}
-        for value in model.graph.inputs:
-            if value.dtype is None or value.shape is None:
-                raise ConfigError(f"Input {value.name} has no type or shape: random data cannot be made for it.")
-            shape = (input_shape or {}).get(value.name or "") or [d if isinstance(d, int) else 1 for d in value.shape]
-            kind = value.dtype.numpy()
-            if value.dtype.is_floating_point():
-                self._feed[value.name or ""] = generator.standard_normal(shape).astype(kind)
-            else:
-                self._feed[value.name or ""] = generator.integers(0, 2, shape).astype(kind)
+    def __init__(
+        self,
+        dr: Any,
+        data_size: int | None = None,
+        convert_nchw_to_nhwc: bool = False,
+        quantize_fp16: bool = False,
+    ) -> None:
+        if quantize_fp16:
+            raise NotSupportedError("CachedDataReader(quantize_fp16=True) is not part of this version.")
+        self._feeds: list[Feed] = []
+        reader = as_reader(dr)
+        while (data_size is None or len(self) < data_size) and (feed := reader.get_next()) is not None:
+            self._feeds.append(
+                {n: _channels_last(np.asarray(a)) for n, a in feed.items()} if convert_nchw_to_nhwc else feed
+            )
+        self.reset_iter()
 
-    def get_next(self) -> dict[str, Any] | None:
-        """The sample, once."""
-        feed, self._feed = self._feed, None
-        return feed
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def reset_iter(self) -> None:
+        """Start again at the first sample."""
+        self._rest = iter(self._feeds)
+
+    def get_next(self) -> Feed | None:
+        return next(self._rest, None)
+
+
+def _channels_last(array: Array) -> Array:
+    return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
+
+
+class _Iterating(CalibrationDataReader):
+    """An iterable of dicts, or of arrays for a model with one input."""
+
+    def __init__(self, items: Iterable[Any], inputs: Mapping[str, Input]) -> None:
+        self._items, self._inputs = iter(items), inputs
+
+    def get_next(self) -> Feed | None:
+        for item in self._items:
+            try:
+                if isinstance(item, Mapping):
+                    return {name: np.asarray(value) for name, value in item.items()}
+                if len(self._inputs) == 1:
+                    return {next(iter(self._inputs)): np.asarray(item)}
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise CalibrationError(f"A calibration sample cannot be turned into numpy arrays: {error}.") from None
+            raise CalibrationError(
+                f"A calibration sample is a {type(item).__name__}; the model has {len(self._inputs)} inputs and "
+                f"expects a dict of {', '.join(map(str, self._inputs.values()))}."
+            )
+        return None
+
+
+def as_reader(data: Any, inputs: Mapping[str, Input] | None = None) -> Any:
+    """Make a reader of what was given: a reader is itself; an iterable of dicts or arrays is read once.
+
+    Raises:
+        CalibrationError: It is neither.
+    """
+    if callable(getattr(data, "get_next", None)):
+        return data
+    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise CalibrationError(
+            f"A calibration reader needs get_next(), or is an iterable of samples; {type(data).__name__} is neither."
+        )
+    return _Iterating(data, inputs or {})
+
+
+def samples(reader: Any, inputs: dict[str, Input], limit: int | None = None) -> Iterator[Feed]:
+    """The samples of a reader or an iterable, each checked against the inputs of the model."""
+    reader, count = as_reader(reader, inputs), 0
+    while (limit is None or count < limit) and (feed := reader.get_next()) is not None:
+        check_feed(feed, inputs)
+        yield feed
+        count += 1

@@ -46,6 +46,8 @@ class Settings:
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
         percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
         random_data: Calibrate on random data where no reader is given.
+        random_shapes: (input name, shape) of random data, for inputs with unknown dimensions.
+        random_ranges: (input name, (low, high)) of random data.
         algorithms: Algorithm configs in their order.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
         providers: Execution providers of calibration.
@@ -75,6 +77,8 @@ class Settings:
     percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
     percentile_metric: str = "mae"
     random_data: bool = False
+    random_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    random_ranges: tuple[tuple[str, tuple[float, ...]], ...] = ()
     algorithms: tuple[object, ...] = field(default=())
     external_data: bool = False
     providers: tuple[str, ...] = ("CPUExecutionProvider",)

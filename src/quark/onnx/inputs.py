@@ -1,0 +1,129 @@
+"""What a model is fed: names, element types and shapes of its inputs; and whether a sample fits them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+
+from quark.errors import CalibrationError, FormatError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+Feed = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input: numpy's name of its element type, and its dimensions; a name or None stands for any size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} {'of any shape' if self.shape is None else list(self.shape)}"
+
+    @property
+    def batch(self) -> int | None:
+        """The size of the first axis, where it is fixed."""
+        first = self.shape[0] if self.shape else None
+        return first if isinstance(first, int) else None
+
+    def fits(self, array: Array) -> bool:
+        """Whether an array has this element type and shape."""
+        if str(array.dtype) != self.dtype:
+            return False
+        if self.shape is None:
+            return True
+        same = (not isinstance(size, int) or size == got for size, got in zip(self.shape, array.shape, strict=False))
+        return len(self.shape) == array.ndim and all(same)
+
+
+def model_inputs(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> dict[str, Input]:
+    """The inputs of a model by name; an input with a default value is none.
+
+    Raises:
+        FormatError: No ONNX file, or an input without type.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        model = read_header(model)
+    found = _proto_inputs(model) if isinstance(model, onnx.ModelProto) else _ir_inputs(model)
+    return {entry.name: entry for entry in found}
+
+
+def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
+    """A model file without its external data. Raises FormatError when it is none."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (DecodeError, ValueError) as error:
+        raise FormatError(f"{path} is not an ONNX model, or truncated: {error}.") from None
+    if not proto.opset_import or not proto.graph.node:
+        raise FormatError(f"{path} is not an ONNX model: it has no operators.")
+    return proto
+
+
+def _proto_inputs(model: onnx.ModelProto) -> list[Input]:
+    weights = {tensor.name for tensor in model.graph.initializer}
+    found = []
+    for value in model.graph.input:
+        if value.name in weights:
+            continue
+        kind = value.type.tensor_type
+        if not kind.elem_type:
+            raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
+        dims = tuple(_size(d.WhichOneof("value"), d) for d in kind.shape.dim) if kind.HasField("shape") else None
+        found.append(Input(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), dims))
+    return found
+
+
+def _size(kind: str | None, dimension: Any) -> int | str | None:
+    return None if kind is None else getattr(dimension, kind)
+
+
+def _ir_inputs(model: ir.Model) -> list[Input]:
+    found = []
+    for value in model.graph.inputs:
+        if (value.name or "") in model.graph.initializers:
+            continue
+        if value.dtype is None:
+            raise FormatError(f"The input {value.name} has no element type.")
+        dims = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+        found.append(Input(value.name or "", str(value.dtype.numpy()), dims))
+    return found
+
+
+def check_feed(feed: Any, inputs: dict[str, Input], where: str = "A calibration sample") -> None:
+    """Raise CalibrationError unless a sample has exactly the inputs of the model, each of its type and shape."""
+    expected = ", ".join(map(str, inputs.values()))
+    if not isinstance(feed, dict) or set(feed) != set(inputs):
+        came = sorted(map(str, feed)) if isinstance(feed, dict) else type(feed).__name__
+        raise CalibrationError(f"{where} gives {came}; the model expects {expected}.")
+    for name, value in feed.items():
+        array = np.asarray(value)
+        if not inputs[name].fits(array):
+            raise CalibrationError(
+                f"{where}: the input {name!r} is {array.dtype} {list(array.shape)}; the model expects {expected}."
+            )
+
+
+def file_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of a model file and of the external data it names."""
+    file = Path(path)
+    places = {
+        entry.value
+        for tensor in read_header(file).graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return file.stat().st_size + sum((file.parent / p).stat().st_size for p in places if (file.parent / p).is_file())
