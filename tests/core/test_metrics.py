@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.metrics import cosine, decibel, l2, psnr, sqnr
+from quark.core.metrics import Comparison, cosine, decibel, l2, psnr, sqnr
 
 X = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
 Y = (X + 0.1 * np.random.default_rng(1).standard_normal((5, 7))).astype(np.float32)
@@ -48,3 +48,12 @@ def test_sums_are_wide() -> None:
     assert cosine(big, big) == pytest.approx(1)
     fine = np.ones(4)
     assert l2(fine, fine + 1e-9) == l2(fine + 1e-9, fine) == pytest.approx(2e-9)
+
+
+def test_pairs_that_come_one_by_one_count_as_one() -> None:
+    parts = Comparison()
+    for row in range(5):
+        parts.update(X[row], Y[row])
+    whole = {name: metric(X, Y) for name, metric in (("sqnr", sqnr), ("psnr", psnr), ("cosine", cosine), ("l2", l2))}
+    assert {name: getattr(parts, name) for name in whole} == pytest.approx(whole)
+    assert Comparison().update(X[:0], Y[:0]) == Comparison()

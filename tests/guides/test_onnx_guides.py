@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import numpy as np
 import onnx
 import pytest
 
-from quark.core.metrics import sqnr
+from quark.core.metrics import cosine, sqnr
 from quark.errors import NotSupportedError
+from quark.onnx import Config, get_default_config
 from tests.onnx.zoo import Reader, cnn, images, run
 
 DATA = Path(__file__).parent / "data"
@@ -92,6 +95,25 @@ def test_a8w8_guide_quantizes(preset: str, names: dict[str, Any], tmp_path: Path
     exec(infer, space)
     space["infer_model_and_save_output"](names["output_model_path"], [feed["x"]], str(tmp_path / "results"))
     assert np.load(tmp_path / "results" / "0.npy").shape == (4, 10)
+
+
+def test_a8w8_guide_compares_the_results_of_two_models(names: dict[str, Any], tmp_path: Path) -> None:
+    config = get_default_config("A8W8")
+    quantizer = names["ModelQuantizer"](Config(global_quant_config=config))
+    quantizer.quantize_model(names["input_model_path"], names["output_model_path"], names["data_reader"])
+    space: dict[str, Any] = {}
+    exec(a8w8_code("import numpy as np", "onnx_model_path ="), space)
+    folders = {"BASELINE_RESULTS_FOLDER_PATH": "float", "QUANTIZED_RESULTS_FOLDER_PATH": "int8"}
+    for key, folder in zip(("input_model_path", "output_model_path"), folders.values(), strict=True):
+        space["infer_model_and_save_output"](names[key], [f["x"] for f in images()], str(tmp_path / folder))
+    (line,) = [line for line in (DATA / "a8w8_guide.txt").read_text().splitlines() if line.startswith("python -m")]
+    for name, folder in folders.items():
+        line = line.replace(f"${name}", folder)
+    command = [sys.executable, *line.split()[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    worst = min(cosine(*(np.load(tmp_path / f / f"{i}.npy") for f in folders.values())) for i in range(len(images())))
+    assert 0.9 < worst < 1 and f"{worst:.6g}" in done.stdout
 
 
 @pytest.mark.parametrize("algorithm", ["adaround", "adaquant"])

@@ -9,14 +9,63 @@ Sums are float64 on the host or on the device of x.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from quark.core.array import Array, astype
 
 
-def sqnr(x: Array, y: Array) -> float:
-    """Signal to quantization noise ratio in dB of y for the signal x; inf where they are equal."""
-    signal, noise = _sum_squares(x), _sum_squares(_difference(x, y))
-    return decibel(signal, noise)
+@dataclass
+class Comparison:
+    """The sums from which every metric follows: of many pairs of arrays as if they were one.
+
+    Attributes:
+        count: Values of x.
+        signal: Sum of x^2.
+        other: Sum of y^2.
+        product: Sum of x y.
+        noise: Sum of (x - y)^2.
+        peak: Largest |x|.
+    """
+
+    count: int = 0
+    signal: float = 0.0
+    other: float = 0.0
+    product: float = 0.0
+    noise: float = 0.0
+    peak: float = 0.0
+
+    def update(self, x: Array, y: Array) -> Comparison:
+        """Add one pair of arrays of one shape, of which nothing is kept."""
+        x, y = astype(x, "float64"), astype(y, "float64")
+        difference = x - y
+        self.count += math.prod(x.shape)
+        self.signal += float((x * x).sum())
+        self.other += float((y * y).sum())
+        self.product += float((x * y).sum())
+        self.noise += float((difference * difference).sum())
+        self.peak = max(self.peak, float(abs(x).max())) if math.prod(x.shape) else self.peak
+        return self
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise ratio in dB; inf where x and y are equal."""
+        return decibel(self.signal, self.noise)
+
+    @property
+    def psnr(self) -> float:
+        """Peak signal to noise ratio in dB."""
+        return decibel(self.peak**2, self.noise / max(1, self.count))
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between x and y; 1 for two zero tensors."""
+        norms = math.sqrt(self.signal) * math.sqrt(self.other)
+        return self.product / norms if norms else float(self.signal == self.other)
+
+    @property
+    def l2(self) -> float:
+        """Euclidean distance."""
+        return math.sqrt(self.noise)
 
 
 def decibel(signal: float, noise: float) -> float:
@@ -26,28 +75,21 @@ def decibel(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
+def sqnr(x: Array, y: Array) -> float:
+    """Signal to quantization noise ratio in dB of y for the signal x; inf where they are equal."""
+    return Comparison().update(x, y).sqnr
+
+
 def psnr(x: Array, y: Array) -> float:
     """Peak signal to noise ratio in dB."""
-    noise = _sum_squares(_difference(x, y)) / max(1, math.prod(x.shape))
-    return decibel(float(abs(x).max()) ** 2, noise)
+    return Comparison().update(x, y).psnr
 
 
 def cosine(x: Array, y: Array) -> float:
     """Cosine of the angle between x and y; 1 for two zero tensors."""
-    x, y = astype(x, "float64"), astype(y, "float64")
-    norms = math.sqrt(_sum_squares(x) * _sum_squares(y))
-    return float((x * y).sum()) / norms if norms else float(_sum_squares(x) == _sum_squares(y))
+    return Comparison().update(x, y).cosine
 
 
 def l2(x: Array, y: Array) -> float:
     """Euclidean distance of x and y."""
-    return math.sqrt(_sum_squares(_difference(x, y)))
-
-
-def _difference(x: Array, y: Array) -> Array:
-    return astype(x, "float64") - astype(y, "float64")
-
-
-def _sum_squares(x: Array) -> float:
-    x = astype(x, "float64")
-    return float((x * x).sum())
+    return Comparison().update(x, y).l2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quark.errors import CalibrationError, MissingDependencyError
+from quark.errors import CalibrationError, FormatError, MissingDependencyError
 from quark.onnx.inputs import Array, Feed
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg"})
@@ -77,20 +77,20 @@ def rebatch(feeds: Iterable[Feed], size: int) -> Iterator[Feed]:
 
 
 def read_array(path: Path) -> Array:
-    """The array of an .npy file. Raises CalibrationError when it is none; pickled objects are not loaded."""
+    """The array of an .npy file. Raises FormatError when it is none; pickled objects are not loaded."""
     try:
         return np.asarray(np.load(path, allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
-        raise CalibrationError(f"{path} is not an .npy file: {error}.") from None
+        raise FormatError(f"{path} is not an .npy file: {error}.") from None
 
 
 def read_arrays(path: Path) -> Feed:
-    """The named arrays of an .npz file. Raises CalibrationError when it is none."""
+    """The named arrays of an .npz file. Raises FormatError when it is none."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        raise CalibrationError(f"{path} is not an .npz file: {error}.") from None
+        raise FormatError(f"{path} is not an .npz file: {error}.") from None
 
 
 def read_image(path: Path, mode: str | None = None) -> Array:
@@ -101,7 +101,7 @@ def read_image(path: Path, mode: str | None = None) -> Array:
         mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
 
     Raises:
-        CalibrationError: It is no image.
+        FormatError: It is no image.
         MissingDependencyError: pillow is not installed.
     """
     try:
@@ -112,4 +112,4 @@ def read_image(path: Path, mode: str | None = None) -> Array:
         with Image.open(path) as image:
             return np.asarray(image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB")))
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise CalibrationError(f"{path} is not an image: {error}.") from None
+        raise FormatError(f"{path} is not an image: {error}.") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx
 
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.onnx.data_files import IMAGES, find_samples, read_array, read_arrays, read_image, rebatch
 from quark.onnx.inputs import Array, Feed, Input, check_feed, model_inputs
 from quark.onnx.readers import CalibrationDataReader
@@ -65,7 +65,10 @@ class PathDataReader(CalibrationDataReader):
         self._feeds = feeds if self._size is None else rebatch(feeds, self._size)
 
     def get_next(self) -> Feed | None:
-        feed = next(self._feeds, None)
+        try:
+            feed = next(self._feeds, None)
+        except FormatError as error:
+            raise CalibrationError(str(error)) from None
         if feed is not None:
             check_feed(feed, self._inputs, f"A sample of {self._path}")
         return feed
