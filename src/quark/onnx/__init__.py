@@ -24,6 +24,10 @@ from quark.onnx.functions import (
     quantize_dynamic,
     quantize_static,
 )
+from quark.onnx.fusion import (
+    Fusion,
+    inspect_fusion,
+)
 from quark.onnx.path_reader import (
     PathDataReader,
 )
@@ -116,6 +120,7 @@ __all__ = [
     "ExtendedQuantType",
     "Float16",
     "Float16Spec",
+    "Fusion",
     "GPTQConfig",
     "Int4",
     "Int4Spec",
@@ -164,6 +169,7 @@ __all__ = [
     "XInt8Spec",
     "get_default_config",
     "get_library_path",
+    "inspect_fusion",
     "quantize_dynamic",
     "quantize_static",
 ]

@@ -1,0 +1,137 @@
+"""Which quantized nodes ONNX Runtime's CPU provider computes in integers, and why not the others.
+
+ONNX Runtime itself is the judge: it optimises the file, and each node of the file is looked up in what it wrote. The
+reasons are rows of `fusion_rules.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from quark.onnx.fusion_rules import MOVES, explain
+from quark.onnx.fusion_sites import DECODERS, ENCODERS, Sites
+from quark.onnx.inputs import read_header
+from quark.onnx.sessions import open_session
+
+INTEGER_KERNELS = frozenset(
+    {"QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger"}
+    | {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"}
+)
+"""Beside those whose name starts with QLinear."""
+NO_EFFECT = frozenset({"Relu", "Clip", "Identity", "Dropout"}) | MOVES
+"""What the runtime removes where it changes nothing; any other node that is gone was rewritten for float kernels."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What became of one quantized node.
+
+    Attributes:
+        node: Its name.
+        op_type: Its op type.
+        kernel: Op type of what the runtime runs in its place; "" where it removed the node.
+        integer: Whether that computes on integers.
+        reason: Why not; "" for an integer kernel.
+        advice: What to do about it.
+    """
+
+    node: str
+    op_type: str
+    kernel: str
+    integer: bool
+    reason: str = ""
+    advice: str = ""
+
+
+def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
+    """The nodes that read a DequantizeLinear, in their order in the file.
+
+    Args:
+        path: A quantized ONNX file; an empty list where nothing in it is quantized.
+
+    Raises:
+        FormatError: It is no ONNX file, or ONNX Runtime does not load it.
+    """
+    file = Path(path)
+    model = read_header(file)
+    sites = Sites(model.graph, file.parent)
+    quantized = [i for i, node in enumerate(model.graph.node) if _is_quantized(node, sites)]
+    if not quantized:
+        return []
+    fates = _Fates(model.graph, _optimized(model, file.parent))
+    found = []
+    for index in quantized:
+        node = model.graph.node[index]
+        kernel, integer = fates.of(index)
+        why = ("", "") if integer else explain(sites.site(node))
+        found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
+    return found
+
+
+def _is_quantized(node: onnx.NodeProto, sites: Sites) -> bool:
+    computes = node.op_type not in ENCODERS | DECODERS
+    return computes and any(sites.decoder(name) is not None for name in node.input)
+
+
+def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:
+    """The graph as the runtime runs it; each node that survived starts with the number of its original."""
+    tagged = onnx.ModelProto()
+    tagged.CopyFrom(model)
+    for index, node in enumerate(tagged.graph.node):
+        node.name = f"{index}|{node.name}"
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place) / "optimized.onnx"
+        open_session(tagged, folder, optimized=target)
+        return read_header(target).graph
+
+
+class _Fates:
+    """Looks nodes of the file up in the optimised graph."""
+
+    def __init__(self, original: onnx.GraphProto, optimized: onnx.GraphProto) -> None:
+        self.nodes = original.node
+        self.decoded = {node.output[0] for node in optimized.node if node.op_type in DECODERS}
+        self.survivors: dict[int, onnx.NodeProto] = {}
+        for node in optimized.node:
+            match = re.match(r"(\d+)\|", node.name)
+            if match and node.op_type not in ENCODERS | DECODERS:
+                self.survivors.setdefault(int(match.group(1)), node)
+        self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output}
+        self.readers: dict[str, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for name in node.input:
+                self.readers.setdefault(name, []).append(index)
+
+    def of(self, index: int) -> tuple[str, bool]:
+        """Op type of the kernel, and whether it computes on integers."""
+        survivor = self._survivor(index)
+        if survivor is None:
+            op_type = self.nodes[index].op_type
+            return ("", True) if op_type in NO_EFFECT else (op_type, False)
+        kernel = survivor.op_type
+        named = kernel.startswith("QLinear") or kernel in INTEGER_KERNELS
+        return kernel, named or not any(name in self.decoded for name in survivor.input)
+
+    def _survivor(self, index: int) -> onnx.NodeProto | None:
+        """The node itself, or that into which it was merged: the nearest one over edges without Q/DQ."""
+        queue, seen = [index], {index}
+        for current in queue:
+            if current in self.survivors:
+                return self.survivors[current]
+            for other in self._neighbours(self.nodes[current]):
+                if other not in seen:
+                    seen.add(other)
+                    queue.append(other)
+        return None
+
+    def _neighbours(self, node: onnx.NodeProto) -> Iterable[int]:
+        around = [self.producers[name] for name in node.input if name in self.producers]
+        around += [reader for name in node.output for reader in self.readers.get(name, ())]
+        return [i for i in around if self.nodes[i].op_type not in ENCODERS | DECODERS]

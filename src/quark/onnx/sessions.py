@@ -1,0 +1,47 @@
+"""Sessions of stock ONNX Runtime on models that were edited in memory: other outputs, other names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from quark.errors import FormatError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PROVIDERS = ("CPUExecutionProvider",)
+
+
+def open_session(
+    model: onnx.ModelProto | Path, folder: Path | None = None, threads: int = 1, optimized: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """A session on the CPU with all graph optimisation.
+
+    Args:
+        model: A file, or a model read by `read_header`.
+        folder: Where the external data of a model lies that is no file.
+        threads: Threads within an operator.
+        optimized: Where to write the optimised graph, weights beside it.
+
+    Raises:
+        FormatError: ONNX Runtime does not load it.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.data")
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    name = model if isinstance(model, Path) else "The model"
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=list(PROVIDERS))
+    except Exception as error:
+        raise FormatError(f"{name} does not load in ONNX Runtime: {error}") from error
