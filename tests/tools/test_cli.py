@@ -10,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from quark.core.schemes import SCHEMES
 from quark.tools import COMMANDS
+from tests.onnx.zoo import cnn, images
 from tests.tools.program import Done, quark
 from tests.zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
 
@@ -169,6 +172,13 @@ def test_plan_reads_no_weights_and_predicts_the_size(places: dict[str, Path], tm
     assert megabytes(out) == pytest.approx(written, rel=0.02)
 
 
+def test_inspect_shows_the_quantization_of_a_folder(places: dict[str, Path]) -> None:
+    out = succeed("inspect {quantized}", places)
+    assert f"llama, {len(weights(places['quantized'])) / 1e6:.2f} MB" in out
+    assert re.search(r"quant_method +\S quark ", out) and re.search(r"weight\.dtype +\S uint4 ", out)
+    assert "a float model" in succeed("inspect {llama}", places)
+
+
 def test_schemes_lists_every_scheme() -> None:
     done = quark("schemes")
     assert done.code == 0
@@ -186,11 +196,15 @@ def test_help_shows_an_example(command: str) -> None:
 def test_the_examples_of_help_run(places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(places["llama"], tmp_path / "llama")
     shutil.copyfile(places["text"], tmp_path / "heldout.txt")
+    onnx.save(cnn(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "samples.npz", x=images()[0]["x"])
     monkeypatch.chdir(tmp_path)
     for command in COMMANDS.values():
-        (example,) = re.findall(r"Example: quark (.*)", command.__doc__ or "")
-        done = quark(*shlex.split(example))
-        assert (done.code, done.err) == (0, ""), example
+        examples = re.findall(r"Example: quark (.*)", command.__doc__ or "")
+        assert examples
+        for example in examples:
+            done = quark(*shlex.split(example))
+            assert (done.code, done.err) == (0, ""), example
 
 
 def test_the_program_alone_shows_help() -> None:
@@ -237,6 +251,16 @@ BAD = {
     "dtype": (QUANTIZE + "--scheme int8_wo --dtype float23", "float23"),
     "integer dtype": (QUANTIZE + "--scheme int8_wo --dtype int8", "int8"),
     "device": (QUANTIZE + "--scheme int8_wo --device gpu", "gpu"),
+    "option of ONNX files": (QUANTIZE + "--scheme int8_wo --config A8W8", "--config does not apply to"),
+    "no scheme": (QUANTIZE, "Missing option --scheme"),
+    "evaluate: no text file": ("evaluate {llama} {quantized}", "Missing option --text"),
+    "evaluate: data for a folder": (
+        "evaluate {llama} {quantized} --text {text} --data {text}",
+        "--data does not apply",
+    ),
+    "inspect: no model": ("inspect {missing}", "neither an .onnx file nor a model folder"),
+    "inspect: broken config.json": ("inspect {broken_config}", "is not the config of a model"),
+    "inspect: config.json of another kind": ("inspect {list_config}", "is not the config of a model"),
     "plan: missing folder": ("plan {missing} --scheme int8_wo", "no model folder"),
     "plan: misspelled scheme": ("plan {llama} --scheme int8_w", "Did you mean"),
     "plan: misspelled exclude": ("plan {llama} --scheme int8_wo --exclude *.q_prjo", "matches no layer"),

@@ -107,7 +107,7 @@ def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, set
     if reader is None:
         raise CalibrationError(
             f"{len(observers)} activations ({next(iter(observers))}, ...) have static scales, which need a calibration "
-            "data reader. Possible: pass one, or weight-only quantization."
+            "data reader. Possible: pass one (--calib on the command line), or weight-only quantization."
         )
     inputs = model_inputs(model)
     wanted = [name for name in observers if name not in inputs]

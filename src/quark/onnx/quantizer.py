@@ -18,6 +18,7 @@ from quark.onnx.calibrate import activation_params
 from quark.onnx.model import load, save, to_proto
 from quark.onnx.parameters import Parameters, weight_params
 from quark.onnx.passes import PASSES
+from quark.onnx.path_reader import PathDataReader
 from quark.onnx.placement import Placement, place
 from quark.onnx.rewrite import Rewriter
 from quark.onnx.settings import Settings
@@ -78,8 +79,6 @@ class ModelQuantizer:
         if calibration_data_path is not None:
             if calibration_data_reader is not None:
                 raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
-            from quark.onnx.path_reader import PathDataReader
-
             calibration_data_reader = PathDataReader(model_input, calibration_data_path)
         if algorithms or self.settings.algorithms:
             names = ", ".join(type(a).__name__ for a in (*(algorithms or ()), *self.settings.algorithms))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quark.tools.evaluate import evaluate
+from quark.tools.inspect import inspect
 from quark.tools.plan import plan
 from quark.tools.quantize import quantize
 from quark.tools.schemes import schemes
@@ -13,6 +14,7 @@ from quark.tools.schemes import schemes
 COMMANDS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
     "evaluate": evaluate,
+    "inspect": inspect,
     "plan": plan,
     "schemes": schemes,
 }

@@ -2,139 +2,62 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from quark.errors import ConfigError
+from quark.tools.kinds import ONNX, TORCH, check_options, is_onnx, require
+from quark.tools.quantize import BatchSize, Device, Dtype, Mean, Std
 
+Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
+Quantized = Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder or ONNX file of the quantized model.")]
+Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")]
 
-@dataclass(frozen=True)
-class Result:
-    """One model's figures: bytes on disk, perplexity, seconds for one window."""
+Text = Annotated[Path | None, typer.Option(help="Held-out text file.", rich_help_panel=TORCH)]
+Length = Annotated[int, typer.Option(min=2, help="Tokens in a window.", rich_help_panel=TORCH)]
+Windows = Annotated[int, typer.Option(min=0, help="Most windows; 0 for all.", rich_help_panel=TORCH)]
 
-    size: int
-    perplexity: float
-    latency: float
+Data = Annotated[Path | None, typer.Option(help="Samples: .npz, .npy or a folder of files.", rich_help_panel=ONNX)]
+Samples = Annotated[int | None, typer.Option(min=1, help="Most samples; all by default.", rich_help_panel=ONNX)]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime.", rich_help_panel=ONNX)]
 
 
 def evaluate(
-    float_model: Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder of the float model.")],
-    quantized: Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder of the quantized model.")],
-    text: Annotated[Path, typer.Option(help="Held-out text file.")],
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 256,
-    windows: Annotated[int, typer.Option(min=0, help="Most windows; 0 for all.")] = 64,
-    layers: Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")] = 10,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.")] = "auto",
+    context: typer.Context,
+    float_model: Float,
+    quantized: Quantized,
+    layers: Layers = 10,
+    text: Text = None,
+    length: Length = 256,
+    windows: Windows = 64,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    data: Data = None,
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    threads: Threads = 1,
 ) -> None:
-    """Compare perplexity, size, latency and the damage of each layer.
+    """Compare accuracy, size, latency and the damage of each layer: perplexity, or the outputs of ONNX models.
 
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
+
+    Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz
     """
-    # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
-    from quark.tools.text import token_windows
-    from quark.torch.quantizer import quantized_layers
+    check_options(context, float_model)
+    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
+    if is_onnx(float_model):
+        from quark.tools.evaluate_onnx import evaluate_onnx
+        from quark.tools.quantize_onnx import calibration_reader
 
-    _same_architecture(check_folder(float_model), check_folder(quantized))
-    data = token_windows(load_tokenizer(float_model), text, length, windows or None)
-    before, after = load_model(float_model, device, dtype), load_model(quantized, device, dtype)
-    if not quantized_layers(after):
-        raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
-    rows = {"float": measure(before, folder_bytes(float_model), data)}
-    rows["quantized"] = measure(after, folder_bytes(quantized), data)
-    console = Console()
-    console.print(_summary(rows))
-    console.print(_worst_layers(layer_damage(before, after, data[0]), layers))
+        reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
+        evaluate_onnx(float_model, quantized, reader, samples, layers, threads)
+        return
+    from quark.tools.evaluate_torch import evaluate_folders
 
-
-def _same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise ConfigError when two configs describe models whose layers cannot be compared."""
-    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        if before.get(key) != after.get(key):
-            raise ConfigError(
-                f"The two models differ in {key}: {before.get(key)} (float) and {after.get(key)} (quantized). "
-                "Compare a quantized model with the float model that it was made from."
-            )
-
-
-def measure(model: Any, size: int, data: Sequence[Any]) -> Result:
-    """Perplexity on all windows and the median latency of one."""
-    import torch
-
-    from quark.tools.text import perplexity
-
-    value = perplexity(model, data)
-    times = []
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        for _ in range(5):
-            start = time.perf_counter()
-            model(data[0].to(device)).logits[0, 0, 0].item()
-            times.append(time.perf_counter() - start)
-    return Result(size, value, sorted(times)[len(times) // 2])
-
-
-def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float, float]]:
-    """Weight SQNR and output SQNR in dB of each quantized layer, on one window.
-
-    The output SQNR compares what the layer gives inside the quantized model with what it gives inside the float
-    model: errors of the layers before are part of it.
-    """
-    import torch
-
-    from quark.core.metrics import sqnr
-    from quark.torch.quantizer import quantized_layers
-
-    layers = quantized_layers(after)
-    float_outputs = _outputs(before, list(layers), window)
-    outputs = _outputs(after, list(layers), window)
-    damage = {}
-    with torch.no_grad():
-        for name, layer in layers.items():
-            weight = before.get_submodule(name).weight
-            decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
-            damage[name] = (sqnr(weight, decoded), sqnr(float_outputs[name], outputs[name]))
-    return damage
-
-
-def _outputs(model: Any, names: Sequence[str], window: Any) -> dict[str, Any]:
-    import torch
-
-    found: dict[str, Any] = {}
-    hooks = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _m, _i, out, name=name: found.update({name: out.detach()})
-        )
-        for name in names
-    ]
-    try:
-        with torch.no_grad():
-            model(window.to(next(model.parameters()).device))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _summary(rows: dict[str, Result]) -> Table:
-    table = Table("", "size MB", "perplexity", "latency ms", title="Float against quantized")
-    base = rows["float"]
-    for name, row in rows.items():
-        change = "" if row is base else f" ({row.perplexity / base.perplexity - 1:+.2%})"
-        table.add_row(name, f"{row.size / 1e6:.2f}", f"{row.perplexity:.3f}{change}", f"{row.latency * 1e3:.1f}")
-    return table
-
-
-def _worst_layers(damage: dict[str, tuple[float, float]], count: int) -> Table:
-    table = Table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
-    for name, (weight, output) in sorted(damage.items(), key=lambda item: item[1][1])[:count]:
-        table.add_row(name, f"{weight:.1f}", f"{output:.1f}")
-    return table
+    held_out = require(text, "--text", float_model)
+    evaluate_folders(
+        float_model, quantized, held_out, length=length, windows=windows, layers=layers, device=device, dtype=dtype
+    )

@@ -23,7 +23,7 @@ def plan(
     """
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.tools.models import load_meta_model
-    from quark.tools.quantize import scheme_config
+    from quark.tools.quantize_torch import scheme_config
     from quark.torch.checkpoint import predicted_bytes
     from quark.torch.plan import make_plan
 

@@ -1,92 +1,101 @@
-"""`quark quantize`: a model folder in, a quantized model folder out."""
+"""`quark quantize`: a model folder or an ONNX file in, a quantized one out."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from quark.errors import OutputExistsError
+from quark.tools.kinds import ONNX, TORCH, check_options, is_onnx, require
 
-CALIBRATION_LENGTH = 512
+Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face causal language model, or an ONNX file.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder or file to make.")]
+Calib = Annotated[Path | None, typer.Option(help="Calibration data: a text file; for ONNX samples (.npz, folder).")]
+Samples = Annotated[int | None, typer.Option(min=1, help="Most windows of 512 tokens (default 128), or samples (all).")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or nodes to keep in float; repeatable.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
+
+Scheme = Annotated[
+    str | None, typer.Option(help="Name of a scheme; `quark schemes` lists them.", rich_help_panel=TORCH)
+]
+Layer = Annotated[
+    list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.", rich_help_panel=TORCH)
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...", rich_help_panel=TORCH)]
+Dtype = Annotated[
+    str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.", rich_help_panel=TORCH)
+]
+WeightFormat = Annotated[str, typer.Option(help="real_quantized or fake_quantized.", rich_help_panel=TORCH)]
+PackMethod = Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.", rich_help_panel=TORCH)]
+ShardSize = Annotated[str, typer.Option(help="Largest safetensors file.", rich_help_panel=TORCH)]
+
+Config = Annotated[str | None, typer.Option(help="Named configuration: A8W8, XINT8, ...", rich_help_panel=ONNX)]
+Target = Annotated[
+    str | None, typer.Option(help="Runtime to quantize for: npu, ort_x64 or generic.", rich_help_panel=ONNX)
+]
+Statistics = Annotated[
+    Path | None, typer.Option(help="File of calibration statistics, written or reused.", rich_help_panel=ONNX)
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of --calib in a sample.", rich_help_panel=ONNX)]
+Mean = Annotated[
+    str | None,
+    typer.Option(help="Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.", rich_help_panel=ONNX),
+]
+Std = Annotated[str | None, typer.Option(help="Of images, with --mean.", rich_help_panel=ONNX)]
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face causal language model.")],
-    scheme: Annotated[str, typer.Option(help="Name of a scheme; `quark schemes` lists them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
-    calib: Annotated[Path | None, typer.Option(help="Text file for static activation scales.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Most calibration windows of 512 tokens.")] = 128,
-    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
-    layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.")] = "auto",
-    weight_format: Annotated[str, typer.Option(help="real_quantized or fake_quantized.")] = "real_quantized",
-    pack_method: Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.")] = "reorder",
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
-    force: Annotated[bool, typer.Option("--force", help="Replace the output folder.")] = False,
+    context: typer.Context,
+    model: Model,
+    output: Output,
+    calib: Calib = None,
+    samples: Samples = None,
+    exclude: Exclude = None,
+    force: Force = False,
+    scheme: Scheme = None,
+    layer: Layer = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    weight_format: WeightFormat = "real_quantized",
+    pack_method: PackMethod = "reorder",
+    max_shard_size: ShardSize = "5GB",
+    config: Config = None,
+    target: Target = None,
+    statistics: Statistics = None,
+    batch_size: BatchSize = None,
+    mean: Mean = None,
+    std: Std = None,
 ) -> None:
-    """Quantize a language model and write a checkpoint that transformers and vLLM load.
+    """Quantize a language model for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
+
+    Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
     """
-    # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.tools.models import folder_bytes, load_model, load_tokenizer
-    from quark.tools.text import token_windows
-    from quark.torch import ModelQuantizer, export_safetensors
-    from quark.torch.exporter import check_options
+    check_options(context, model)
+    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
+    if is_onnx(model):
+        from quark.tools.quantize_onnx import calibration_reader, quantize_onnx
 
-    if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
-        raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
-    check_options("quark", weight_format, pack_method, max_shard_size)
-    config = scheme_config(scheme, exclude, layer)
-    _require_calibration(scheme, layer, calib)
-    float_model = load_model(model, device, dtype)
-    data = token_windows(load_tokenizer(model), calib, _length(float_model), samples) if calib else None
-    console, start = Console(), time.perf_counter()
-    quantizer = ModelQuantizer(config)
-    quantized = quantizer.freeze(quantizer.quantize_model(float_model, data))
-    export_safetensors(
-        quantized, output, "quark", weight_format, pack_method, max_shard_size=max_shard_size, overwrite=force
+        name = require(config, "--config", model)
+        reader = calibration_reader(model, calib, batch_size, mean, std)
+        quantize_onnx(model, output, name, reader, samples, exclude, target, statistics, force)
+        return
+    from quark.tools.quantize_torch import quantize_folder
+
+    quantize_folder(
+        model,
+        output,
+        require(scheme, "--scheme", model),
+        calib=calib,
+        samples=samples,
+        exclude=exclude,
+        layer=layer,
+        device=device,
+        dtype=dtype,
+        weight_format=weight_format,
+        pack_method=pack_method,
+        max_shard_size=max_shard_size,
+        force=force,
     )
-    before, after = folder_bytes(model), folder_bytes(output)
-    console.print(
-        f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
-        highlight=False,
-    )
-
-
-def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
-    """Raise before anything is loaded when a scheme has static activations and there is no text."""
-    from quark.core.schemes import SCHEMES
-    from quark.errors import CalibrationError
-
-    static = [n for n in (scheme, *(item.rpartition("=")[2] for item in layers or [])) if SCHEMES[n].needs_data]
-    if static and calib is None:
-        raise CalibrationError(
-            f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
-        )
-
-
-def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | None) -> Any:
-    """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
-    from quark.errors import ConfigError
-    from quark.torch import LLMTemplate
-
-    rules = {}
-    for item in layers or []:
-        pattern, separator, name = item.rpartition("=")
-        if not separator:
-            raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
-        rules[pattern] = name
-    template = LLMTemplate.get("auto")
-    default = list(template.exclude_layers_name)
-    return template.get_config(scheme, layer_config=rules, exclude_layers=default + (exclude or []))
-
-
-def _length(model: Any) -> int:
-    """Calibration window: 512 tokens, or what the model takes."""
-    return min(CALIBRATION_LENGTH, getattr(model.config, "max_position_embeddings", None) or CALIBRATION_LENGTH)

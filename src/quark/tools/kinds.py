@@ -1,0 +1,43 @@
+"""The two kinds of models that commands take, and the options that belong to one kind only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+from quark.errors import ConfigError
+
+T = TypeVar("T")
+TORCH, ONNX = "For a folder (PyTorch)", "For an ONNX file"
+"""Panels of --help: an option in one of them belongs to that kind."""
+
+
+def is_onnx(model: Path) -> bool:
+    """Whether the model is an ONNX file, by its name."""
+    return model.suffix.lower() == ".onnx"
+
+
+def check_options(context: typer.Context, model: Path) -> None:
+    """Raise ConfigError when an option was given that belongs to the other kind of model."""
+    own, other = (ONNX, TORCH) if is_onnx(model) else (TORCH, ONNX)
+    panels = {param.name: getattr(param, "rich_help_panel", None) for param in context.command.params}
+    for name, panel in panels.items():
+        source = context.get_parameter_source(name or "")
+        if panel == other and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(
+                f"{_flag(name)} does not apply to {model}: it is {other[0].lower()}{other[1:]}. Possible here: "
+                f"{', '.join(_flag(n) for n, panel in panels.items() if panel == own)}."
+            )
+
+
+def require(value: T | None, flag: str, model: Path) -> T:
+    """The value of an option that this kind of model needs. Raises ConfigError when it is missing."""
+    if value is None:
+        raise ConfigError(f"Missing option {flag}, which {model} needs.")
+    return value
+
+
+def _flag(name: str | None) -> str:
+    return "--" + (name or "").replace("_", "-")

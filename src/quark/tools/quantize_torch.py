@@ -1,0 +1,92 @@
+"""`quark quantize` of a folder: a language model in, a quantized one out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quark.errors import CalibrationError, ConfigError, OutputExistsError
+
+CALIBRATION_LENGTH = 512
+CALIBRATION_WINDOWS = 128
+
+
+def quantize_folder(
+    model: Path,
+    output: Path,
+    scheme: str,
+    *,
+    calib: Path | None,
+    samples: int | None,
+    exclude: list[str] | None,
+    layer: list[str] | None,
+    device: str,
+    dtype: str,
+    weight_format: str,
+    pack_method: str,
+    max_shard_size: str,
+    force: bool,
+) -> None:
+    """Load, quantize, export, and say what it took."""
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.tools.models import folder_bytes, load_model, load_tokenizer
+    from quark.tools.text import token_windows
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.exporter import check_options
+
+    if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
+        raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
+    check_options("quark", weight_format, pack_method, max_shard_size)
+    config = scheme_config(scheme, exclude, layer)
+    _require_calibration(scheme, layer, calib)
+    float_model = load_model(model, device, dtype)
+    data = (
+        token_windows(load_tokenizer(model), calib, _length(float_model), samples or CALIBRATION_WINDOWS)
+        if calib
+        else None
+    )
+    console, start = Console(), time.perf_counter()
+    quantizer = ModelQuantizer(config)
+    quantized = quantizer.freeze(quantizer.quantize_model(float_model, data))
+    export_safetensors(
+        quantized, output, "quark", weight_format, pack_method, max_shard_size=max_shard_size, overwrite=force
+    )
+    before, after = folder_bytes(model), folder_bytes(output)
+    console.print(
+        f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
+        highlight=False,
+    )
+
+
+def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
+    """Raise before anything is loaded when a scheme has static activations and there is no text."""
+    from quark.core.schemes import SCHEMES
+
+    static = [n for n in (scheme, *(item.rpartition("=")[2] for item in layers or [])) if SCHEMES[n].needs_data]
+    if static and calib is None:
+        raise CalibrationError(
+            f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
+        )
+
+
+def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | None) -> Any:
+    """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
+    from quark.torch import LLMTemplate
+
+    rules = {}
+    for item in layers or []:
+        pattern, separator, name = item.rpartition("=")
+        if not separator:
+            raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
+        rules[pattern] = name
+    template = LLMTemplate.get("auto")
+    default = list(template.exclude_layers_name)
+    return template.get_config(scheme, layer_config=rules, exclude_layers=default + (exclude or []))
+
+
+def _length(model: Any) -> int:
+    """Calibration window: 512 tokens, or what the model takes."""
+    return min(CALIBRATION_LENGTH, getattr(model.config, "max_position_embeddings", None) or CALIBRATION_LENGTH)
