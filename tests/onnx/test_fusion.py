@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
+from quark.onnx.functions import quantize_dynamic
 from quark.onnx.fusion import Fusion, inspect_fusion
 from quark.onnx.fusion_rules import REASONS
 from quark.onnx.model import load, save
@@ -270,6 +271,13 @@ def test_symmetric_int8_stays_in_float_around_relu_and_branches(tmp_path: Path) 
     assert "Relu" in reasons["stem_conv_node"] and "Clip" in reasons["point_conv_node"]
     assert "int8 tensor depth" in reasons["both_node"]
     assert reasons["b_conv_node"] == reasons["y_node"] == reasons["flat_node"] == ""
+
+
+@pytest.mark.parametrize(("make", "kernels"), [(mlp, {"DynamicQuantizeMatMul"}), (cnn, {"ConvInteger"})])
+def test_operators_that_are_integer_by_themselves_are_listed(make: Any, kernels: set[str], tmp_path: Path) -> None:
+    quantize_dynamic(make(), tmp_path / "m.onnx")
+    found = inspect_fusion(tmp_path / "m.onnx")
+    assert all(row.integer for row in found) and kernels <= {row.kernel for row in found}
 
 
 def test_float_models_have_no_rows_and_broken_files_are_refused(tmp_path: Path) -> None:

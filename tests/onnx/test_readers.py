@@ -111,7 +111,8 @@ def test_all_kinds_of_data_give_the_same_scales(tmp_path: Path) -> None:
 
 def test_torch_tensors_are_taken() -> None:
     torch = pytest.importorskip("torch")
-    assert scales([{"x": torch.from_numpy(feed["x"])} for feed in images()]) == scales(images())
+    tensors = [{"x": torch.from_numpy(feed["x"])} for feed in images()]
+    assert scales(tensors) == scales(Reader(tensors)) == scales(images())
 
 
 def test_random_data_obey_their_options() -> None:
@@ -215,6 +216,10 @@ def test_images_are_fed_in_the_models_layout(layout: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(feed["x"][0], expected.transpose(2, 0, 1) if layout == "NCHW" else expected, atol=1e-5)
     with pytest.raises(CalibrationError, match="mean and std"):
         list(PathDataReader(image_model(shape), tmp_path))
+    with pytest.raises(ConfigError, match="one number or 3"):
+        list(PathDataReader(image_model(shape), tmp_path, mean=mean[:2], std=std[:2]))
+    with pytest.raises(ConfigError, match="std of images"):
+        PathDataReader(image_model(shape), tmp_path, mean=mean, std=[0.2, 0, 0.1])
     with pytest.raises(CalibrationError, match="no axis of 1 or 3 colours"):
         list(PathDataReader(image_model([1, 7, 6, 5]), tmp_path, mean=mean, std=std))
     with pytest.raises(CalibrationError, match=r"\[1, 3, 6, 5\].*\[1, 3, 8, 8\]"):
@@ -305,7 +310,7 @@ def test_bad_paths_and_bad_readers(tmp_path: Path) -> None:
     ):
         with pytest.raises(CalibrationError, match=message):
             quantizer.quantize_model(cnn(), None, data)
-    with pytest.raises(CalibrationError, match="a ndarray; the model has 2 inputs and expects a dict of a: float32"):
+    with pytest.raises(CalibrationError, match="a ndarray; expected: a dict of a: float32"):
         quantize(load(two_inputs()), A8W8, [rows(1)["a"]])
 
 

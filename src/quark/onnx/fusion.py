@@ -51,7 +51,7 @@ class Fusion:
 
 
 def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
-    """The nodes that read a DequantizeLinear, in their order in the file.
+    """The nodes that read a DequantizeLinear or are integer operators by themselves, in their order in the file.
 
     Args:
         path: A quantized ONNX file; an empty list where nothing in it is quantized.
@@ -75,9 +75,14 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
     return found
 
 
+def _is_integer(op_type: str) -> bool:
+    return op_type.startswith("QLinear") or op_type in INTEGER_KERNELS
+
+
 def _is_quantized(node: onnx.NodeProto, sites: Sites) -> bool:
-    computes = node.op_type not in ENCODERS | DECODERS
-    return computes and any(sites.decoder(name) is not None for name in node.input)
+    if node.op_type in ENCODERS | DECODERS:
+        return False
+    return _is_integer(node.op_type) or any(sites.decoder(name) is not None for name in node.input)
 
 
 def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:
@@ -111,13 +116,12 @@ class _Fates:
 
     def of(self, index: int) -> tuple[str, bool]:
         """Op type of the kernel, and whether it computes on integers."""
-        survivor = self._survivor(index)
+        op_type, survivor = self.nodes[index].op_type, self._survivor(index)
+        if _is_integer(op_type):
+            return (survivor.op_type if survivor is not None and _is_integer(survivor.op_type) else op_type), True
         if survivor is None:
-            op_type = self.nodes[index].op_type
             return ("", True) if op_type in NO_EFFECT else (op_type, False)
-        kernel = survivor.op_type
-        named = kernel.startswith("QLinear") or kernel in INTEGER_KERNELS
-        return kernel, named or not any(name in self.decoded for name in survivor.input)
+        return survivor.op_type, _is_integer(survivor.op_type) or not self.decoded & set(survivor.input)
 
     def _survivor(self, index: int) -> onnx.NodeProto | None:
         """The node itself, or that into which it was merged: the nearest one over edges without Q/DQ."""

@@ -50,9 +50,11 @@ class PathDataReader(CalibrationDataReader):
     ) -> None:
         if (mean is None) != (std is None):
             raise ConfigError("mean and std of images belong together: give both or neither.")
+        if std is not None and not np.all(np.asarray(std) > 0):
+            raise ConfigError(f"The std of images must be over 0, got {list(std)}.")
         self._inputs, self._path = model_inputs(model_input), Path(data_path)
         self._shapes = self._named_shapes(input_shape or {})
-        self._colour = None if mean is None else (np.asarray(mean, np.float32), np.asarray(std, np.float32))
+        self._colour = None if mean is None else (np.array(mean, np.float32), np.array(std, np.float32))
         self._size = batch_size
         if batch_size is None and self._path.is_file():
             self._size = next((entry.batch for entry in self._inputs.values() if entry.batch), 1)
@@ -124,5 +126,7 @@ class PathDataReader(CalibrationDataReader):
                     "mean and std, as in (image / 255 - mean) / std."
                 )
             mean, std = self._colour
+            if {len(mean), len(std)} - {1, channels}:
+                raise ConfigError(f"mean and std of {path} take one number or {channels}, one for each colour.")
             array = ((array / np.float32(255) - mean) / std).astype(entry.dtype)
         return array.transpose(2, 0, 1) if first else array

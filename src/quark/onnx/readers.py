@@ -84,10 +84,8 @@ class _Iterating(CalibrationDataReader):
                     return {next(iter(self._inputs)): np.asarray(item)}
             except (TypeError, ValueError, RuntimeError) as error:
                 raise CalibrationError(f"A calibration sample cannot be turned into numpy arrays: {error}.") from None
-            raise CalibrationError(
-                f"A calibration sample is a {type(item).__name__}; the model has {len(self._inputs)} inputs and "
-                f"expects a dict of {', '.join(map(str, self._inputs.values()))}."
-            )
+            expected = ", ".join(map(str, self._inputs.values())) or "input name -> array"
+            raise CalibrationError(f"A calibration sample is a {type(item).__name__}; expected: a dict of {expected}.")
         return None
 
 
@@ -111,5 +109,5 @@ def samples(reader: Any, inputs: dict[str, Input], limit: int | None = None) -> 
     reader, count = as_reader(reader, inputs), 0
     while (limit is None or count < limit) and (feed := reader.get_next()) is not None:
         check_feed(feed, inputs)
-        yield feed
+        yield {name: np.asarray(value) for name, value in feed.items()}
         count += 1

@@ -81,7 +81,7 @@ def _bytes(tensor: onnx.TensorProto) -> int:
 
 def _print_fusion(rows: list[Fusion], console: Console) -> None:
     if not rows:
-        console.print("No node reads a DequantizeLinear.")
+        console.print("No node reads a DequantizeLinear or is an integer operator.")
         return
     kernels = Counter(row.kernel or "removed" for row in rows if row.integer)
     shown = ", ".join(f"{kernel} {count}" for kernel, count in kernels.most_common())
