@@ -118,6 +118,11 @@ def weight_only(g: Graph, cured: bool) -> list[str]:
     return [g.node("MatMul", ["x", g.w("w", [32, 16] if cured else [2, 32, 16])])]
 
 
+def constant_data(g: Graph, cured: bool) -> list[str]:
+    g.constants.append(numpy_helper.from_array(np.array([1, 3]), "ids"))
+    return [g.q(g.node("Gather", [g.q("x") if cured else g.w("w", [8, 32], "uint8"), "ids"]))]
+
+
 def float_input(g: Graph, cured: bool) -> list[str]:
     half = g.node("Abs", ["x"])
     return [g.q(g.node("Mul", [g.q("x"), g.q(half) if cured else half]))]
@@ -134,6 +139,11 @@ def bias(g: Graph, cured: bool) -> list[str]:
 
 def mixed(g: Graph, cured: bool) -> list[str]:
     return [g.q(g.node("Add", [g.q("x"), g.w("c", [8, 8], "uint8" if cured else "int8")]))]
+
+
+def int8_constant(g: Graph, cured: bool) -> list[str]:
+    kind = "uint8" if cured else "int8"
+    return [g.q(g.node("Add", [g.q("x", kind, 100), g.w("c", [8, 8], kind)]), kind, 100)]
 
 
 def relu(g: Graph, cured: bool) -> list[str]:
@@ -171,10 +181,12 @@ CASES: dict[str, tuple[Callable[[Graph, bool], list[str]], str, list[int]]] = {
     "weight_only_transposed": (weight_only_transposed, "the_gemm", ROWS),
     "weight_only_shared": (weight_only_shared, "the_matmul", ROWS),
     "weight_only": (weight_only, "the_matmul", ROWS),
+    "constant_data": (constant_data, "the_gather", ROWS),
     "float_input": (float_input, "the_mul", IMAGE),
     "float_constant": (float_constant, "the_add", IMAGE),
     "bias": (bias, "the_matmul", ROWS),
     "mixed": (mixed, "the_add", IMAGE),
+    "int8_constant": (int8_constant, "the_add", IMAGE),
     "relu": (relu, "the_conv", IMAGE),
     "clip": (clip, "the_conv", IMAGE),
     "activation": (activation, "the_conv", IMAGE),
@@ -226,14 +238,17 @@ def test_two_weights_of_one_scale_are_merged_and_stay_in_float(tmp_path: Path) -
     assert [(row.integer, row.advice) for row in found] == [(False, REASONS["weight_only_shared"].advice)] * 2
 
 
-@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize(("constant", "channels"), [("weight", 8), ("weight", 32), ("bias", 8)])
 def test_a_conv_with_float_constants_and_a_float_output_is_not_taken_for_an_integer_one(
-    weight: bool, tmp_path: Path
+    constant: str, channels: int, tmp_path: Path
 ) -> None:
     graph = Graph()
-    x, ones = graph.q("x"), np.ones((8, 8, 3, 3)) if weight else np.ones(8)
-    y = conv(graph, x, weight=graph.number("c", ones)) if weight else conv(graph, x, graph.number("c", ones))
-    (found,) = inspect_fusion(graph.write(tmp_path / "m.onnx", [y], IMAGE))
+    x, shape = graph.q("x"), [channels, channels, 3, 3]
+    if constant == "weight":
+        y = conv(graph, x, weight=graph.number("c", np.ones(shape)))
+    else:
+        y = conv(graph, x, graph.number("c", np.ones(channels)))
+    (found,) = inspect_fusion(graph.write(tmp_path / "m.onnx", [y], [1, channels, 8, 8]))
     assert not found.integer and found.reason == "Its output is read without QuantizeLinear by the caller of the model."
 
 
@@ -271,6 +286,22 @@ def test_symmetric_int8_stays_in_float_around_relu_and_branches(tmp_path: Path) 
     assert "Relu" in reasons["stem_conv_node"] and "Clip" in reasons["point_conv_node"]
     assert "int8 tensor depth" in reasons["both_node"]
     assert reasons["b_conv_node"] == reasons["y_node"] == reasons["flat_node"] == ""
+
+
+def test_an_add_beside_a_linear_layer_counts_where_it_was_merged(tmp_path: Path) -> None:
+    """A bias goes into the layer's integer kernel; a residual that LayerNormalization swallows stays in float."""
+    graph = Graph()
+    x, ones = graph.q("x"), [graph.number(name, np.ones(32)) for name in ("g", "h")]
+    y = graph.node("MatMul", [x, graph.w("w", [32, 32])])
+    y = graph.node("Add", [y, graph.w("b", [32], "int32", 0.05 * 0.01)], "biased")
+    graph.nodes.append(helper.make_node("Add", [y, x], ["sum"], name="residual"))
+    y = graph.node("LayerNormalization", ["sum", *ones])
+    found = {row.node: row for row in inspect_fusion(graph.write(tmp_path / "m.onnx", [y], [2, 4, 32]))}
+    assert {name: (row.kernel, row.integer) for name, row in found.items()} == {
+        "the_matmul": ("QGemm", True), "the_add": ("QGemm", True),
+        "residual": ("SkipLayerNormalization", False),
+    }  # fmt: skip
+    assert found["residual"].reason == "The input biased is not quantized."
 
 
 @pytest.mark.parametrize(("make", "kernels"), [(mlp, {"DynamicQuantizeMatMul"}), (cnn, {"ConvInteger"})])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,10 @@ INTEGER_KERNELS = frozenset(
 """Beside those whose name starts with QLinear."""
 NO_EFFECT = frozenset({"Relu", "Clip", "Identity", "Dropout"}) | MOVES
 """What the runtime removes where it changes nothing; any other node that is gone was rewritten for float kernels."""
+FLOAT_DOMAIN = "com.microsoft.nchwc"
+LAYOUT = frozenset({"Reshape", "Transpose", "ReorderInput", "ReorderOutput"})
+TAG = r"(\d+)\|"
+"""In front of the name of each node: its index in the file."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,16 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
     return found
 
 
+def _is_qdq(node: onnx.NodeProto) -> bool:
+    return node.op_type in ENCODERS | DECODERS
+
+
 def _is_integer(op_type: str) -> bool:
     return op_type.startswith("QLinear") or op_type in INTEGER_KERNELS
 
 
 def _is_quantized(node: onnx.NodeProto, sites: Sites) -> bool:
-    if node.op_type in ENCODERS | DECODERS:
+    if _is_qdq(node):
         return False
     return _is_integer(node.op_type) or any(sites.decoder(name) is not None for name in node.input)
 
@@ -105,9 +112,10 @@ class _Fates:
         self.decoded = {node.output[0] for node in optimized.node if node.op_type in DECODERS}
         self.survivors: dict[int, onnx.NodeProto] = {}
         for node in optimized.node:
-            match = re.match(r"(\d+)\|", node.name)
-            if match and node.op_type not in ENCODERS | DECODERS:
+            match = re.match(TAG, node.name)
+            if match and not _is_qdq(node):
                 self.survivors.setdefault(int(match.group(1)), node)
+        self.made = {name: node for node in optimized.node if not _is_qdq(node) for name in node.output}
         self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output}
         self.readers: dict[str, list[int]] = {}
         for index, node in enumerate(self.nodes):
@@ -121,21 +129,33 @@ class _Fates:
             return (survivor.op_type if survivor is not None and _is_integer(survivor.op_type) else op_type), True
         if survivor is None:
             return ("", True) if op_type in NO_EFFECT else (op_type, False)
-        return survivor.op_type, _is_integer(survivor.op_type) or not self.decoded & set(survivor.input)
+        integer = survivor.domain != FLOAT_DOMAIN and not self.decoded & set(survivor.input)
+        return survivor.op_type, _is_integer(survivor.op_type) or integer
+
+    def _maker(self, name: str) -> onnx.NodeProto | None:
+        """What computes a tensor of the optimised graph, changes of layout that the runtime added left out."""
+        node = self.made.get(name)
+        while node is not None and node.op_type in LAYOUT and not re.match(TAG, node.name):
+            node = self.made.get(node.input[0])
+        return node
 
     def _survivor(self, index: int) -> onnx.NodeProto | None:
-        """The node itself, or that into which it was merged: the nearest one over edges without Q/DQ."""
-        queue, seen = [index], {index}
+        """The node itself, or that into which it was merged: what now makes its output, or reads it."""
+        if index in self.survivors:
+            return self.survivors[index]
+        queue = [index]
         for current in queue:
-            if current in self.survivors:
-                return self.survivors[current]
-            for other in self._neighbours(self.nodes[current]):
-                if other not in seen:
-                    seen.add(other)
-                    queue.append(other)
-        return None
-
-    def _neighbours(self, node: onnx.NodeProto) -> Iterable[int]:
-        around = [self.producers[name] for name in node.input if name in self.producers]
-        around += [reader for name in node.output for reader in self.readers.get(name, ())]
-        return [i for i in around if self.nodes[i].op_type not in ENCODERS | DECODERS]
+            for name in self.nodes[current].output:
+                readers = self.readers.get(name, [])
+                encoded = [self.nodes[i].output[0] for i in readers if self.nodes[i].op_type in ENCODERS]
+                made = next(filter(None, map(self._maker, (name, *encoded))), None)
+                if made is not None:
+                    return made
+                for reader in readers:
+                    if reader in self.survivors:
+                        return self.survivors[reader]
+                    if reader not in queue and not _is_qdq(self.nodes[reader]):
+                        queue.append(reader)
+        # The runtime gives int8 tensors new names: then it is the node before, where no Q/DQ is between.
+        before = [self.producers[name] for name in self.nodes[index].input if name in self.producers]
+        return next((self._survivor(i) for i in before if not _is_qdq(self.nodes[i])), None)

@@ -72,8 +72,15 @@ REASONS: dict[str, Reason] = {
         "Only the weight is quantized, and MatMulNBits takes matrices only.",
         "Quantize its input too, or leave it in float.",
     ),
+    "constant_data": Reason(
+        lambda s: s.op in MOVES and not s.decoders,
+        "Its data are a constant, all of which is decoded in every run.",
+        "Leave the constant in float, or decode it afterwards.",
+    ),
     "float_input": Reason(
-        lambda s: s.float_input, "The input {site.float_input} is not quantized.", "Quantize the node that makes it."
+        lambda s: s.float_input,
+        "The input {site.float_input} is not quantized.",
+        "Quantize the node that makes it, or exclude this one.",
     ),
     "float_constant": Reason(
         lambda s: s.float_constant, "The constant {site.float_constant} is in float.", "Quantize it."
@@ -83,6 +90,11 @@ REASONS: dict[str, Reason] = {
     ),
     "mixed": Reason(
         lambda s: s.mixed, "Its inputs have different integer types.", "Quantize constants like the activations."
+    ),
+    "int8_constant": Reason(
+        lambda s: s.op not in PRODUCTS and TensorProto.INT8 in s.types and s.stored,
+        "It has an int8 constant; the runtime computes in uint8, and converts int8 activations only.",
+        "Use uint8 activations.",
     ),
     "relu": Reason(
         lambda s: s.activation in ("Relu", "Clip") and not s.clips_by_itself,
