@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 
 from quark.errors import ConfigError, FormatError, OutputError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DATA_SUFFIX = ".data"
 PROTOBUF_LIMIT = 2**31 - 2**20
 QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
+CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
@@ -27,15 +29,21 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
             the folder of the model.
         ConfigError: The model is quantized already.
     """
+    model = read(source)
+    for node in model.graph.all_nodes():
+        if node.op_type in QUANTIZED_OPS:
+            raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
+    return model
+
+
+def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+    """The same for a model that may be quantized."""
     # onnx_ir takes half a second to import: when a model is really loaded.
     import onnx_ir as ir
 
     model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
     _check_external(model)
-    _name_nodes(model)
-    for node in model.graph.all_nodes():
-        if node.op_type in QUANTIZED_OPS:
-            raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
+    name_nodes(model)
     return model
 
 
@@ -54,6 +62,12 @@ def _load_file(path: Path) -> ir.Model:
     return model
 
 
+def _has_external(model: ir.Model) -> bool:
+    import onnx_ir as ir
+
+    return any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
+
+
 def _check_external(model: ir.Model) -> None:
     import onnx_ir as ir
 
@@ -68,7 +82,8 @@ def _check_external(model: ir.Model) -> None:
                 raise FormatError(f"The data of {name} is missing: {tensor.location} is not beside the model.")
 
 
-def _name_nodes(model: ir.Model) -> None:
+def name_nodes(model: ir.Model) -> None:
+    """Give every node without a name one that is free."""
     used = {node.name for node in model.graph.all_nodes() if node.name}
     for index, node in enumerate(model.graph.all_nodes()):
         if not node.name:
@@ -77,6 +92,13 @@ def _name_nodes(model: ir.Model) -> None:
                 name += "_"
             node.name = name
             used.add(name)
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Fill in the types and shapes that follow from the inputs; values with unknown ones stay as they are."""
+    from onnx_ir.passes.common import ShapeInferencePass
+
+    ShapeInferencePass()(model)
 
 
 def opset(model: ir.Model) -> int:
@@ -102,7 +124,8 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
     Args:
         model: The model.
         path: Where to; an existing file is replaced.
-        external_data: Write weights to `<name>.data` beside it; a model over 2 GB always does.
+        external_data: Write weights to `<name>.data` beside it, as is always done with a model over 2 GB and one that
+            was read with weights outside and still has some of them.
 
     Raises:
         OutputError: The file cannot be written. Nothing is left behind.
@@ -111,7 +134,8 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
 
     target = Path(path)
     temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:8]}"
-    data = target.name + DATA_SUFFIX if external_data or weight_bytes(model) > PROTOBUF_LIMIT else None
+    outside = external_data or weight_bytes(model) > PROTOBUF_LIMIT or _has_external(model)
+    data = target.name + DATA_SUFFIX if outside else None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -134,12 +158,19 @@ def _remove(folder: Path) -> None:
 
 
 def constant(value: ir.Value | None) -> Any:
-    """The numpy array of an initializer or a Constant node's output, or None."""
-    if value is None:
+    """The numpy array of an initializer or a Constant node's output, or None.
+
+    An initializer that is an input too is only a default, which a run may overrule.
+    """
+    if value is None or value.is_graph_input():
         return None
     if value.const_value is not None:
         return value.const_value.numpy()
     node = value.producer()
-    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
-        return node.attributes["value"].as_tensor().numpy()
-    return None
+    if node is None or node.op_type != "Constant" or len(node.attributes) != 1:
+        return None
+    ((name, attribute),) = node.attributes.items()
+    if name == "value":
+        return attribute.as_tensor().numpy()
+    kind = CONSTANT_KINDS.get(name)
+    return None if kind is None else np.array(attribute.value, kind)
