@@ -102,6 +102,14 @@ def prune(node: ir.Node) -> None:
         stack += [producer for producer in producers if producer is not None and producer.graph is graph]
 
 
+def remove_unused(model: ir.Model) -> None:
+    """Drop nodes, constants, functions and imports of domains that nothing uses any more."""
+    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+    for step in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):  # type: ignore[no-untyped-call]
+        step(model)
+
+
 def new_initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     """A new initializer; the name gets a suffix where it is taken."""
     import onnx_ir as ir

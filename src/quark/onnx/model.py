@@ -30,10 +30,15 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
         ConfigError: The model is quantized already.
     """
     model = read(source)
+    refuse_quantized(model)
+    return model
+
+
+def refuse_quantized(model: ir.Model) -> None:
+    """Raise ConfigError for a model that is quantized already."""
     for node in model.graph.all_nodes():
         if node.op_type in QUANTIZED_OPS:
             raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
-    return model
 
 
 def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:

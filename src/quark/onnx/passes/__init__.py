@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from quark.onnx.passes.convert_bn_to_conv import convert_bn_to_conv
 from quark.onnx.passes.convert_clip_to_relu import convert_clip_to_relu, replace_clip6_relu
-from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
+from quark.onnx.passes.convert_float import convert_fp16_to_fp32
 from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.convert_reduce_mean import convert_reduce_mean
@@ -53,4 +53,4 @@ A field that is False or None leaves its pass out; True runs it, any other value
 POST_PASSES: dict[str, Pass] = {"convert_clip_to_relu": convert_clip_to_relu}
 """The same, for those that run on the quantized graph."""
 
-__all__ = ["PASSES", "POST_PASSES", "Pass", "convert_fp32_to_bf16", "convert_fp32_to_fp16"]
+__all__ = ["PASSES", "POST_PASSES", "Pass"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quark.onnx.edit import dims, is_op, is_read, new_initializer, prune, redirect
+from quark.onnx.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
 from quark.onnx.model import constant, opset
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ LARGEST_GROWTH = 1024
 
 def simplify(model: ir.Model) -> int:
     """Simplify the graph, not the bodies of If and Loop; return how many nodes are gone."""
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
     before = len(model.graph)
     for node in list(model.graph):
         if is_op(node, "Constant"):
@@ -33,7 +31,7 @@ def simplify(model: ir.Model) -> int:
             _bypass(node)
         elif is_op(node, "Shape", *FOLDED):
             _fold(model, node)
-    RemoveUnusedNodesPass()(model)
+    remove_unused(model)
     return before - len(model.graph)
 
 

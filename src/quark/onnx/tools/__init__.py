@@ -1,0 +1,1 @@
+"""The documented command lines: `python -m quark.onnx.tools.<name>`."""
