@@ -12,7 +12,7 @@ from quark.onnx.model import infer_shapes, opset, read, to_proto
 from quark.onnx.passes import PASSES, POST_PASSES
 from tests.onnx.zoo import ZOO, feed, outputs
 
-ALL = {**PASSES, **POST_PASSES}
+ALL = [*PASSES, *POST_PASSES]
 
 CHANGES: dict[str, dict[str, int]] = {
     "convert_opset_version": {"cnn": 1, "cnn11": 1, "branches11": 1, "legacy": 1, "shared": 1},
@@ -37,6 +37,10 @@ CHANGES: dict[str, dict[str, int]] = {
 """How many places a pass changes in a model, counted by hand."""
 
 CHANGES_VALUES = ("replace_clip6_relu",)
+
+
+def apply(name: str, model: Any, *arguments: Any) -> int:
+    return {**PASSES, **POST_PASSES}[name](model, *arguments)
 
 
 def argument(name: str, model: onnx.ModelProto) -> list[Any]:
@@ -67,7 +71,7 @@ def test_a_pass_keeps_outputs_and_twice_is_once(name: str, model: str) -> None:
     before = proto.SerializeToString()
     loaded = read(proto)
     infer_shapes(loaded)
-    count = ALL[name](loaded, *argument(name, proto))
+    count = apply(name, loaded, *argument(name, proto))
     assert isinstance(count, int) and count >= 0
     expected = CHANGES.get(name, {}).get(model, count)
     assert count == expected
@@ -75,7 +79,7 @@ def test_a_pass_keeps_outputs_and_twice_is_once(name: str, model: str) -> None:
     onnx.checker.check_model(changed, full_check=True)
     assert [v.name for v in changed.graph.output] == [v.name for v in proto.graph.output]
     assert proto.SerializeToString() == before, "the user's model was changed"
-    assert ALL[name](loaded, *argument(name, proto)) == 0
+    assert apply(name, loaded, *argument(name, proto)) == 0
     assert to_proto(loaded).SerializeToString() == changed.SerializeToString()
     if count and name in CHANGES_VALUES:
         return
@@ -88,7 +92,7 @@ def test_a_pass_keeps_outputs_and_twice_is_once(name: str, model: str) -> None:
 
 def test_every_pass_changes_some_model() -> None:
     busy = {name for name, models in CHANGES.items() if any(models.values())}
-    # After quantization only; test_passes.py has its own test.
+    # Those after quantization have tests of their own in tests/onnx.
     assert busy == {*PASSES}
 
 
@@ -98,7 +102,7 @@ def test_bodies_of_if_stay_as_they_are(name: str) -> None:
         pytest.skip("changes operators everywhere, or refuses the model")
     proto = ZOO["branches"]()
     loaded = read(proto)
-    ALL[name](loaded, *argument(name, proto))
+    apply(name, loaded, *argument(name, proto))
     assert opset(loaded) == 17
 
     def bodies(model: onnx.ModelProto) -> list[Any]:

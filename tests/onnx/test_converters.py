@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -73,7 +74,8 @@ def test_a_tool_runs_as_documented(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> Any:
         command = [sys.executable, "-m", "quark.onnx.tools.fix_shapes", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        here = {**os.environ, "PYTHONPATH": str(Path(quark.onnx.__file__).parents[2])}
+        return subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, check=False)
 
     done = run("--input_model_path", "in.onnx", "--output_model_path", "out.onnx", "--fix_shapes", "x:[1,3,16,16]")
     assert (done.returncode, done.stderr) == (0, "")
