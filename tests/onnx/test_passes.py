@@ -109,6 +109,20 @@ def test_pools_that_are_small_prime_or_open_stay() -> None:
         assert types(passed(proto, "split_large_pool")) == ["GlobalAveragePool"]
 
 
+def test_fixed_dimensions_of_an_open_shape_are_computed() -> None:
+    b = Builder()
+    shape = b.node("Shape", ["x"], "shape")
+    batch = b.node("Gather", [shape, b.integers("zero", [0])], "batch")
+    ends = b.node("Slice", [shape, b.integers("from", [1]), b.integers("to", [3])], "ends")
+    area = b.node("ReduceProd", [ends], "area", keepdims=1)
+    b.node("Reshape", ["x", b.node("Concat", [batch, area], "target", axis=0)], "y")
+    proto = b.model({"x": ["n", 3, 5]}, {"y": ["n", 15]})
+    changed = passed(proto, "simplify")
+    assert types(changed) == ["Shape", "Gather", "Concat", "Reshape"]
+    sample = feed(proto)
+    assert np.array_equal(outputs(changed, sample)[0], outputs(proto, sample)[0])
+
+
 def test_gemm_whose_bias_is_scaled_keeps_its_batch_norm() -> None:
     b = Builder()
     weight, bias = b.constant("w", b.random.normal(size=(4, 3))), b.constant("c", b.random.normal(size=3))

@@ -17,13 +17,13 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Union
 
 from quark.onnx.edit import is_op
-from quark.onnx.model import constant
+from quark.onnx.model import constant, is_constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 COMMUTATIVE = ("Add", "Mul")
-TOLERANCE = 1e-3
+TOLERANCE = 5e-4
 """Relative: exporters round sqrt(2) and its like to half precision and to few digits."""
 
 
@@ -102,7 +102,7 @@ def _search(pattern: Pattern, value: ir.Value | None, found: Match) -> Iterator[
         if found.values.get(pattern, value) is value:
             yield Match({**found.values, pattern: value}, found.nodes)
     elif isinstance(pattern, Const):
-        if constant(value) is not None:
+        if is_constant(value):
             yield Match({**found.values, pattern.name: value}, found.nodes)
     elif isinstance(pattern, Either):
         for choice in pattern.patterns:
@@ -117,7 +117,7 @@ def _search_node(pattern: Op, node: ir.Node | None, found: Match) -> Iterator[Ma
     if node is None or not is_op(node, pattern.op_type) or len(node.inputs) < len(pattern.inputs):
         return
     count = len(pattern.inputs)
-    if any(value is not None and constant(value) is None for value in node.inputs[count:]):
+    if any(value is not None and not is_constant(value) for value in node.inputs[count:]):
         return
     found = Match(found.values, (*found.nodes, node))
     orders = permutations(node.inputs) if node.op_type in COMMUTATIVE else [node.inputs[:count]]
@@ -135,5 +135,7 @@ def _search_all(patterns: Sequence[Pattern], values: Sequence[ir.Value | None], 
 
 def scalar(value: ir.Value | None) -> float:
     """The number in a constant of one element; NaN, which is near nothing, for anything else."""
+    if value is None or (value.const_value is not None and value.const_value.size != 1):
+        return math.nan
     array = constant(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else math.nan

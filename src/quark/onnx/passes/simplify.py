@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quark.onnx.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
-from quark.onnx.model import constant, opset
+from quark.onnx.model import constant, is_constant, opset
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -16,6 +16,9 @@ MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "T
 COMPUTES = ("Add", "ConstantOfShape", "Div", "Equal", "Floor", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Range")
 FOLDED = (*MOVES, *COMPUTES, "ReduceProd", "Sub", "Where", "And", "Or", "Less", "Greater", "Ceil", "Sqrt", "Pow")
 """Op types that are computed where all inputs are constant: arithmetic of shapes, and weights that are only moved."""
+
+OPEN = np.iinfo(np.int64).min
+"""Stands for a dimension that is not fixed."""
 
 LARGEST_GROWTH = 1024
 """Elements: a result over this is kept only if it is no larger than its inputs."""
@@ -57,20 +60,36 @@ def _bypass(node: ir.Node) -> None:
 
 
 def _fold(model: ir.Model, node: ir.Node) -> None:
-    inputs = {value.name or "": constant(value) for value in node.inputs if value is not None}
+    """Compute a node of constants, or of fixed dimensions of a shape."""
     if is_op(node, "Shape"):
-        _become(node, _shape(node))
-    elif inputs and all(array is not None for array in inputs.values()):
-        _become(node, _evaluate(model, node, inputs))
+        result = _shape(node)
+    elif all(value is None or _is_known(value, node) for value in node.inputs):
+        inputs = {value.name or "": _known(value) for value in node.inputs if value is not None}
+        result = _evaluate(model, node, inputs) if inputs else None
+    else:
+        return
+    if result is not None and not np.any(result == OPEN):
+        _become(node, result)
+
+
+def _is_known(value: ir.Value, reader: ir.Node) -> bool:
+    picks = is_op(reader, "Gather", "Slice") and is_op(value.producer(), "Shape")
+    return is_constant(value) or (picks and _known(value) is not None)
+
+
+def _known(value: ir.Value) -> Any:
+    """The array of a constant, or of a shape whose open dimensions are OPEN."""
+    node = value.producer()
+    return _shape(node) if node is not None and is_op(node, "Shape") else constant(value)
 
 
 def _shape(node: ir.Node) -> Any:
-    """What a Shape gives for a tensor without open dimensions, else None."""
+    """What a Shape gives, OPEN for open dimensions; None where the rank is unknown."""
     shape = dims(node.inputs[0])
     if shape is None:
         return None
     part = shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(shape))]
-    return None if None in part else np.array(part, np.int64)
+    return np.array([OPEN if size is None else size for size in part], np.int64)
 
 
 def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
