@@ -268,6 +268,13 @@ def test_float16_keeps_scales_of_resize_and_bounds_masks(tmp_path: Path) -> None
     sample = feed(proto)
     low = {"x": sample["x"].astype(np.float16)}
     np.testing.assert_allclose(outputs(changed, low)[0], outputs(proto, sample)[0], atol=3e-3)
+    b = Builder()
+    b.node("Resize", ["x", "", b.node("Mul", ["s", b.constant("two", np.array(2.0))], "doubled")], "y")
+    proto = b.model({"x": [1, 1, 4, 4], "s": [4]}, {"y": [1, 1, "h", "w"]})
+    changed = converted("convert_fp32_to_fp16", proto, tmp_path)
+    sample = {"x": feed(proto)["x"], "s": np.array([0.5, 0.5, 0.75, 1], np.float32)}
+    low = {name: value.astype(np.float16) for name, value in sample.items()}
+    np.testing.assert_allclose(outputs(changed, low)[0], outputs(proto, sample)[0], atol=3e-3)
 
 
 def test_bfloat16(tmp_path: Path) -> None:

@@ -137,17 +137,43 @@ def test_gemm_whose_bias_is_scaled_keeps_its_batch_norm() -> None:
     assert types(passed(proto, "fold_batch_norm")) == ["Gemm", "BatchNormalization"]
 
 
+def test_a_weight_that_two_nodes_read_keeps_its_batch_norm() -> None:
+    b = Builder()
+    weight = b.constant("w", b.random.normal(size=(4, 4, 1, 1)))
+    parameters = [b.constant(f"p{i}", b.random.uniform(0.5, 1.5, 4)) for i in range(4)]
+    normed = b.node("BatchNormalization", [b.node("Conv", ["x", weight], "one"), *parameters], "normed")
+    b.node("Add", [normed, b.node("Conv", ["x", weight], "two")], "y")
+    proto = b.model({"x": ["n", 4, 5, 5]}, {"y": ["n", 4, 5, 5]})
+    assert "BatchNormalization" in types(passed(proto, "fold_batch_norm"))
+    model = read(proto)
+    assert PASSES["copy_shared_init"](model) == 1 and PASSES["fold_batch_norm"](model) == 1
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(to_proto(model), sample)[0], outputs(proto, sample)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "axes"), [([2, 3, 4, 5], [1, 2]), ([2, 3, 4, 5], [2]), ([2, 3, 4], [1, 2])])
+def test_means_over_other_axes_stay(shape: list[int], axes: list[int]) -> None:
+    b = Builder()
+    b.node("ReduceMean", ["x"], "y", axes=axes)
+    proto = b.model({"x": shape}, {"y": [1 if i in axes else size for i, size in enumerate(shape)]})
+    assert types(passed(proto, "convert_reduce_mean")) == ["ReduceMean"]
+
+
 def test_clip6_becomes_relu_and_differs_only_over_six() -> None:
     proto = cnn()
     changed = passed(proto, "replace_clip6_relu")
     assert "Clip" not in types(changed) and types(changed).count("Relu") == types(proto).count("Relu") + 1
 
 
-@pytest.mark.parametrize(("peak", "replaced"), [(6.0, True), (3.0, True), (9.0, False)])
-def test_clip_before_quantization_becomes_relu_where_its_bound_is_the_largest_code(peak: float, replaced: bool) -> None:
+@pytest.mark.parametrize(
+    ("low", "peak", "replaced"), [(0.0, 6.0, True), (0.0, 3.0, True), (0.0, 9.0, False), (1.0, 6.0, False)]
+)
+def test_clip_before_quantization_becomes_relu_where_its_bound_is_the_largest_code(
+    low: float, peak: float, replaced: bool
+) -> None:
     """With scale peak/255 the bound 6 has code 255, or it has a smaller one, and then Clip stays."""
     b = Builder()
-    clip = [b.constant("low", np.array(0.0)), b.constant("high", np.array(6.0))]
+    clip = [b.constant("low", np.array(low)), b.constant("high", np.array(6.0))]
     x = b.node("Clip", ["x", *clip], "clipped")
     scale = b.constant("scale", np.array(peak / 255))
     b.initializers.append(numpy_helper.from_array(np.uint8(0), "zero"))
@@ -194,6 +220,14 @@ def test_old_models_are_quantized(version: int, tmp_path: Path) -> None:
     assert [v.name for v in written.graph.input] == ["x"] and all(node.name for node in written.graph.node)
     expected, found = outputs(proto, data[0])[0], outputs(str(path), data[0])[0]
     assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_large_weights_that_are_inputs_stay_inputs() -> None:
+    proto = legacy(8)
+    changed = passed(proto, "convert_opset_version", 13)
+    assert [v.name for v in changed.graph.input] == [v.name for v in proto.graph.input]
+    assert {i.name for i in changed.graph.initializer} >= {i.name for i in proto.graph.initializer}
+    np.testing.assert_allclose(outputs(changed, feed(proto))[0], outputs(proto, feed(proto))[0], atol=1e-5)
 
 
 def test_the_opset_that_is_asked_for_must_do() -> None:
@@ -243,6 +277,14 @@ def test_a_fixed_dimension_is_fixed_everywhere() -> None:
         sizes = value.type.tensor_type.shape.dim
         assert all(d.dim_value > 0 for d in sizes), value.name
     assert fixed.graph.output[0].type.tensor_type.shape.dim[0].dim_value == 2
+
+
+def test_a_fixed_dimension_is_fixed_behind_operators_that_nobody_knows() -> None:
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="own")], "g", infos[:1], infos[1:])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    fixed = passed(helper.make_model(graph, opset_imports=imports, ir_version=9), "fix_shapes", "x:[3,4]")
+    assert [d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim] == [3, 4]
 
 
 def test_nhwc_inputs() -> None:

@@ -284,11 +284,11 @@ def branches(opset: int = 17) -> onnx.ModelProto:
 def legacy(opset: int = 8) -> onnx.ModelProto:
     """A convolution as in 2018: initializers are inputs too, Clip has attributes, nodes have no names."""
     b = Builder()
-    x = b.node("Dropout", [b.conv("x", "a", (3, 8, 3))], "dropped", ratio=0.5)
+    x = b.node("Dropout", [b.conv("x", "a", (3, 16, 3))], "dropped", ratio=0.5)
     x = b.node("Clip", [x], "clipped", min=0.0, max=6.0)
     x = b.node("Flatten", [b.node("GlobalAveragePool", [x], "pool")], "flat")
     b.node(
-        "Gemm", [x, b.constant("m", b.random.normal(0, 0.5, (8, 4))), b.constant("c", b.random.normal(0, 1, 4))], "y"
+        "Gemm", [x, b.constant("m", b.random.normal(0, 0.5, (16, 4))), b.constant("c", b.random.normal(0, 1, 4))], "y"
     )
     model = b.model({"x": ["n", 3, 8, 8]}, {"y": ["n", 4]}, opset)
     for initializer in model.graph.initializer:
