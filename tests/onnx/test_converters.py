@@ -313,11 +313,11 @@ def test_contributed_pairs_become_standard_where_the_opset_has_them(tmp_path: Pa
     assert np.array_equal(outputs(standard, SAMPLE)[0], outputs(quantized(U16S8), SAMPLE)[0])
 
 
-def custom(domain: str, encoder: str, decoder: str, kind: int) -> onnx.ModelProto:
+def custom(domain: str, encoder: str, decoder: str, kind: int, scale: float = 1.0) -> onnx.ModelProto:
     nodes = [helper.make_node(encoder, ["x", "s", "z"], ["q"], domain=domain, name="q"),
              helper.make_node(decoder, ["q", "s", "z"], ["y"], domain=domain, name="d")]  # fmt: skip
     infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in ("x", "y")]
-    constants = [helper.make_tensor("s", TensorProto.FLOAT, [], [1.0]), helper.make_tensor("z", kind, [], [0])]
+    constants = [helper.make_tensor("s", TensorProto.FLOAT, [], [scale]), helper.make_tensor("z", kind, [], [0])]
     imports = [helper.make_opsetid("", 21), helper.make_opsetid(domain, 1)]
     return helper.make_model(helper.make_graph(nodes, "g", infos[:1], infos[1:], constants), opset_imports=imports,
                              ir_version=10)  # fmt: skip
@@ -335,6 +335,10 @@ def test_custom_operators_are_renamed_both_ways_and_replaced(tmp_path: Path) -> 
     x = np.array([1.00390625, -3.14159, 1e30, 0], np.float32)
     assert types(casts) == ["Cast", "Cast"]
     assert np.array_equal(outputs(casts, {"x": x})[0], x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    scaled = converted(
+        "replace_bfloat16_qdq_cast", custom("com.amd.quark", *names, TensorProto.BFLOAT16, 2.0), tmp_path
+    )
+    assert types(scaled) == list(names)
     integers = converted("convert_customqdq_to_qdq", custom("com.amd.quark", *names, TensorProto.INT16), tmp_path)
     assert np.array_equal(outputs(integers, {"x": x})[0], [1, -3, 32767, 0])
 

@@ -344,3 +344,35 @@ def test_models_with_if_are_quantized_around_the_bodies(version: int) -> None:
     onnx.checker.check_model(quantized, full_check=True)
     expected, found = outputs(proto, data[0])[0], outputs(quantized, data[0])[0]
     assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def decoded(settings: Settings, proto: onnx.ModelProto) -> set[str]:
+    quantized = quantize(load(proto), settings, Reader([feed(proto)]))
+    return {node.name or "" for node in quantized.graph if node.op_type == "DequantizeLinear"}
+
+
+def test_scopes_speak_of_the_nodes_that_the_user_knows() -> None:
+    """Nodes that passes remove can be excluded; what takes their place is excluded with them."""
+    assert decoded(replace(U8S8, exclude=("a_norm_node", "^b_.*")), cnn())
+    fused = replace(U8S8, exclude=((("a_div_node",), ("a_node",)),))
+    assert "x_DequantizeLinear" in decoded(U8S8, gelus())
+    assert "x_DequantizeLinear" not in decoded(fused, gelus())
+    parts = replace(U8S8, convert_split_to_slice=True, exclude=("split", "pool_node", "kept_node", "dropped_node"))
+    assert not {name for name in decoded(parts, pools()) if name.startswith("part_1")}
+    assert {name for name in decoded(replace(parts, exclude=()), pools()) if name.startswith("part_1")}
+
+
+def test_nodes_to_quantize_may_be_among_those_that_go() -> None:
+    assert "a_w_DequantizeLinear" in decoded(replace(U8S8, nodes=("a_conv_node", "a_norm_node")), cnn())
+    with pytest.raises(ConfigError, match="passes removed a_norm_node"):
+        decoded(replace(U8S8, nodes=("a_norm_node",)), cnn())
+    with pytest.raises(ConfigError, match="NodesToQuantize.*b_nor"):
+        decoded(replace(U8S8, nodes=("b_nor",)), cnn())
+
+
+def test_a_scale_of_another_shape_is_no_layer_normalization() -> None:
+    proto = layer_norms()
+    for initializer in proto.graph.initializer:
+        if initializer.name == "a_g":
+            initializer.CopyFrom(numpy_helper.from_array(np.full(1, 2.0, np.float32), "a_g"))
+    assert types(passed(proto, "fuse_layer_norm")).count("LayerNormalization") == 1

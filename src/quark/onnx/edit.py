@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
+STANDS_FOR = "stands for"
+"""Key of a node's `meta`: the name of the node of the user's model that it is a part of."""
 
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:
@@ -69,6 +71,7 @@ def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attr
 
     old = node.outputs[0]
     new = ir.node(op_type, inputs, dict(attributes), name=node.name)
+    new.meta.update(node.meta)
     new.outputs[0].name, new.outputs[0].type, new.outputs[0].shape = old.name, old.type, old.shape
     assert node.graph is not None
     node.graph.insert_before(node, [new])
@@ -79,11 +82,12 @@ def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attr
 
 def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any],
            name: str) -> ir.Value:  # fmt: skip
-    """A new node before another; its output has the name of the node."""
+    """A new node before another, which it is a part of; its output has its name."""
     import onnx_ir as ir
 
     new = ir.node(op_type, inputs, dict(attributes), name=name)
     new.outputs[0].name = name
+    new.meta[STANDS_FOR] = before.meta.get(STANDS_FOR, before.name)
     assert before.graph is not None
     before.graph.insert_before(before, [new])
     return new.outputs[0]

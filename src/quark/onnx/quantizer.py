@@ -20,6 +20,7 @@ from quark.onnx.parameters import Parameters, weight_params
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.placement import Placement, place
 from quark.onnx.rewrite import Rewriter
+from quark.onnx.scopes import drop_removed, pin
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import fingerprint
 from quark.onnx.targets import TARGETS
@@ -93,9 +94,11 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     """Passes, placement, calibration, rewriting; changes and returns the model."""
     settings = _supported(settings)
     identity = fingerprint(model) if settings.statistics else ""
+    settings = pin(settings, model)
     infer_shapes(model)
     run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
     refuse_half(model)
+    settings = drop_removed(settings, model)
     placement = place(model, settings)
     activations = activation_params(model, placement, settings, reader, identity)
     parameters = Parameters(activations, weight_params(placement, settings))

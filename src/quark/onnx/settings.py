@@ -12,8 +12,8 @@ from quark.core.spec import LayerSpec
 Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
 """(start nodes, end nodes): the nodes on paths from one to the other."""
 
-Scope = str | Subgraph
-"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), or a subgraph."""
+Scope = str | Subgraph | frozenset[str]
+"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
 
 
 @dataclass(frozen=True)
