@@ -62,12 +62,11 @@ class Tool:
     read: Callable[[Path], ir.Model] = read
     write: Callable[[ir.Model, Path, bool], None] = save
 
-    def convert(self, source: Path, target: Path | None, external_data: bool = False, **flags: Any) -> int:
+    def convert(self, source: Path, target: Path, external_data: bool = False, **flags: Any) -> int:
         """Read, convert, write; return how many places changed."""
         model = self.read(source)
         count = self.run(model, **flags)
-        if target is not None:
-            self.write(model, target, external_data)
+        self.write(model, target, external_data)
         return count
 
 
@@ -78,10 +77,9 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> None:
     try:
         tool = TOOLS[name]
         values = parse(name, tool, sys.argv[1:] if arguments is None else arguments)
-        source, target = Path(values.pop("input")), values.pop("output", None)
-        count = tool.convert(source, None if target is None else Path(target), **values)
-        if target is not None:
-            sys.stdout.write(f"{name}: {count} {'place' if count == 1 else 'places'} changed, written to {target}\n")
+        source, target = Path(values.pop("input")), Path(values.pop("output"))
+        count = tool.convert(source, target, **values)
+        sys.stdout.write(f"{name}: {count} {'place' if count == 1 else 'places'} changed, written to {target}\n")
     except QuarkError as error:
         sys.stderr.write(f"{name}: {error}\n")
         sys.exit(1)
@@ -91,12 +89,10 @@ def parse(name: str, tool: Tool, arguments: Sequence[str]) -> dict[str, Any]:
     """The values of paths and flags. Raises ConfigError for anything unknown, missing or wrong."""
     parser = _Parser(prog=f"python -m quark.onnx.tools.{name}", description=tool.summary, allow_abbrev=False)
     parser.add_argument("positional", nargs="*", metavar=" ".join(tool.order), help="in this order, or as flags")
-    for path in tool.order:
-        if path in PATHS:
-            parser.add_argument(*PATHS[path], dest=path, help=f"path of the {path} model")
-    if "output" in tool.order:
-        spellings = ("--save_as_external_data", "--external_data")
-        parser.add_argument(*spellings, dest="external_data", action="store_true", help="write weights beside it")
+    for path, spellings in PATHS.items():
+        parser.add_argument(*spellings, dest=path, help=f"path of the {path} model")
+    beside = ("--save_as_external_data", "--external_data")
+    parser.add_argument(*beside, dest="external_data", action="store_true", help="write weights beside the model")
     for flag, row in tool.flags.items():
         if row.kind is bool:
             parser.add_argument(f"--{flag}", action="store_true", help=row.help)
@@ -119,19 +115,15 @@ def _placed(tool: Tool, values: dict[str, Any], positional: list[str]) -> dict[s
     if len(positional) > len(free):
         raise ConfigError(f"Unexpected argument {positional[len(free)]!r}; there are: {', '.join(tool.order)}.")
     for key, text in zip(free, positional, strict=False):
-        row = tool.flags.get(key)
+        kind = tool.flags[key].kind if key in tool.flags else str
         try:
-            values[key] = text if row is None else row.kind(text)
+            values[key] = kind(text)
         except ValueError:
-            raise ConfigError(f"{key} must be {_name(row)}, got {text!r}.") from None
+            raise ConfigError(f"{key} must be {getattr(kind, '__name__', 'text')}, got {text!r}.") from None
     missing = [key for key in (*tool.order, *tool.flags) if values.get(key) is None]
     if missing:
         raise ConfigError(f"Missing: {', '.join(missing)}. `--help` lists the arguments.")
     return values
-
-
-def _name(row: Flag | None) -> str:
-    return row.kind.__name__ if row is not None else "text"
 
 
 class _Parser(argparse.ArgumentParser):
