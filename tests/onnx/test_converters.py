@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import quark.onnx
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
+from quark.errors import FormatError
 from quark.onnx.converters import TOOLS, run_tool
 from quark.onnx.converters.remove_qdq import decode
 from quark.onnx.model import load, read, save, to_proto
@@ -253,6 +254,21 @@ def test_float16_and_back(tmp_path: Path) -> None:
     kept = converted("convert_fp32_to_fp16", cnn(), tmp_path, "--keep_io_types")
     assert [v.name for v in kept.graph.output] == ["y"] and types(kept).count("Cast") == 2
     np.testing.assert_allclose(outputs(kept, SAMPLE)[0], outputs(narrow, low)[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("tool", ["convert_fp32_to_fp16", "convert_fp32_to_bf16", "random_quantize"])
+def test_quantized_models_are_not_lowered_further(tool: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        converted(tool, quantized(A8W8), tmp_path)
+    assert "quantized already" in capsys.readouterr().err
+
+
+def test_an_invalid_result_is_not_written(tmp_path: Path) -> None:
+    model = read(cnn())
+    model.graph[3].op_type = "Nonsense"
+    with pytest.raises(FormatError, match="no valid ONNX model.*Nonsense"):
+        save(model, tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_float16_keeps_scales_of_resize_and_bounds_masks(tmp_path: Path) -> None:

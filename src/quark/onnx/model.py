@@ -134,6 +134,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
 
     Raises:
         OutputError: The file cannot be written. Nothing is left behind.
+        FormatError: The model is not valid.
     """
     import onnx_ir as ir
 
@@ -151,6 +152,9 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
                 (temporary / file).replace(target.parent / file)
     except OSError as error:
         raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
+    except onnx.checker.ValidationError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FormatError(f"What would be written to {target} is no valid ONNX model: {reason}") from error
     finally:
         _remove(temporary)
 

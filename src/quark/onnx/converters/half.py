@@ -8,7 +8,7 @@ import numpy as np
 
 from quark.errors import NotSupportedError
 from quark.onnx.edit import is_op, new_initializer, prune, redirect, remove_unused
-from quark.onnx.model import constant, infer_shapes
+from quark.onnx.model import constant, infer_shapes, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.simplify import simplify
 
@@ -22,6 +22,7 @@ def to_float16(
     model: ir.Model, keep_io_types: bool, disable_shape_infer: bool, not_simplify: bool, all_tensors_to_one_file: bool
 ) -> int:
     """Turn a float32 model into float16. Weights outside always go to one file, whether that is asked for or not."""
+    refuse_quantized(model)
     if not disable_shape_infer:
         infer_shapes(model)
     if not not_simplify:
@@ -40,6 +41,7 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     Raises:
         NotSupportedError: For "simulate_bf16".
     """
+    refuse_quantized(model)
     convert_fp16_to_fp32(model)
     infer_shapes(model)
     if format == "bf16":

@@ -44,23 +44,31 @@ def convert_fp32_to_bf16(model: ir.Model) -> int:
 def _lower(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
     import onnx_ir as ir
 
-    kept = [v for v in (*model.graph.inputs, *model.graph.outputs) if keep_io_types and v.dtype == ir.DataType.FLOAT]
-    needed = [
-        (node, index)
-        for node in model.graph.all_nodes()
-        if is_op(node, *FLOAT32_INPUTS)
-        for index in FLOAT32_INPUTS[node.op_type]
-        if index < len(node.inputs) and node.inputs[index] is not None
-    ]
-    only_there = {node.inputs[i] for node, i in needed if all((u.node, u.idx) in needed for u in node.inputs[i].uses())}  # type: ignore[union-attr]
-    own = {value for value in only_there if value is not None and value.is_initializer()}
-    count = _convert(model, ir.DataType.FLOAT, target, own)
+    ends = [v for v in (*model.graph.inputs, *model.graph.outputs) if keep_io_types and v.dtype == ir.DataType.FLOAT]
+    needed = _float32_inputs(model)
+    spared = {value for value in needed.values() if value.is_initializer() and _read_by(value) <= needed.keys()}
+    count = _convert(model, ir.DataType.FLOAT, target, spared)
     if count:
         for node, index in needed:
             _cast_input(node, index)
-        for value in kept:
+        for value in ends:
             _keep(model.graph, value)
     return count
+
+
+def _float32_inputs(model: ir.Model) -> dict[tuple[ir.Node, int], ir.Value]:
+    """The inputs, of nodes of any body, that must stay float32."""
+    return {
+        (node, index): value
+        for node in model.graph.all_nodes()
+        if is_op(node, *FLOAT32_INPUTS)
+        for index, value in enumerate(node.inputs)
+        if value is not None and index in FLOAT32_INPUTS[node.op_type]
+    }
+
+
+def _read_by(value: ir.Value) -> set[tuple[ir.Node, int]]:
+    return {(use.node, use.idx) for use in value.uses()}
 
 
 def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, spared: set[ir.Value] | None = None) -> int:
