@@ -17,6 +17,7 @@ import torch
 
 import tests.contracts.test_dtypes as dtype_contracts
 import tests.contracts.test_observers as observer_contracts
+import tests.contracts.test_passes as pass_contracts
 import tests.contracts.test_schemes_numerics as scheme_contracts
 from quark import errors
 from quark.core.dtypes import DTYPES
@@ -28,6 +29,7 @@ from quark.core.scales import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
 from quark.torch.algo_configs import ALGO_CONFIGS
 from quark.torch.config import QConfig, QLayerConfig
@@ -99,7 +101,7 @@ def commands(block: Block) -> list[str]:
 @pytest.fixture
 def clean() -> Iterator[None]:
     """What a page registers ends with its test."""
-    dicts: list[dict[Any, Any]] = [*(r._entries for r in REGISTRIES), LAYERS, LLMTemplate._registered]
+    dicts: list[dict[Any, Any]] = [*(r._entries for r in REGISTRIES), LAYERS, PASSES, LLMTemplate._registered]
     before = [dict(entries) for entries in dicts]
     yield
     for entries, saved in zip(dicts, before, strict=True):
@@ -168,8 +170,15 @@ def scheme_keeps_its_contracts() -> None:
     scheme_contracts.test_signal_to_noise_is_what_the_width_gives(weight)
 
 
+def pass_keeps_its_contracts() -> None:
+    for model in ("cnn", "clutter"):
+        pass_contracts.test_a_pass_keeps_outputs_and_twice_is_once("merge_relus", model)
+    pass_contracts.test_bodies_of_if_stay_as_they_are("merge_relus")
+
+
 CONTRACTS: dict[str, Callable[[], None]] = {
     "docs/add/dtype.md": dtype_keeps_its_contracts,
+    "docs/add/pass.md": pass_keeps_its_contracts,
     "docs/add/observer.md": observer_keeps_its_contracts,
     "docs/add/scheme.md": scheme_keeps_its_contracts,
 }

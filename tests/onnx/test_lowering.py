@@ -18,8 +18,10 @@ from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx import specs
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.lower_passes import OPTION_OF
 from quark.onnx.lower_tensors import lower_tensor
 from quark.onnx.lowering import lower
+from quark.onnx.passes import PASSES, POST_PASSES
 from quark.onnx.presets import get_default_config
 from quark.onnx.settings import Settings
 from quark.onnx.specs import BFloat16Spec, Int8Spec, Int16Spec, Int32Spec, QTensorConfig, UInt8Spec, XInt8Spec
@@ -71,6 +73,10 @@ def test_a8w8() -> None:
         force_pass_through=True,
         contrib_domain=True,
         target="npu",
+        convert_split_to_slice=True,
+        convert_bn_to_conv=True,
+        convert_reduce_mean=True,
+        split_large_pool=True,
     )
 
 
@@ -296,6 +302,22 @@ def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
         ({"OptimizeModel": False}, "fold_batch_norm", False),
         ({"SkipPreprocess": True}, "fold_batch_norm", False),
         ({"SkipPreprocess": True, "FoldBatchNorm": True}, "fold_batch_norm", True),
+        ({"SkipPreprocess": True}, "simplify", False),
+        ({"SkipPreprocess": True}, "copy_bias_init", None),
+        ({"SkipPreprocess": True, "CopyBiasInit": ["Conv"]}, "copy_bias_init", ("Conv",)),
+        ({"CopySharedInit": []}, "copy_shared_init", ()),
+        ({"ConvertOpsetVersion": 17}, "convert_opset_version", 17),
+        ({"FixShapes": "x:[1,3]"}, "fix_shapes", "x:[1,3]"),
+        ({"ConvertFP16ToFP32": True}, "convert_fp16_to_fp32", True),
+        ({"ConvertNCHWToNHWC": True}, "convert_nchw_to_nhwc", True),
+        ({"FuseGelu": False}, "fuse_gelu", False),
+        ({"RemoveInputInit": False}, "remove_input_init", False),
+        ({"ReplaceClip6Relu": True}, "replace_clip6_relu", True),
+        ({"ConvertClipToRelu": True}, "convert_clip_to_relu", True),
+        ({"EnableNPUTransformer": True}, "convert_split_to_slice", True),
+        ({"EnableNPUCnn": True}, "convert_bn_to_conv", True),
+        ({"EnableNPUCnn": True, "ConvertBNToConv": False}, "convert_bn_to_conv", False),
+        ({"EnableNPUCnn": True, "SkipPreprocess": True}, "split_large_pool", False),
         ({"FoldRelu": True}, "fold_relu", True),
         ({"AlignPool": True, "AlignPad": True}, "align", ("Pool", "Pad")),
         ({"ForceQuantizeNoInputCheck": True}, "force_pass_through", True),
@@ -332,6 +354,16 @@ def test_legacy_fields() -> None:
     assert new(extra_options={}, use_external_data_format=True).external_data
 
 
+def test_passes_for_npus_are_on_by_default_where_documented() -> None:
+    assert named("A8W8").convert_bn_to_conv and named("XINT8").split_large_pool
+    assert not named("INT8_CNN_DEFAULT").convert_bn_to_conv
+    extended = new(BFloat16Spec(), BFloat16Spec())
+    written = new(BFloat16Spec(), BFloat16Spec(), BF16QDQToCast=True)
+    assert extended.convert_reduce_mean and not written.convert_reduce_mean
+    assert old(convert_fp16_to_fp32=True, convert_nchw_to_nhwc=True).convert_fp16_to_fp32
+    assert {*OPTION_OF} == {*PASSES, *POST_PASSES}
+
+
 def test_domains() -> None:
     assert not new().contrib_domain
     assert new(Int16Spec()).contrib_domain
@@ -344,7 +376,6 @@ def test_domains() -> None:
     [
         {"reduce_range": True},
         {"input_nodes": ["a"]},
-        {"convert_nchw_to_nhwc": True},
         {"include_auto_mp": True},
         {"crypto_mode": True},
         {"specific_tensor_precision": True},

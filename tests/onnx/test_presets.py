@@ -91,7 +91,7 @@ def test_qconfigs_lower_and_round_trip(name: str) -> None:
     config = getattr(presets, name)
     assert QConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     if name == "VINT8_QCONFIG":
-        with pytest.raises(NotSupportedError, match="ConvertBNToConv"):
+        with pytest.raises(NotSupportedError, match="RemoveQDQConvClip"):
             lower(config)
     else:
         assert len(lower(config).algorithms) == ("ADA" in name)

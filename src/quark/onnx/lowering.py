@@ -20,6 +20,7 @@ from quark.onnx.algo_configs import AlgoConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
 from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_passes import lower_passes
 from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
 from quark.onnx.settings import Settings
@@ -42,8 +43,6 @@ UNSUPPORTED_FIELDS = {
     "output_nodes": "exclude the nodes after them instead",
     "specific_tensor_precision": "use QConfig.specific_layer_config",
     "reduce_range": "7-bit codes are not part of this version",
-    "convert_fp16_to_fp32": "convert the model to float32 first",
-    "convert_nchw_to_nhwc": "not part of this version",
     "include_auto_mp": "mixed precision by search is not part of this version",
     "crypto_mode": "not part of this version",
 }
@@ -54,6 +53,8 @@ FIELD_OPTIONS = {
     "execution_providers": "ExecutionProviders",
     "optimize_model": "OptimizeModel",
     "enable_npu_transformer": "EnableNPUTransformer",
+    "convert_fp16_to_fp32": "ConvertFP16ToFP32",
+    "convert_nchw_to_nhwc": "ConvertNCHWToNHWC",
 }
 """Legacy field -> the option that says the same, and wins."""
 
@@ -193,7 +194,6 @@ def _settings(request: Request) -> Settings:
         weights_only=weights_only,
         int32_bias=int32_bias,
         matmul_const_only=transformer if const_only is None else const_only,
-        fold_batch_norm=_fold_batch_norm(options),
         fold_relu=value_of(options, "FoldRelu"),
         align=_align(options, request.npu_cnn),
         force_pass_through=value_of(options, "ForceQuantizeNoInputCheck"),
@@ -212,6 +212,7 @@ def _settings(request: Request) -> Settings:
         algorithms=request.algorithms,
         external_data=request.external_data,
         providers=tuple(value_of(options, "ExecutionProviders")),
+        **lower_passes(options, request.npu_cnn or transformer, request.extended),
     )
 
 
@@ -277,13 +278,6 @@ def _op_types(options: Mapping[str, Any], transformer: bool) -> tuple[str, ...]:
     if value_of(options, "QuantizeAllOpTypes"):
         return ()
     return tuple(value_of(options, "OpTypesToQuantize")) or (("Gemm", "MatMul") if transformer else ())
-
-
-def _fold_batch_norm(options: Mapping[str, Any]) -> bool:
-    asked: bool | None = value_of(options, "FoldBatchNorm")
-    if asked is not None:
-        return asked
-    return bool(value_of(options, "OptimizeModel") and not value_of(options, "SkipPreprocess"))
 
 
 def _align(options: Mapping[str, Any], npu_cnn: bool) -> tuple[str, ...]:

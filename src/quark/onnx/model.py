@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 
 from quark.errors import ConfigError, FormatError, OutputError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DATA_SUFFIX = ".data"
 PROTOBUF_LIMIT = 2**31 - 2**20
 QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
+CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
@@ -27,15 +29,26 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
             the folder of the model.
         ConfigError: The model is quantized already.
     """
+    model = read(source)
+    refuse_quantized(model)
+    return model
+
+
+def refuse_quantized(model: ir.Model) -> None:
+    """Raise ConfigError for a model that is quantized already."""
+    for node in model.graph.all_nodes():
+        if node.op_type in QUANTIZED_OPS:
+            raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
+
+
+def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+    """The same for a model that may be quantized."""
     # onnx_ir takes half a second to import: when a model is really loaded.
     import onnx_ir as ir
 
     model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
     _check_external(model)
-    _name_nodes(model)
-    for node in model.graph.all_nodes():
-        if node.op_type in QUANTIZED_OPS:
-            raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
+    name_nodes(model)
     return model
 
 
@@ -54,6 +67,12 @@ def _load_file(path: Path) -> ir.Model:
     return model
 
 
+def _has_external(model: ir.Model) -> bool:
+    import onnx_ir as ir
+
+    return any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
+
+
 def _check_external(model: ir.Model) -> None:
     import onnx_ir as ir
 
@@ -68,7 +87,8 @@ def _check_external(model: ir.Model) -> None:
                 raise FormatError(f"The data of {name} is missing: {tensor.location} is not beside the model.")
 
 
-def _name_nodes(model: ir.Model) -> None:
+def name_nodes(model: ir.Model) -> None:
+    """Give every node without a name one that is free."""
     used = {node.name for node in model.graph.all_nodes() if node.name}
     for index, node in enumerate(model.graph.all_nodes()):
         if not node.name:
@@ -77,6 +97,13 @@ def _name_nodes(model: ir.Model) -> None:
                 name += "_"
             node.name = name
             used.add(name)
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Fill in the types and shapes that follow from the inputs; values with unknown ones stay as they are."""
+    from onnx_ir.passes.common import ShapeInferencePass
+
+    ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
 def opset(model: ir.Model) -> int:
@@ -102,16 +129,19 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
     Args:
         model: The model.
         path: Where to; an existing file is replaced.
-        external_data: Write weights to `<name>.data` beside it; a model over 2 GB always does.
+        external_data: Write weights to `<name>.data` beside it, as is always done with a model over 2 GB and one that
+            was read with weights outside and still has some of them.
 
     Raises:
         OutputError: The file cannot be written. Nothing is left behind.
+        FormatError: The model is not valid.
     """
     import onnx_ir as ir
 
     target = Path(path)
     temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:8]}"
-    data = target.name + DATA_SUFFIX if external_data or weight_bytes(model) > PROTOBUF_LIMIT else None
+    outside = external_data or weight_bytes(model) > PROTOBUF_LIMIT or _has_external(model)
+    data = target.name + DATA_SUFFIX if outside else None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -122,6 +152,9 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
                 (temporary / file).replace(target.parent / file)
     except OSError as error:
         raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
+    except onnx.checker.ValidationError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FormatError(f"What would be written to {target} is no valid ONNX model: {reason}") from error
     finally:
         _remove(temporary)
 
@@ -133,13 +166,26 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether `constant` gives an array, without reading it."""
+    if value is None or value.is_graph_input():
+        return False
+    node = value.producer()
+    if node is None or value.const_value is not None:
+        return value.const_value is not None
+    return node.op_type == "Constant" and set(node.attributes) <= {"value", *CONSTANT_KINDS}
+
+
 def constant(value: ir.Value | None) -> Any:
-    """The numpy array of an initializer or a Constant node's output, or None."""
-    if value is None:
+    """The numpy array of an initializer or a Constant node's output, or None.
+
+    An initializer that is an input too is only a default, which a run may overrule.
+    """
+    if value is None or not is_constant(value):
         return None
     if value.const_value is not None:
         return value.const_value.numpy()
     node = value.producer()
-    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
-        return node.attributes["value"].as_tensor().numpy()
-    return None
+    assert node is not None
+    ((name, attribute),) = node.attributes.items()
+    return attribute.as_tensor().numpy() if name == "value" else np.array(attribute.value, CONSTANT_KINDS[name])

@@ -66,26 +66,26 @@ def _later(name: str, kind: Kind, default: Any, *accepts: Any, why: str = "not p
 # Pre-processing.
 _later("ShapeShifterYaml", TEXT, None, why="graph transformations from YAML are not part of this version")
 _later("PreprocessYAML", TEXT, None, why="graph transformations from YAML are not part of this version")
-_obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is: no BatchNormalization is folded")
+_obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is, but for passes that an option asks for")
 _obeyed("OptimizeModel", BOOL, True, "graph optimization: the default of FoldBatchNorm")
-_moot("SimplifyModel", BOOL, True, "quark.onnx simplifies with its own passes, each of which has its own option")
+_obeyed("SimplifyModel", BOOL, True, "fold constants, drop Identity, Dropout and what nothing reads")
 _later("SimplifyModelOptions", DICT, {}, why="onnxslim is not used: there is nothing to configure")
-_later("ConvertFP16ToFP32", BOOL, False, why="convert the model to float32 first")
-_later("ConvertNCHWToNHWC", BOOL, False)
-_later("ConvertOpsetVersion", INT, None, why="use onnx.version_converter first")
-for _name in (
-    "ConvertBNToConv",
-    "ConvertReduceMeanToGlobalAvgPool",
-    "SplitLargeKernelPool",
-    "ConvertSplitToSlice",
+_obeyed("ConvertFP16ToFP32", BOOL, False, "turn float16 tensors into float32 first, inputs and outputs included")
+_obeyed("ConvertNCHWToNHWC", BOOL, False, "make image inputs NHWC, as the calibration data must then be")
+_obeyed("ConvertOpsetVersion", INT, None, "the opset to convert to; left out: 13 for a model below it")
+for _name, _meaning in (
+    ("ConvertBNToConv", "a BatchNormalization that stands alone becomes a depthwise Conv"),
+    ("ConvertReduceMeanToGlobalAvgPool", "ReduceMean over height and width becomes GlobalAveragePool"),
+    ("SplitLargeKernelPool", "a GlobalAveragePool over more than 512 pixels becomes two"),
+    ("ConvertSplitToSlice", "Split becomes Slices"),
 ):
-    _later(_name, BOOL, None, False)
-_later("ConvertClipToRelu", BOOL, False)
-for _name in ("FuseInstanceNorm", "FuseL2Norm", "FuseGelu", "FuseLayerNorm"):
-    _moot(_name, BOOL, True, "no subgraph is fused in this version")
+    _obeyed(_name, BOOL, None, f"{_meaning}; on by itself for NPUs and the extended formats")
+_obeyed("ConvertClipToRelu", BOOL, False, "Clip becomes Relu where the quantized range clips at the upper bound")
+for _name in ("InstanceNorm", "L2Norm", "Gelu", "LayerNorm"):
+    _obeyed(f"Fuse{_name}", BOOL, True, "fuse its subgraph into one operator, if the opset has it")
 _obeyed("FoldBatchNorm", BOOL, None, "fold BatchNormalization into the Conv, ConvTranspose or Gemm before it")
 _obeyed("FoldRelu", BOOL, False, "drop a Relu or Clip whose effect the quantized range already has")
-_later("ReplaceClip6Relu", BOOL, False)
+_obeyed("ReplaceClip6Relu", BOOL, False, "Clip(0, 6) becomes Relu, which changes values over 6")
 
 # Targets.
 _obeyed("OpTypesToQuantize", LIST, [], "op types that are quantized; empty: those with a rule")
@@ -204,10 +204,10 @@ _obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.
 
 # Runtime and debug.
 _obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")
-_later("RemoveInputInit", BOOL, True)
-_later("CopySharedInit", LIST, None)
-_later("CopyBiasInit", LIST, ["Conv", "ConvTranspose", "Gemm"])
-_later("FixShapes", TEXT, None, why="use quark.onnx.tools.fix_shapes first")
+_obeyed("RemoveInputInit", BOOL, True, "initializers that are inputs too become constants; else they stay in float")
+_obeyed("CopySharedInit", LIST, None, "op types (empty: all) whose shared initializers are copied for each node")
+_obeyed("CopyBiasInit", LIST, ["Conv", "ConvTranspose", "Gemm"], "op types whose shared biases are copied")
+_obeyed("FixShapes", TEXT, None, 'shapes of inputs, as "name:[1,3,224,224];other:[1,10]"')
 _moot("TmpDir", TEXT, None, "no temporary copies of the model are made")
 _later("UserCustomOpLibPath", TEXT, None)
 _moot("EncryptionAlgorithm", TEXT, "AES-256", "nothing is encrypted")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +12,16 @@ import onnx
 from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError, QuarkError
+from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
 from quark.onnx.calibrate import activation_params
-from quark.onnx.model import load, save, to_proto
+from quark.onnx.model import infer_shapes, load, opset, save, to_proto
 from quark.onnx.parameters import Parameters, weight_params
-from quark.onnx.passes import PASSES
+from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.path_reader import PathDataReader
 from quark.onnx.placement import Placement, place
 from quark.onnx.rewrite import Rewriter
+from quark.onnx.scopes import drop_removed, pin
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import fingerprint
 from quark.onnx.targets import TARGETS
@@ -95,18 +96,28 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     """Passes, placement, calibration, rewriting; changes and returns the model."""
     settings = _supported(settings)
     identity = fingerprint(model) if settings.statistics else ""
-    model = raise_opset(model, _needed_opset(settings))
-    for name, step in PASSES.items():
-        if getattr(settings, name):
-            step(model)
+    settings = pin(settings, model)
+    infer_shapes(model)
+    run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
+    refuse_half(model)
+    settings = drop_removed(settings, model)
     placement = place(model, settings)
     activations = activation_params(model, placement, settings, reader, identity)
     parameters = Parameters(activations, weight_params(placement, settings))
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
     Rewriter(model, settings, parameters, placement).run()
+    run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"
     return model
+
+
+def _opset(model: ir.Model, settings: Settings) -> int:
+    """The opset to convert to: what was asked for, else the model's own or the first that is needed."""
+    needed, asked = _needed_opset(settings), settings.convert_opset_version
+    if asked is not None and asked < needed:
+        raise ConfigError(f"ConvertOpsetVersion={asked}: what is quantized here needs opset {needed}.")
+    return asked or max(opset(model), needed)
 
 
 def _needed_opset(settings: Settings) -> int:
@@ -117,22 +128,22 @@ def _needed_opset(settings: Settings) -> int:
     return BLOCKED_OPSET if blocked and settings.matmul_nbits is None else MINIMUM_OPSET
 
 
-def raise_opset(model: ir.Model, minimum: int = MINIMUM_OPSET) -> ir.Model:
-    """Convert a model below an opset."""
-    from quark.onnx.model import opset
+def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
+    """Run the passes whose Settings field asks for them."""
+    for name, step in passes.items():
+        asked = getattr(settings, name)
+        if asked is True:
+            step(model)
+        elif asked is not False and asked is not None:
+            step(model, asked)
 
-    if opset(model) >= minimum:
-        return model
-    # onnx_ir is imported with the first model.
-    import onnx_ir as ir
-    from onnx import version_converter
 
-    try:
-        return ir.from_proto(version_converter.convert_version(to_proto(model), minimum))
-    except (RuntimeError, ValueError) as error:
-        raise QuarkError(
-            f"The model is of opset {opset(model)} and cannot be converted to {minimum}: {error}"
-        ) from error
+def refuse_half(model: ir.Model) -> None:
+    """Raise NotSupportedError for a float16 or bfloat16 model: scales and integer kernels are float32."""
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        if value.dtype is not None and value.dtype.name in ("FLOAT16", "BFLOAT16"):
+            advice = "set ConvertFP16ToFP32=True" if value.dtype.name == "FLOAT16" else "convert the model to float32"
+            raise NotSupportedError(f"{value.name} is {value.dtype.name.lower()}, the model must be float32: {advice}.")
 
 
 def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:

@@ -1,13 +1,20 @@
-"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error."""
+"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error.
+
+They speak of the model that the user knows: `pin` resolves them to names before the passes change the graph. A node
+that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quark.core.patterns import matches, require_matches
-from quark.onnx.settings import Scope
+from quark.errors import ConfigError
+from quark.onnx.edit import STANDS_FOR
+from quark.onnx.settings import Scope, Settings
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -22,13 +29,45 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Nod
     nodes = {node.name or "": node for node in model.graph}
     found: set[ir.Node] = set()
     for scope in scopes:
-        if isinstance(scope, str):
+        if isinstance(scope, frozenset):
+            found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
+        elif isinstance(scope, str):
             pattern = _pattern(scope)
             require_matches([pattern], nodes, where)
             found |= {node for name, node in nodes.items() if matches(name, pattern)}
         else:
             found |= _between(scope, nodes, where)
     return found
+
+
+def pin(settings: Settings, model: ir.Model) -> Settings:
+    """Settings whose scopes are the names of the nodes that they match in this model.
+
+    Raises:
+        ConfigError: A scope matches no node.
+    """
+
+    def names(scopes: tuple[Scope, ...], where: str) -> tuple[Scope, ...]:
+        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where)),)
+
+    require_matches(settings.nodes, [node.name or "" for node in model.graph], "NodesToQuantize")
+    by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.by_name)
+    return replace(settings, exclude=names(settings.exclude, "exclude"), by_name=by_name)
+
+
+def drop_removed(settings: Settings, model: ir.Model) -> Settings:
+    """Settings whose NodesToQuantize are those that the passes left.
+
+    Raises:
+        ConfigError: There were some, and none is left.
+    """
+    names = {name: node.name or "" for node in model.graph for name in (node.name, node.meta.get(STANDS_FOR)) if name}
+    left = tuple(node for name, node in names.items() if name in settings.nodes)
+    if settings.nodes and not left:
+        raise ConfigError(
+            f"NodesToQuantize: the graph passes removed {', '.join(settings.nodes)}. Possible: SkipPreprocess=True."
+        )
+    return replace(settings, nodes=left)
 
 
 def _pattern(scope: str) -> str:

@@ -12,8 +12,8 @@ from quark.core.spec import LayerSpec
 Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
 """(start nodes, end nodes): the nodes on paths from one to the other."""
 
-Scope = str | Subgraph
-"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), or a subgraph."""
+Scope = str | Subgraph | frozenset[str]
+"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class Settings:
         weights_only: Quantize weights, not activations.
         int32_bias: Bias as int32 with scale = input scale * weight scale.
         matmul_const_only: Leave MatMul without a constant operand in float.
-        fold_batch_norm: Fold BatchNormalization into the Conv, ConvTranspose or Gemm before it.
+        convert_opset_version: The opset to convert to; None: the first that is needed.
+        fix_shapes: Shapes of inputs, as `name:[1,3,224,224];...`.
+        convert_fp16_to_fp32 ... split_large_pool, convert_clip_to_relu: Whether the pass of that name runs.
+        copy_shared_init, copy_bias_init: Op types (empty: all) whose shared constants or biases are copied; None: off.
         fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
         align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
         force_pass_through: Quantize data-movement ops even where their input is not quantized.
@@ -63,7 +66,25 @@ class Settings:
     weights_only: bool = False
     int32_bias: bool = True
     matmul_const_only: bool = False
+    convert_opset_version: int | None = None
+    fix_shapes: str | None = None
+    convert_fp16_to_fp32: bool = False
+    convert_nchw_to_nhwc: bool = False
+    remove_input_init: bool = True
+    simplify: bool = True
+    copy_shared_init: tuple[str, ...] | None = None
+    copy_bias_init: tuple[str, ...] | None = ("Conv", "ConvTranspose", "Gemm")
+    fuse_instance_norm: bool = True
+    fuse_l2_norm: bool = True
+    fuse_layer_norm: bool = True
+    fuse_gelu: bool = True
     fold_batch_norm: bool = True
+    replace_clip6_relu: bool = False
+    convert_split_to_slice: bool = False
+    convert_bn_to_conv: bool = False
+    convert_reduce_mean: bool = False
+    split_large_pool: bool = False
+    convert_clip_to_relu: bool = False
     fold_relu: bool = False
     align: tuple[str, ...] = ()
     force_pass_through: bool = False

@@ -1,6 +1,6 @@
-"""Folds BatchNormalization into the Conv, ConvTranspose or Gemm before it.
+"""Folds BatchNormalization into the Conv, ConvTranspose or Gemm before it, or into all those before a Concat before it.
 
-    W' = W * gamma / sqrt(var + eps)        b' = (b - mean) * gamma / sqrt(var + eps) + beta
+    f = gamma / sqrt(var + eps)        W' = W * f        b' = (b - mean) * f + beta
 
 Not folded: a convolution whose output or whose weight anything else reads (its float values would change there).
 """
@@ -11,88 +11,90 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quark.onnx.edit import is_op, new_initializer, prune, read_once, redirect, set_initializer
 from quark.onnx.model import constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
-FOLDS_INTO = {"Conv": 0, "ConvTranspose": 1, "Gemm": None}
+Affine = tuple[Array, Array]
+"""Factor and shift of each channel, in float64."""
+
+FOLDS_INTO = ("Conv", "ConvTranspose", "Gemm")
 
 
 def fold_batch_norm(model: ir.Model) -> int:
     """Fold every BatchNormalization that can be; return how many were."""
     count = 0
-    for node in list(model.graph):
-        if node.op_type == "BatchNormalization" and _fold(model, node):
-            count += 1
+    for norm in [node for node in model.graph if is_op(node, "BatchNormalization")]:
+        affine, source = affine_of(norm), norm.inputs[0]
+        producer = source.producer() if source is not None else None
+        if affine is None or source is None or producer is None or not read_once(source):
+            continue
+        members = _members(producer, affine)
+        if members is None or not redirect(norm.outputs[0], source):
+            continue
+        for node, (factor, shift) in members:
+            _fold(model.graph, node, factor, shift)
+        prune(norm)
+        count += 1
     return count
 
 
-def _fold(model: ir.Model, norm: ir.Node) -> bool:
-    source = norm.inputs[0]
-    producer = source.producer() if source is not None else None
-    if source is None or producer is None or producer.op_type not in FOLDS_INTO:
+def affine_of(norm: ir.Node) -> Affine | None:
+    """What a BatchNormalization multiplies and adds; None where a parameter is no constant, or in training mode."""
+    parameters = [constant(value) for value in norm.inputs[1:5]]
+    if any(p is None for p in parameters) or norm.attributes.get_int("training_mode") or len(norm.outputs) != 1:
+        return None
+    gamma, beta, mean, variance = (p.astype(np.float64) for p in parameters)
+    factor = gamma / np.sqrt(variance + norm.attributes.get_float("epsilon", 1e-5))
+    return factor, beta - mean * factor
+
+
+def _members(producer: ir.Node, affine: Affine) -> list[tuple[ir.Node, Affine]] | None:
+    """The nodes to fold into, each with its channels' share; None where one of them cannot be."""
+    if is_op(producer, *FOLDS_INTO):
+        return [(producer, affine)] if _can_fold(producer) else None
+    if not is_op(producer, "Concat") or producer.attributes["axis"].as_int() != 1:
+        return None
+    branches = [value.producer() for value in producer.inputs if value is not None and read_once(value)]
+    nodes = [node for node in branches if node is not None and is_op(node, "Conv", "ConvTranspose")]
+    if len(nodes) != len(producer.inputs) or not all(map(_can_fold, nodes)):
+        return None
+    ends = np.cumsum([constant(node.inputs[1]).shape[_axis(node)] for node in nodes])[:-1]
+    return list(zip(nodes, zip(*(np.split(array, ends) for array in affine), strict=True), strict=True))
+
+
+def _can_fold(node: ir.Node) -> bool:
+    """Whether the weight and bias of a node may be changed."""
+    weight = node.inputs[1]
+    if weight is None or weight.const_value is None or not read_once(weight):
         return False
-    if len(list(source.uses())) != 1 or source.is_graph_output() or len(norm.outputs) != 1:
+    if len(node.inputs) > 2 and node.inputs[2] is not None and constant(node.inputs[2]) is None:
         return False
-    weight_value = producer.inputs[1]
-    bias_value = producer.inputs[2] if len(producer.inputs) > 2 else None
-    weight = constant(weight_value)
-    gamma, beta, mean, variance = (constant(norm.inputs[i]) for i in range(1, 5))
-    if weight is None or any(p is None for p in (gamma, beta, mean, variance)):
+    if node.op_type == "ConvTranspose" and node.attributes.get_int("group", 1) != 1:
         return False
-    if (bias_value is not None and constant(bias_value) is None) or len(list(weight_value.uses())) != 1:  # type: ignore[union-attr]
-        return False
-    groups = producer.attributes.get("group")
-    if producer.op_type == "ConvTranspose" and groups is not None and groups.as_int() != 1:
-        return False
-    epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
-    factor = gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
-    axis = FOLDS_INTO[producer.op_type]
-    if axis is None:
-        transposed = producer.attributes.get("transB")
-        axis = 0 if transposed is not None and transposed.as_int() else 1
+    return node.op_type != "Gemm" or node.attributes.get_float("beta", 1.0) == 1.0
+
+
+def _axis(node: ir.Node) -> int:
+    """Axis of the output channels of the weight."""
+    if node.op_type == "Gemm":
+        return 0 if node.attributes.get_int("transB", 0) else 1
+    return 0 if node.op_type == "Conv" else 1
+
+
+def _fold(graph: ir.Graph, node: ir.Node, factor: Array, shift: Array) -> None:
+    value, bias_value = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
+    weight, bias = constant(value), constant(bias_value)
     shape = [1] * weight.ndim
-    shape[axis] = -1
-    bias = np.zeros(len(factor)) if bias_value is None else constant(bias_value).astype(np.float64)
-    folded = (weight * factor.reshape(shape)).astype(weight.dtype)
-    shifted = ((bias - mean) * factor + beta).astype(weight.dtype)
-    assert weight_value is not None
-    _set(weight_value, folded)
-    if bias_value is not None and len(list(bias_value.uses())) == 1:
-        _set(bias_value, shifted)
-    else:
-        if bias_value is None:
-            producer.resize_inputs(3)
-        producer.replace_input_with(2, _new_initializer(model, f"{producer.name}_bias", shifted))
-    output = norm.outputs[0]
-    name, is_output = output.name, output.is_graph_output()
-    for use in list(output.uses()):
-        use.node.replace_input_with(use.idx, source)
-    if is_output:
-        for position, value in enumerate(model.graph.outputs):
-            if value is output:
-                model.graph.outputs[position] = source
-    source.shape, source.type = output.shape or source.shape, output.type or source.type
-    model.graph.remove(norm, safe=True)
-    source.name = name
-    return True
-
-
-def _set(value: ir.Value, array: Array) -> None:
-    """Give an initializer new values under its name."""
-    import onnx_ir as ir
-
-    value.const_value = ir.tensor(array, name=value.name)
-
-
-def _new_initializer(model: ir.Model, name: str, array: Array) -> ir.Value:
-    import onnx_ir as ir
-
-    while name in model.graph.initializers:
-        name += "_folded"
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-    model.graph.initializers[name] = value
-    return value
+    shape[_axis(node)] = -1
+    assert value is not None
+    set_initializer(value, (weight * factor.reshape(shape)).astype(weight.dtype))
+    shifted = (shift if bias is None else bias * factor + shift).astype(weight.dtype)
+    if bias_value is not None and bias_value.const_value is not None and read_once(bias_value):
+        set_initializer(bias_value, shifted)
+        return
+    node.resize_inputs(3)
+    node.replace_input_with(2, new_initializer(graph, f"{node.name}_bias", shifted))

@@ -1,0 +1,108 @@
+"""Conversions of ONNX files, each a command `python -m quark.onnx.tools.<name>`. A new one is a row here."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quark.core.registry import Registry
+from quark.onnx.converters.domains import bfloat16_to_casts, custom_to_standard, rename_custom_ops
+from quark.onnx.converters.half import FORMATS, remove_bfloat16_casts, to_bfloat16, to_float16
+from quark.onnx.converters.random_quantize import random_quantize
+from quark.onnx.converters.remove_qdq import remove_qdq, remove_qdq_between
+from quark.onnx.converters.replace_inf import replace_inf_weights
+from quark.onnx.converters.shift_codes import shift_codes
+from quark.onnx.converters.text import read_text, write_text
+from quark.onnx.converters.tool import Flag, Tool, run_tool
+from quark.onnx.passes import PASSES
+
+TOOLS: Registry[Tool] = Registry("ONNX tool")
+
+_shapes = {"fix_shapes": Flag('shapes of inputs, as "name:[1,3,224,224];other:[1,10]"')}
+_bfloat16 = {"format": Flag("how bfloat16 is written", default="with_cast", choices=FORMATS)}
+
+
+def _unique(model: object, op_types: str) -> int:
+    return PASSES["copy_shared_init"](model, tuple(name.strip() for name in op_types.split(",") if name.strip()))
+
+
+def _fixed(model: object, fix_shapes: str) -> int:
+    return PASSES["fix_shapes"](model, fix_shapes)
+
+
+def _nothing(model: object) -> int:
+    return 0
+
+
+for _name, _tool in {
+    "fix_shapes": Tool(_fixed, "Give inputs fixed shapes.", _shapes),
+    "convert_dynamic_to_fixed": Tool(_fixed, "Give inputs fixed shapes.", _shapes),
+    "convert_opset_version": Tool(
+        lambda model, target_opset: PASSES["convert_opset_version"](model, target_opset),
+        "Convert a model to another opset.",
+        {"target_opset": Flag("the opset", int)},
+        ("input", "target_opset", "output"),
+    ),
+    "convert_nchw_to_nhwc": Tool(PASSES["convert_nchw_to_nhwc"], "Make image inputs NHWC."),
+    "convert_fp16_to_fp32": Tool(PASSES["convert_fp16_to_fp32"], "Turn float16 into float32."),
+    "convert_fp32_to_fp16": Tool(
+        to_float16,
+        "Turn float32 into float16.",
+        {
+            "keep_io_types": Flag("inputs and outputs stay float32", bool),
+            "disable_shape_infer": Flag("use the types that the model states", bool),
+            "not_simplify": Flag("keep constants in nodes, Identity and Dropout", bool),
+            "all_tensors_to_one_file": Flag("weights outside go to one file, as they always do", bool),
+        },
+    ),
+    "convert_fp32_to_bf16": Tool(to_bfloat16, "Turn float32 into bfloat16.", _bfloat16),
+    "convert_fp16_to_bf16": Tool(to_bfloat16, "Turn float16 into bfloat16.", _bfloat16),
+    "remove_bf16_cast": Tool(remove_bfloat16_casts, "Remove Casts to bfloat16 and back."),
+    "replace_bfloat16_qdq_cast": Tool(bfloat16_to_casts, "Turn bfloat16 Q/DQ into Casts."),
+    "convert_s8s8_to_u8s8": Tool(
+        partial(shift_codes, source="int8", target="uint8"), "Make int8 activations uint8, with the same values."
+    ),
+    "convert_u16s8_to_s16s8": Tool(
+        partial(shift_codes, source="uint16", target="int16"), "Make uint16 activations int16, with the same values."
+    ),
+    "convert_u16u8_to_u8u8": Tool(
+        partial(shift_codes, source="uint16", target="uint8"), "Make uint16 activations uint8, of the same range."
+    ),
+    "remove_qdq": Tool(remove_qdq, "Make a quantized model float."),
+    "convert_quant_to_float": Tool(remove_qdq, "Make a quantized model float."),
+    "remove_qdq_between_ops": Tool(
+        remove_qdq_between,
+        "Remove Q/DQ between ops.",
+        {"between_ops": Flag('pairs of op types, as "Conv,Relu;Mul,Add"')},
+    ),
+    "remove_qdq_mul_add": Tool(partial(remove_qdq_between, between_ops="Mul,Add"), "Remove Q/DQ between Mul and Add."),
+    "convert_customqdq_to_qdq": Tool(custom_to_standard, "Turn contributed and custom Q/DQ into those of ONNX."),
+    "convert_custom_ops": Tool(
+        rename_custom_ops,
+        "Give custom operators the names that former libraries have.",
+        {"reverse_conversion": Flag("from the former names to those of today", bool)},
+    ),
+    "convert_shared_initializer_to_unique": Tool(
+        _unique,
+        "Give each node an initializer of its own.",
+        {"op_types": Flag("op types, as Conv,Gemm; left out: all", default="")},
+    ),
+    "remove_initializer_from_input": Tool(PASSES["remove_input_init"], "Take initializers out of the inputs."),
+    "replace_inf_weights": Tool(
+        replace_inf_weights,
+        "Replace infinite weights.",
+        {"replace_inf_value": Flag("the value, and its negative", float, 10000.0)},
+    ),
+    "convert_onnx_to_onnxtxt": Tool(_nothing, "Write a model as text.", write=write_text),
+    "convert_onnxtxt_to_onnx": Tool(_nothing, "Read a model from text.", read=read_text),
+    "random_quantize": Tool(
+        random_quantize,
+        "Quantize a model with random data.",
+        {
+            "config": Flag("name of a configuration", default="XINT8"),
+            "exclude_nodes": Flag('nodes or patterns to keep in float, as "a;b"', default=""),
+        },
+    ),
+}.items():
+    TOOLS.register(_name, _tool)
+
+__all__ = ["TOOLS", "Flag", "Tool", "run_tool"]

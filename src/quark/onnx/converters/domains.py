@@ -1,0 +1,84 @@
+"""Renames quantization operators between domains: standard, contributed, today's custom ones and those before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quark.errors import NotSupportedError
+from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
+from quark.onnx.edit import remove_unused
+from quark.onnx.model import constant, opset
+from quark.onnx.rewrite import FIRST_OPSET
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+CUSTOM, FORMER, CONTRIB = "com.amd.quark", "com.vai.quantize", "com.microsoft"
+FORMER_NAMES = {
+    "ExtendedQuantizeLinear": "VitisQuantizeLinear",
+    "ExtendedDequantizeLinear": "VitisDequantizeLinear",
+    "ExtendedInstanceNormalization": "VitisInstanceNormalization",
+    "ExtendedLSTM": "VitisLSTM",
+    "BFPQuantizeDequantize": "BFPFixNeuron",
+    "MXQuantizeDequantize": "MXFixNeuron",
+}
+
+
+def custom_to_standard(model: ir.Model) -> int:
+    """Turn contributed and custom Q/DQ of integers into those of ONNX itself; return how many.
+
+    Raises:
+        NotSupportedError: The model's opset has no Q/DQ of a type.
+    """
+    count = 0
+    for node in model.graph:
+        if node.op_type not in (*QUANTIZE, *DEQUANTIZE) or node.domain == "":
+            continue
+        zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+        kind = "uint8" if zero is None else str(zero.dtype)
+        first = FIRST_OPSET.get(kind)
+        if first is None or first > opset(model):
+            advice = f"needs opset {first}: use convert_opset_version" if first else "has no standard form"
+            raise NotSupportedError(f"{node.name}: Q/DQ of {kind} {advice}.")
+        node.domain, node.op_type = "", QUANTIZE[0] if node.op_type in QUANTIZE else DEQUANTIZE[0]
+        count += 1
+    remove_unused(model)
+    return count
+
+
+def rename_custom_ops(model: ir.Model, reverse_conversion: bool = False) -> int:
+    """Give custom operators the names and the domain they had before, or back; return how many."""
+    pairs = {v: k for k, v in FORMER_NAMES.items()} if reverse_conversion else FORMER_NAMES
+    old, new = (FORMER, CUSTOM) if reverse_conversion else (CUSTOM, FORMER)
+    if any(function.domain == old for function in model.functions.values()):
+        raise NotSupportedError(f"The model defines operators of {old} itself: a former library has no use for them.")
+    count = 0
+    for node in model.graph.all_nodes():
+        if node.domain == old and node.op_type in pairs:
+            node.domain, node.op_type = new, pairs[node.op_type]
+            count += 1
+    if count:
+        model.opset_imports[new] = 1
+    remove_unused(model)
+    return count
+
+
+def bfloat16_to_casts(model: ir.Model) -> int:
+    """Turn custom Q/DQ of bfloat16 with scale 1 into Casts; return how many nodes."""
+    import onnx_ir as ir
+
+    count = 0
+    for node in [node for node in model.graph if node.op_type in (*QUANTIZE, *DEQUANTIZE)]:
+        zero = node.inputs[2] if len(node.inputs) > 2 else None
+        if zero is None or zero.dtype != ir.DataType.BFLOAT16 or not np.all(constant(node.inputs[1]) == 1):
+            continue
+        to = ir.DataType.BFLOAT16 if node.op_type in QUANTIZE else ir.DataType.FLOAT
+        node.resize_inputs(1)
+        node.attributes.clear()
+        node.attributes["to"] = ir.AttrInt64("to", int(to))
+        node.domain, node.op_type = "", "Cast"
+        count += 1
+    remove_unused(model)
+    return count

@@ -1,0 +1,88 @@
+"""Conversions to float16 and bfloat16, with or without Casts, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quark.errors import NotSupportedError
+from quark.onnx.edit import is_op, new_initializer, prune, redirect, remove_unused
+from quark.onnx.model import constant, infer_shapes, refuse_quantized
+from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
+from quark.onnx.passes.simplify import simplify
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FORMATS = ("with_cast", "customqdq", "simulate_bf16", "bf16")
+
+
+def to_float16(
+    model: ir.Model, keep_io_types: bool, disable_shape_infer: bool, not_simplify: bool, all_tensors_to_one_file: bool
+) -> int:
+    """Turn a float32 model into float16. Weights outside always go to one file, whether that is asked for or not."""
+    refuse_quantized(model)
+    if not disable_shape_infer:
+        infer_shapes(model)
+    if not not_simplify:
+        simplify(model)
+    return convert_fp32_to_fp16(model, keep_io_types)
+
+
+def to_bfloat16(model: ir.Model, format: str) -> int:
+    """Turn a float32 or float16 model into bfloat16.
+
+    Args:
+        model: The model, changed in place.
+        format: "bf16": every tensor. "with_cast": a float32 graph whose tensors pass through bfloat16 by pairs of
+            Cast. "customqdq": the same by custom Q/DQ.
+
+    Raises:
+        NotSupportedError: For "simulate_bf16".
+    """
+    refuse_quantized(model)
+    convert_fp16_to_fp32(model)
+    infer_shapes(model)
+    if format == "bf16":
+        return convert_fp32_to_bf16(model)
+    if format == "simulate_bf16":
+        raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
+    # The quantizer and its configs are imported for the formats that use them.
+    from quark.onnx.config import Config
+    from quark.onnx.lowering import lower
+    from quark.onnx.presets import get_default_config
+    from quark.onnx.quantizer import quantize
+
+    config = get_default_config("BF16")
+    config.extra_options["BF16QDQToCast"] = format == "with_cast"
+    quantize(model, lower(Config(global_quant_config=config)))
+    return sum(node.op_type in ("Cast", "ExtendedDequantizeLinear") for node in model.graph)
+
+
+def remove_bfloat16_casts(model: ir.Model) -> int:
+    """Remove pairs of Cast to bfloat16 and back, and store bfloat16 weights as float32; return how many."""
+    import onnx_ir as ir
+
+    count = 0
+    for node in [node for node in model.graph if _casts_to(node, ir.DataType.FLOAT)]:
+        source = node.inputs[0]
+        producer = source.producer() if source is not None else None
+        if source is None:
+            continue
+        if producer is not None and _casts_to(producer, ir.DataType.BFLOAT16) and producer.inputs[0] is not None:
+            if not redirect(node.outputs[0], producer.inputs[0]):
+                continue
+        elif source.dtype == ir.DataType.BFLOAT16 and source.is_initializer() and not node.outputs[0].is_graph_output():
+            value = new_initializer(model.graph, f"{source.name}_float", constant(source).astype(np.float32))
+            node.outputs[0].replace_all_uses_with(value)
+        else:
+            continue
+        prune(node)
+        count += 1
+    remove_unused(model)
+    return count
+
+
+def _casts_to(node: ir.Node, kind: ir.DataType) -> bool:
+    return is_op(node, "Cast") and node.attributes["to"].as_int() == int(kind)

@@ -1,0 +1,33 @@
+"""Quantizes a model with random data, to see its graph, size and speed; the accuracy means nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quark.onnx.model import refuse_quantized
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:
+    """Quantize with a named configuration; return how many nodes read dequantized tensors.
+
+    Args:
+        model: The model, changed in place.
+        config: Name of a configuration.
+        exclude_nodes: Names of nodes or patterns, separated by ";".
+    """
+    # The quantizer and its configs are imported when they are used.
+    from quark.onnx.config import Config
+    from quark.onnx.lowering import lower
+    from quark.onnx.presets import get_default_config
+    from quark.onnx.quantizer import quantize
+
+    refuse_quantized(model)
+    options = get_default_config(config)
+    options.extra_options["UseRandomData"] = True
+    options.nodes_to_exclude = [name for name in exclude_nodes.split(";") if name]
+    quantize(model, lower(Config(global_quant_config=options)))
+    readers = {use.node for node in model.graph if node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()}
+    return len(readers)

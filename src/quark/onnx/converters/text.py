@@ -1,0 +1,35 @@
+"""ONNX models as the text form of protobuf, which keeps every bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from quark.errors import FormatError
+from quark.files import atomic_file
+from quark.onnx.model import read, to_proto
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def read_text(path: Path) -> ir.Model:
+    """Read a model from text. Raises FormatError where it is none."""
+    from google.protobuf import text_format
+
+    if not path.is_file():
+        raise FormatError(f"{path} is not a file.")
+    try:
+        return read(text_format.Parse(path.read_text("utf-8"), onnx.ModelProto()))
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is not the text of an ONNX model: {error}.") from None
+
+
+def write_text(model: ir.Model, path: Path, external_data: bool = False) -> None:
+    """Write a model as text, weights inside."""
+    from google.protobuf import text_format
+
+    with atomic_file(path) as temporary:
+        temporary.write_text(text_format.MessageToString(to_proto(model)), "utf-8")

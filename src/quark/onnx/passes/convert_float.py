@@ -1,0 +1,177 @@
+"""Changes the floating point type of a whole model: float16 to float32, float32 to float16 or bfloat16.
+
+Weights, constants, Casts, inputs, outputs and the bodies of If and Loop follow. Towards float16, finite values beyond
+65504 become that, as masks of -3.4e38 must stay finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.onnx.edit import fixed_shape, is_op, prune, redirect
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
+"""Op type -> inputs that ONNX has in float32 only."""
+
+
+def convert_fp16_to_fp32(model: ir.Model) -> int:
+    """Turn every float16 tensor into float32; return how many there were. The same numbers are then exact."""
+    import onnx_ir as ir
+
+    return _convert(model, ir.DataType.FLOAT16, ir.DataType.FLOAT)
+
+
+def convert_fp32_to_fp16(model: ir.Model, keep_io_types: bool = False) -> int:
+    """Turn float32 tensors into float16; inputs and outputs too, unless they are kept by a Cast."""
+    import onnx_ir as ir
+
+    return _lower(model, ir.DataType.FLOAT16, keep_io_types)
+
+
+def convert_fp32_to_bf16(model: ir.Model) -> int:
+    """Turn float32 tensors into bfloat16, inputs and outputs included."""
+    import onnx_ir as ir
+
+    return _lower(model, ir.DataType.BFLOAT16, False)
+
+
+def _lower(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
+    import onnx_ir as ir
+
+    ends = [v for v in (*model.graph.inputs, *model.graph.outputs) if keep_io_types and v.dtype == ir.DataType.FLOAT]
+    needed = _float32_inputs(model)
+    spared = {value for value in needed.values() if value.is_initializer() and _read_by(value) <= needed.keys()}
+    count = _convert(model, ir.DataType.FLOAT, target, spared)
+    if count:
+        for node, index in needed:
+            _cast_input(node, index)
+        for value in ends:
+            _keep(model.graph, value)
+    return count
+
+
+def _float32_inputs(model: ir.Model) -> dict[tuple[ir.Node, int], ir.Value]:
+    """The inputs, of nodes of any body, that must stay float32."""
+    return {
+        (node, index): value
+        for node in model.graph.all_nodes()
+        if is_op(node, *FLOAT32_INPUTS)
+        for index, value in enumerate(node.inputs)
+        if value is not None and index in FLOAT32_INPUTS[node.op_type]
+    }
+
+
+def _read_by(value: ir.Value) -> set[tuple[ir.Node, int]]:
+    return {(use.node, use.idx) for use in value.uses()}
+
+
+def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, spared: set[ir.Value] | None = None) -> int:
+    import onnx_ir as ir
+
+    count = 0
+    for value in _values(model):
+        if value.dtype != source or value in (spared or ()):
+            continue
+        value.type = ir.TensorType(target)
+        if value.const_value is not None:
+            value.const_value = _cast(value.const_value, target)
+        count += 1
+    for graph in (*model.graphs(), *model.functions.values()):
+        for node in list(graph):
+            _convert_attributes(node, source, target)
+            _drop_idle(node)
+    return count
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    """Every value of every body, once."""
+    for graph in model.graphs():
+        yield from graph.inputs
+        yield from (value for value in graph.initializers.values() if not value.is_graph_input())
+        for node in graph:
+            yield from node.outputs
+
+
+def _convert_attributes(node: ir.Node, source: ir.DataType, target: ir.DataType) -> None:
+    import onnx_ir as ir
+
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == source:
+            node.attributes[name] = ir.AttrTensor(name, _cast(attribute.as_tensor(), target))
+        elif name in ("to", "dtype") and attribute.value == int(source):
+            node.attributes[name] = ir.AttrInt64(name, int(target))
+        elif name in ("value_float", "value_floats") and source == ir.DataType.FLOAT:
+            del node.attributes[name]
+            tensor = ir.tensor(np.asarray(attribute.value, np.float32))
+            node.attributes["value"] = ir.AttrTensor("value", _cast(tensor, target))
+
+
+def _drop_idle(node: ir.Node) -> None:
+    """Remove a Cast to the type that its input has."""
+    value = node.inputs[0] if is_op(node, "Cast") else None
+    if value is None or value.dtype is None or node.attributes["to"].as_int() != int(value.dtype):
+        return
+    if redirect(node.outputs[0], value):
+        prune(node)
+
+
+def _cast(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
+    """A tensor of another type, computed when it is read."""
+    import onnx_ir as ir
+
+    def compute() -> ir.TensorProtocol:
+        array: np.ndarray[Any, Any] = tensor.numpy()
+        if target == ir.DataType.FLOAT16:
+            largest = np.finfo(np.float16).max
+            array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
+        return ir.tensor(array.astype(target.numpy()), name=tensor.name)
+
+    return ir.LazyTensor(compute, dtype=target, shape=fixed_shape(tensor), name=tensor.name)
+
+
+def _cast_input(node: ir.Node, index: int) -> None:
+    """Give an input that must be float32 a Cast, unless it is an initializer of its own."""
+    import onnx_ir as ir
+
+    value = node.inputs[index]
+    if value is None or value.dtype == ir.DataType.FLOAT:
+        return
+    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{node.name}_input_{index}_float")
+    cast.outputs[0].name = cast.name
+    assert node.graph is not None
+    node.graph.insert_before(node, [cast])
+    node.replace_input_with(index, cast.outputs[0])
+
+
+def _keep(graph: ir.Graph, value: ir.Value) -> None:
+    """Give an input or output back its type: a Cast stands between it and the model."""
+    import onnx_ir as ir
+
+    low, name, uses = value.dtype, value.name, list(value.uses())
+    assert low is not None
+    if value.is_graph_input():
+        cast = ir.node("Cast", [value], {"to": int(low)}, name=f"{name}_cast")
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+        graph.insert_before(graph[0], [cast])
+        cast.outputs[0].name, cast.outputs[0].type, cast.outputs[0].shape = (
+            f"{name}_low",
+            ir.TensorType(low),
+            value.shape,
+        )
+        for use in uses:
+            use.node.replace_input_with(use.idx, cast.outputs[0])
+        return
+    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}_cast")
+    graph.append(cast)
+    result = cast.outputs[0]
+    value.name, result.name, result.shape = f"{name}_low", name, value.shape
+    result.type = ir.TensorType(ir.DataType.FLOAT)
+    for position, output in enumerate(graph.outputs):
+        if output is value:
+            graph.outputs[position] = result

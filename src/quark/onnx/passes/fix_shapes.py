@@ -1,0 +1,80 @@
+"""Gives inputs fixed shapes: `name:[1,3,224,224];other:[1,10]`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from quark.errors import ConfigError, did_you_mean
+from quark.onnx.model import infer_shapes
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+ENTRY = re.compile(r"\s*(?P<name>.+?)\s*:\s*\[(?P<sizes>\s*\d+(\s*,\s*\d+)*)\s*\]\s*")
+
+
+def fix_shapes(model: ir.Model, shapes: str) -> int:
+    """Fix the shapes of inputs, and of everything that has a dimension of the same name.
+
+    Returns:
+        How many inputs changed.
+
+    Raises:
+        ConfigError: The text is of another form, or a name or shape does not fit the model.
+    """
+    import onnx_ir as ir
+
+    inputs = {value.name or "": value for value in model.graph.inputs if not value.is_initializer()}
+    known: dict[str, int] = {}
+    count = 0
+    for name, sizes in parse_shapes(shapes).items():
+        if name not in inputs:
+            raise ConfigError(f"FixShapes names {name!r}, which is no input. {did_you_mean(name, inputs)}")
+        value = inputs[name]
+        _bind(value, sizes, known)
+        if list(value.shape or ()) != sizes:
+            value.shape = ir.Shape(sizes)
+            count += 1
+    if count:
+        _substitute(model, known)
+        infer_shapes(model)
+    return count
+
+
+def parse_shapes(text: str) -> dict[str, list[int]]:
+    """Input name -> shape. Raises ConfigError for a text of another form."""
+    shapes = {}
+    for entry in filter(str.strip, text.split(";")):
+        parsed = ENTRY.fullmatch(entry)
+        if parsed is None:
+            raise ConfigError(f"{entry.strip()!r} is no shape of an input; for one: 'input:[1,3,224,224]'.")
+        shapes[parsed["name"]] = [int(size) for size in parsed["sizes"].split(",")]
+    if not shapes:
+        raise ConfigError(f"FixShapes={text!r} names no input; for one: 'input:[1,3,224,224]'.")
+    return shapes
+
+
+def _bind(value: ir.Value, sizes: list[int], known: dict[str, int]) -> None:
+    """Learn what named dimensions become. Raises ConfigError where a shape contradicts the model."""
+    if value.shape is None:
+        return
+    fits = len(value.shape) == len(sizes)
+    for dimension, size in zip(value.shape, sizes, strict=False):
+        symbol = dimension if isinstance(dimension, int) else dimension.value
+        fixed = symbol if isinstance(symbol, int) else known.setdefault(symbol, size) if symbol else size
+        fits = fits and fixed == size
+    if not fits:
+        given = ", ".join(f"{name}={size}" for name, size in known.items())
+        raise ConfigError(f"FixShapes: {value.name} is {value.shape}{given and f' with {given}'}, not {sizes}.")
+
+
+def _substitute(model: ir.Model, known: dict[str, int]) -> None:
+    """Put numbers for named dimensions everywhere."""
+    import onnx_ir as ir
+
+    values = [*model.graph.inputs, *(output for node in model.graph.all_nodes() for output in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            sizes = [d if isinstance(d, int) else known.get(d.value or "", d) for d in value.shape]
+            value.shape = ir.Shape(sizes)

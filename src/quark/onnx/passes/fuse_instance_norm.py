@@ -1,0 +1,43 @@
+"""Fuses the subgraphs of instance normalization into one InstanceNormalization.
+
+y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * gamma + beta        means over all axes after the channels
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quark.onnx.edit import dims, new_initializer, replace
+from quark.onnx.match import Match, match
+from quark.onnx.model import constant
+from quark.onnx.passes.fuse_layer_norm import NORMALIZED, reduced_axes
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def fuse_instance_norm(model: ir.Model) -> int:
+    """Fuse every instance normalization with gamma and beta per channel; return how many there were."""
+    count = 0
+    for pattern in NORMALIZED[:2]:
+        for node in [node for node in model.graph if node.op_type == "Add"]:
+            found = match(pattern, node)
+            if found is not None and _fuse(model.graph, node, found):
+                count += 1
+    return count
+
+
+def _fuse(graph: ir.Graph, node: ir.Node, found: Match) -> bool:
+    axes, shape, epsilon = reduced_axes(found), dims(found["x"]), constant(found["epsilon"])
+    if axes is None or shape is None or len(shape) < 3 or axes != tuple(range(2, len(shape))) or epsilon.size != 1:
+        return False
+    channels, parameters = shape[1], []
+    for name in ("gamma", "beta"):
+        array = constant(found[name])
+        channel_axis = array.ndim - len(shape) + 1
+        if channel_axis not in (0, 1) or array.size != channels or array.shape[channel_axis] != channels:
+            return False
+        parameters.append(array.reshape(-1))
+    gamma, beta = (new_initializer(graph, f"{node.name}_{i}", array) for i, array in enumerate(parameters))
+    replace(node, "InstanceNormalization", [found["x"], gamma, beta], {"epsilon": float(epsilon.reshape(-1)[0])})
+    return True

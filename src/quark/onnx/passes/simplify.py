@@ -1,0 +1,114 @@
+"""Removes what a runtime would remove: constants in nodes, computed constants, Identity, Dropout, dead nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.onnx.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
+from quark.onnx.model import constant, is_constant, opset
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
+COMPUTES = ("Add", "ConstantOfShape", "Div", "Equal", "Floor", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Range")
+FOLDED = (*MOVES, *COMPUTES, "ReduceProd", "Sub", "Where", "And", "Or", "Less", "Greater", "Ceil", "Sqrt", "Pow")
+"""Op types that are computed where all inputs are constant: arithmetic of shapes, and weights that are only moved."""
+
+OPEN = np.iinfo(np.int64).min
+"""Stands for a dimension that is not fixed."""
+
+LARGEST_GROWTH = 1024
+"""Elements: a result over this is kept only if it is no larger than its inputs."""
+
+
+def simplify(model: ir.Model) -> int:
+    """Simplify the graph, not the bodies of If and Loop; return how many nodes are gone."""
+    before = len(model.graph)
+    for node in list(model.graph):
+        if is_op(node, "Constant"):
+            _become(node, constant(node.outputs[0]))
+        elif is_op(node, "Identity", "Dropout"):
+            _bypass(node)
+        elif is_op(node, "Shape", *FOLDED):
+            _fold(model, node)
+    remove_unused(model)
+    return before - len(model.graph)
+
+
+def _become(node: ir.Node, array: Any) -> None:
+    """Put an initializer in the place of a node; not for None, and not where it is an output of the model."""
+    output, graph = node.outputs[0], node.graph
+    if array is None or output.is_graph_output() or graph is None:
+        return
+    name, output.name = output.name or "", None
+    value = new_initializer(graph, name, array)
+    output.replace_all_uses_with(value)
+    prune(node)
+
+
+def _bypass(node: ir.Node) -> None:
+    """Drop an Identity, or a Dropout, which is one outside training."""
+    source = node.inputs[0]
+    trains = len(node.inputs) > 2 and node.inputs[2] is not None and constant(node.inputs[2]) != np.False_
+    if source is None or trains or any(is_read(mask) for mask in node.outputs[1:]):
+        return
+    if redirect(node.outputs[0], source):
+        prune(node)
+
+
+def _fold(model: ir.Model, node: ir.Node) -> None:
+    """Compute a node of constants, or of fixed dimensions of a shape."""
+    if is_op(node, "Shape"):
+        result = _shape(node)
+    elif all(value is None or _is_known(value, node) for value in node.inputs):
+        inputs = {value.name or "": _known(value) for value in node.inputs if value is not None}
+        result = _evaluate(model, node, inputs) if inputs else None
+    else:
+        return
+    if result is not None and not np.any(result == OPEN):
+        _become(node, result)
+
+
+def _is_known(value: ir.Value, reader: ir.Node) -> bool:
+    picks = is_op(reader, "Gather", "Slice") and is_op(value.producer(), "Shape")
+    return is_constant(value) or (picks and _known(value) is not None)
+
+
+def _known(value: ir.Value) -> Any:
+    """The array of a constant, or of a shape whose open dimensions are OPEN."""
+    node = value.producer()
+    return _shape(node) if node is not None and is_op(node, "Shape") else constant(value)
+
+
+def _shape(node: ir.Node) -> Any:
+    """What a Shape gives, OPEN for open dimensions; None where the rank is unknown."""
+    shape = dims(node.inputs[0])
+    if shape is None:
+        return None
+    part = shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(shape))]
+    return np.array([OPEN if size is None else size for size in part], np.int64)
+
+
+def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
+    """The output of a node of constants by the reference evaluator of onnx; None where it is large or fails."""
+    import onnx_ir as ir
+    from onnx import helper
+    from onnx.reference import ReferenceEvaluator
+
+    proto = ir.to_proto(node)
+    infos = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in inputs.items()
+    ]
+    result = helper.make_empty_tensor_value_info(proto.output[0])
+    graph = helper.make_graph([proto], "constant", infos, [result])
+    single = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset(model))])
+    try:
+        found = np.asarray(next(iter(ReferenceEvaluator(single).run(None, inputs))))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None  # The evaluator lacks a type or a form of the op: the node stays, for the runtime to compute.
+    largest = max(LARGEST_GROWTH, *(array.size for array in inputs.values()))
+    return found if found.size <= largest else None
