@@ -32,12 +32,16 @@ def fold_batch_norm(model: ir.Model) -> int:
         producer = source.producer() if source is not None else None
         if affine is None or source is None or producer is None or not read_once(source):
             continue
-        members = _members(producer, affine)
+        members, name = _members(producer, affine), norm.outputs[0].name
         if members is None or not redirect(norm.outputs[0], source):
             continue
         for node, (factor, shift) in members:
             _fold(model.graph, node, factor, shift)
+            if node is not producer:
+                node.outputs[0].name = f"{node.outputs[0].name}_normalized"
         prune(norm)
+        # A name stands for the same values as in the user's model: reports and statistics go by it.
+        source.name = name
         count += 1
     return count
 
