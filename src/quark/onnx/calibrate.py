@@ -23,7 +23,7 @@ from quark.onnx.inputs import model_inputs
 from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
 from quark.onnx.operators import RULES
 from quark.onnx.parameters import make_observer
-from quark.onnx.placement import Placement
+from quark.onnx.placement import MASK, Placement
 from quark.onnx.random_reader import RandomDataReader
 from quark.onnx.readers import samples
 from quark.onnx.settings import Settings
@@ -63,7 +63,16 @@ def activation_params(
             part = make_observer(observers[tensors[name]].spec, settings)
             part.restore(statistics.states[name])
             observers[tensors[name]].merge(part)
-    return {root: _solved(root.name, observer) for root, observer in observers.items()}
+    masks = {root for root, observer in observers.items() if _is_mask(observer)}
+    for value in [value for value in placement.activations if placement.root(value) in masks]:
+        del placement.activations[value]
+    return {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
+
+
+def _is_mask(observer: Observer) -> bool:
+    """Whether a tensor carries an attention mask: no scale serves both -3e38 and its other values."""
+    extremes = [np.asarray(side) for side in (observer.low, observer.high) if side is not None]
+    return any(bool(np.isfinite(side).all() and (abs(side) > MASK).any()) for side in extremes)
 
 
 def _classes(placement: Placement) -> dict[ir.Value, list[str]]:

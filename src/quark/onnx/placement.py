@@ -24,6 +24,9 @@ from quark.onnx.targets import TARGETS, Target
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+MASK = 1e30
+"""Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
+
 FUSES_ACTIVATION = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool"})
 FUSES_ACTIVATION |= {"GlobalAveragePool", "BatchNormalization"}
 
@@ -201,10 +204,16 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = _weight_spec(node, layer.weight)
-        elif index != rule.weight and layer.input is not None and not settings.weights_only:
+        elif index != rule.weight and layer.input is not None and not settings.weights_only and not _is_mask(value):
             # A constant operand of an elementwise node is quantized like an activation.
             placement.weights[node, index] = replace(layer.input, observer="min_max")
     _place_bias(node, layer, settings, placement)
+
+
+def _is_mask(value: ir.Value) -> bool:
+    """Whether a constant is the -3e38 of an attention mask, which no scale serves beside other values."""
+    array = constant(value)
+    return bool(array.size) and bool(abs(array).max() > MASK)
 
 
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
