@@ -20,6 +20,7 @@ from quark.onnx.algo_configs import AlgoConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
 from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_npu import npu_settings
 from quark.onnx.lower_passes import lower_passes
 from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
@@ -201,6 +202,7 @@ def _settings(request: Request) -> Settings:
         contrib_domain=_contrib_domain(request, spec),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         target=_target(request),
+        **npu_settings(options, request.npu_cnn, spec),
         percentile=_percentile(options),
         calibration_samples=_samples(options),
         statistics=value_of(options, "Statistics"),

@@ -164,28 +164,21 @@ _obeyed("WeightSymmetric", BOOL, None, "zero point of weights fixed; overrules t
 # NPU.
 _obeyed("EnableNPUCnn", BOOL, None, "the XINT8 path; on by itself where both scale types are PowerOf2")
 _obeyed("EnableNPUTransformer", BOOL, False, "quantize Gemm and MatMul with a constant operand only")
-_moot("SimulateDPU", BOOL, True, "the DPU's operators are not simulated in this version")
-for _name in (
-    "ConvertLeakyReluToDPUVersion",
-    "ConvertSigmoidToHardSigmoid",
-    "ConvertHardSigmoidToDPUVersion",
-    "ConvertAvgPoolToDPUVersion",
-    "ConvertReduceMeanToDPUVersion",
+_obeyed("SimulateDPU", BOOL, True, "the Convert... options below are on by themselves in the XINT8 path")
+for _name, _meaning in (
+    ("ConvertLeakyReluToDPUVersion", "round the slope of LeakyRelu to 1/256"),
+    ("ConvertSigmoidToHardSigmoid", "Sigmoid becomes HardSigmoid"),
+    ("ConvertHardSigmoidToDPUVersion", "scale HardSigmoid by 2731 * 6 / 16384"),
+    ("ConvertAvgPoolToDPUVersion", "scale average pooling by the DPU's approximation of 1/N"),
+    ("ConvertReduceMeanToDPUVersion", "scale ReduceMean by the DPU's approximation of 1/N"),
 ):
-    _later(_name, BOOL, None, False)
+    _obeyed(_name, BOOL, None, _meaning)
 for _name in ("ConvertSoftmaxToDPUVersion", "ConvertInstanceNormToDPUVersion", "ConvertClipToDPUVersion"):
     _later(_name, BOOL, False)
-_moot("NPULimitationCheck", BOOL, True, "limits of the NPU are not checked in this version")
-_moot("MaxLoopNum", INT, 5, "alignment is one pass over classes of tensors")
-for _name in (
-    "AdjustShiftCut",
-    "AdjustShiftBias",
-    "AdjustShiftRead",
-    "AdjustShiftWrite",
-    "AdjustHardSigmoid",
-    "AdjustShiftSwish",
-):
-    _moot(_name, BOOL, True, "the NPU's position rules are not part of this version")
+_obeyed("NPULimitationCheck", BOOL, True, "a shift out of the NPU's reach is an error, in the XINT8 path")
+_obeyed("MaxLoopNum", INT, 5, "most rounds of adjusting positions")
+for _name in ("ShiftCut", "ShiftBias", "ShiftRead", "ShiftWrite", "HardSigmoid", "ShiftSwish"):
+    _obeyed(f"Adjust{_name}", BOOL, True, "adjust positions to this rule of the NPU, in the XINT8 path")
 for _name in ("Concat", "Pool", "Pad", "Slice"):
     _obeyed(f"Align{_name}", BOOL, None, "inputs and output share one scale; on by itself in the XINT8 path")
 for _name in ("AlignTranspose", "AlignReshape"):

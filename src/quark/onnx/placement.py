@@ -29,6 +29,8 @@ MASK = 1e30
 
 FUSES_ACTIVATION = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool"})
 FUSES_ACTIVATION |= {"GlobalAveragePool", "BatchNormalization"}
+FACTOR = "quark.factor"
+"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float."""
 
 
 @dataclass
@@ -135,6 +137,10 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
     named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.by_name]
     chosen: dict[ir.Node, LayerSpec] = {}
     for name, node in nodes.items():
+        if FACTOR in node.meta:
+            producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+            chosen.update({node: chosen[producer]} if producer in chosen else {})
+            continue
         if node.op_type not in types or node in excluded or (settings.nodes and name not in settings.nodes):
             continue
         layer: LayerSpec | None = settings.layer
@@ -198,6 +204,8 @@ def _place_activations(node: ir.Node, layer: LayerSpec, live: list[int], placeme
 
 def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     rule = RULES[node.op_type]
+    if FACTOR in node.meta:
+        return
     for index in {*rule.inputs(node), *((rule.weight,) if rule.weight is not None else ())}:
         value = node.inputs[index] if index < len(node.inputs) else None
         if value is None or constant(value) is None or not _is_float(value):
@@ -250,9 +258,11 @@ def _fuse_activations(placement: Placement) -> None:
     """Remove the scale between a node and the activation that alone reads it."""
     quantized = set(placement.nodes)
     for node in placement.nodes:
-        if not RULES[node.op_type].activation or node.inputs[0] is None:
-            continue
         value = node.inputs[0]
+        if FACTOR in node.meta and value is not None:
+            placement.activations.pop(value, None)
+        if not RULES[node.op_type].activation or value is None:
+            continue
         producer = value.producer()
         alone = len(list(value.uses())) == 1 and not value.is_graph_output()
         if producer in quantized and producer is not None and producer.op_type in FUSES_ACTIVATION and alone:
@@ -268,8 +278,15 @@ def _share_scales(placement: Placement, settings: Settings) -> None:
             for value in outputs:
                 placement.join(inputs[0], value)
         elif node.op_type in aligned:
+            outputs = outputs or _factored(node, placement)
             for value in [*inputs, *outputs][1:]:
                 placement.join((inputs or outputs)[0], value)
+
+
+def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:
+    """What a node writes behind its constant factor."""
+    products = [use.node for use in node.outputs[0].uses() if FACTOR in use.node.meta]
+    return [value for product in products for value in product.outputs if value in placement.activations]
 
 
 def _is_float(value: ir.Value) -> bool:

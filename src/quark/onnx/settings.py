@@ -44,6 +44,10 @@ class Settings:
         contrib_domain: Write Q/DQ in the com.microsoft domain.
         cast_bfloat16: Write bfloat16 as pairs of Cast.
         target: Name of a target profile: "npu", "ort_x64" or "generic".
+        dpu_conversions: Operators that are computed as the NPU computes them (`npu/simulation.py`).
+        position_rules: The NPU's rules that power-of-two scales are adjusted to (`npu/rules.py`).
+        position_rounds: Most rounds of adjusting.
+        check_positions: Whether a broken rule of the NPU is an error.
         percentile: For the percentile observer.
         calibration_samples: Most samples read; None for all.
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
@@ -92,6 +96,10 @@ class Settings:
     contrib_domain: bool = False
     cast_bfloat16: bool = False
     target: str = "generic"
+    dpu_conversions: tuple[str, ...] = ()
+    position_rules: tuple[str, ...] = ()
+    position_rounds: int = 5
+    check_positions: bool = False
     percentile: float = 99.999
     calibration_samples: int | None = None
     statistics: str | None = None
