@@ -407,8 +407,7 @@ def test_wrong_values_are_refused() -> None:
 
 def test_float_weights_always_have_a_pair() -> None:
     assert new(BFloat16Spec(), BFloat16Spec(), AddQDQPairToWeight=True) == new(BFloat16Spec(), BFloat16Spec())
-    with pytest.raises(NotSupportedError, match="AddQDQPairToWeight"):
-        new(AddQDQPairToWeight=True)
+    assert new(AddQDQPairToWeight=True).float_weights and not new().float_weights
 
 
 def test_settings_have_every_field() -> None:

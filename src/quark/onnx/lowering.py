@@ -22,6 +22,7 @@ from quark.onnx.config_json import as_scope
 from quark.onnx.lower_algorithms import lower_algorithms
 from quark.onnx.lower_npu import npu_settings
 from quark.onnx.lower_passes import lower_passes
+from quark.onnx.lower_placement import placement_settings
 from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
 from quark.onnx.settings import Settings
@@ -203,6 +204,7 @@ def _settings(request: Request) -> Settings:
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         target=_target(request),
         **npu_settings(options, request.npu_cnn, spec),
+        **placement_settings(options),
         percentile=_percentile(options),
         calibration_samples=_samples(options),
         statistics=value_of(options, "Statistics"),

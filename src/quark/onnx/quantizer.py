@@ -17,7 +17,7 @@ from quark.log import logger
 from quark.onnx.calibrate import activation_params
 from quark.onnx.model import infer_shapes, load, opset, save, to_proto
 from quark.onnx.npu import adjust, simulate
-from quark.onnx.parameters import Parameters, weight_params
+from quark.onnx.parameters import Parameters, fit_int32_biases, weight_params
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.path_reader import PathDataReader
 from quark.onnx.placement import Placement, place
@@ -102,13 +102,17 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
     refuse_half(model)
     settings = drop_removed(settings, model)
-    simulate(model, settings)
+    if simulate(model, settings) and identity:
+        # Statistics of simulated operators are not those of the float model.
+        identity = fingerprint(model)
     placement = place(model, settings)
     activations = activation_params(model, placement, settings, reader, identity)
     parameters = Parameters(activations, weight_params(placement, settings))
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
     parameters = adjust(placement, parameters, settings)
+    if settings.fit_int32_bias:
+        fit_int32_biases(placement, parameters)
     Rewriter(model, settings, parameters, placement).run()
     run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"

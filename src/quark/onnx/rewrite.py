@@ -6,6 +6,7 @@ Names are the documented ones: `{t}_QuantizeLinear`, `{t}_DequantizeLinear`, out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 FIRST_OPSET = {"int8": 13, "uint8": 13, "int32": 13, "int16": 21, "uint16": 21, "int4": 21, "uint4": 21}
 CONTRIB = "com.microsoft"
-INT32 = DTYPES["int32"]
 
 
 class Rewriter:
@@ -76,33 +76,39 @@ class Rewriter:
         self.graph.sort()
 
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
-        name = value.name or ""
+        name, producer = value.name or "", value.producer()
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         uses, is_output = [use for use in value.uses() if use.node.graph is self.graph], value.is_graph_output()
         if self._is_float(value):
             uses, is_output = [use for use in uses if use.node in self.quantized], False
-        if not uses and not is_output:
-            return
-        if spec.is_cast:
-            first, last = self._cast(value, name, spec)
-        else:
-            params = self.parameters.activations[self.placement.root(value)]
-            scale, zero = self._scale_and_zero(name, params, spec)
-            first = self._node("QuantizeLinear", [value, scale, zero], name, spec)
-            last = self._node("DequantizeLinear", [first.outputs[0], scale, zero], name, spec)
-        result = last.outputs[0]
-        result.type, result.shape = value.type, value.shape
-        producer = value.producer()
-        if producer is None:
-            self.graph.insert_before(self.graph[0], [first, last])
-        else:
-            self.graph.insert_after(producer, [first, last])
-        for use in uses:
-            use.node.replace_input_with(use.idx, result)
-        if is_output:
-            value.name = f"{name}_QuantizeLinear_Input"
-            result.name = name
-            self._set_output(value, result)
+        encoder: ir.Node | None = None
+        for suffix, readers in self._readers(uses, is_output):
+            new = []
+            if encoder is None or self.settings.dedicated_pairs:
+                encoder = self._encoder(value, name, spec, suffix if self.settings.dedicated_pairs else "")
+                new.append(encoder)
+            decoder = self._decoder(encoder, value, name, spec, suffix)
+            new.append(decoder)
+            if producer is None:
+                self.graph.insert_before(self.graph[0], new)
+            else:
+                self.graph.insert_after(producer, new)
+            result = decoder.outputs[0]
+            result.type, result.shape = value.type, value.shape
+            for use in readers:
+                use.node.replace_input_with(use.idx, result)
+            if is_output and not suffix:
+                value.name, result.name = f"{name}_QuantizeLinear_Input", name
+                self._set_output(value, result)
+
+    def _readers(self, uses: list[Any], is_output: bool) -> list[tuple[str, list[Any]]]:
+        """(suffix, uses) of each pair; the one without a suffix is that of the graph output."""
+        nodes = list(dict.fromkeys(use.node for use in uses))
+        dedicated = self.settings.dedicated_pairs or self.settings.dedicated_dequantize
+        if not dedicated or len(nodes) + is_output <= 1:
+            return [("", uses)] if uses or is_output else []
+        own = [(f"_{number}", [use for use in uses if use.node is node]) for number, node in enumerate(nodes, 1)]
+        return [("", []), *own] if is_output else own
 
     def _is_float(self, value: ir.Value) -> bool:
         """Whether other float nodes should go on reading this tensor itself."""
@@ -129,21 +135,33 @@ class Rewriter:
         self.graph.remove(node, safe=True)
         old.name, result.name = None, name
 
-    def _cast(self, value: ir.Value, name: str, spec: TensorSpec) -> tuple[ir.Node, ir.Node]:
-        to = self.ir.DataType[spec.dtype.onnx]
-        down = self.ir.node("Cast", [value], {"to": int(to)}, name=f"{name}_QuantizeLinear")
-        down.outputs[0].name = f"{name}_QuantizeLinear_Output"
-        up = self.ir.node("Cast", down.outputs, {"to": int(value.dtype or self.ir.DataType.FLOAT)})
-        up.name, up.outputs[0].name = f"{name}_DequantizeLinear", f"{name}_DequantizeLinear_Output"
-        return down, up
+    def _encoder(self, value: ir.Value, name: str, spec: TensorSpec, suffix: str) -> ir.Node:
+        if spec.is_cast:
+            return self._cast(value, self.ir.DataType[spec.dtype.onnx], f"{name}_QuantizeLinear", suffix)
+        scale, zero = self._scale_and_zero(name, self.parameters.activations[self.placement.root(value)], spec)
+        return self._node("QuantizeLinear", [value, scale, zero], name, spec, suffix=suffix)
 
-    def _node(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
+    def _decoder(self, encoder: ir.Node, value: ir.Value, name: str, spec: TensorSpec, suffix: str) -> ir.Node:
+        codes = encoder.outputs[0]
+        if spec.is_cast:
+            kind = value.dtype or self.ir.DataType.FLOAT
+            return self._cast(codes, kind, f"{name}_DequantizeLinear", suffix)
+        inputs = [codes, encoder.inputs[1], encoder.inputs[2]]
+        return self._node("DequantizeLinear", inputs, name, spec, suffix=suffix)
+
+    def _cast(self, value: ir.Value, kind: ir.DataType, name: str, suffix: str = "") -> ir.Node:
+        node = self.ir.node("Cast", [value], {"to": int(kind)}, name=name + suffix)
+        node.outputs[0].name = f"{name}_Output{suffix}"
+        return node
+
+    def _node(self, op_type: str, inputs: Sequence[ir.Value | None], name: str, spec: TensorSpec,
+              axis: int | None = None, suffix: str = "") -> ir.Node:  # fmt: skip
         domain = self._domain(spec)
         attributes = {} if axis is None else {"axis": axis}
         if isinstance(spec.granularity, PerGroup):
             attributes["block_size"] = spec.granularity.size
-        node = self.ir.node(op_type, inputs, attributes, domain=domain, name=f"{name}_{op_type}")
-        node.outputs[0].name = f"{name}_{op_type}_Output"
+        node = self.ir.node(op_type, inputs, attributes, domain=domain, name=f"{name}_{op_type}{suffix}")
+        node.outputs[0].name = f"{name}_{op_type}_Output{suffix}"
         return node
 
     def _domain(self, spec: TensorSpec) -> str:
@@ -184,8 +202,11 @@ class Rewriter:
             return
         codes, scale, zero = self.encoded(node, index, spec)
         axis = getattr(spec.granularity, "axis", None)
+        if self.settings.float_weights:
+            encoder = self._node("QuantizeLinear", [source, scale, zero], source.name or "", spec, axis)
+            codes = self._before(encoder, node)
         decoder = self._node("DequantizeLinear", [codes, scale, zero], source.name or "", spec, axis)
-        self._unique(decoder, node, index)
+        node.replace_input_with(index, self._before(decoder, node))
 
     def encoded(self, node: ir.Node, index: int, spec: TensorSpec, transpose: bool = False) -> tuple[ir.Value, ...]:
         """Codes, scale and zero point of a constant operand, as initializers."""
@@ -220,12 +241,11 @@ class Rewriter:
         if not np.isfinite(weight).all():
             raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.")
         stored = self.initializer(f"{name}_quantized", np.asarray(quantize(weight, None, spec)).astype(kind))  # type: ignore[arg-type]
-        up = self.ir.node("Cast", [stored], {"to": int(self.ir.DataType.FLOAT)}, name=f"{name}_DequantizeLinear")
-        up.outputs[0].name = f"{name}_DequantizeLinear_Output"
-        self._unique(up, node, index)
+        up = self._cast(stored, self.ir.DataType.FLOAT, f"{name}_DequantizeLinear")
+        node.replace_input_with(index, self._before(up, node))
 
     def _bias(self, node: ir.Node, index: int, weight: int, owner: ir.Node | None = None) -> None:
-        """Make input `index` of `node` an int32 bias of `owner` (default: the node itself)."""
+        """Make input `index` of `node` an int32 or int16 bias of `owner` (default: the node itself)."""
         owner = owner or node
         source, data = node.inputs[index], owner.inputs[0]
         assert source is not None and data is not None
@@ -238,21 +258,27 @@ class Rewriter:
         name, bias = source.name or "", np.asarray(constant(source), np.float32)
         scale = np.asarray(params.activations[root].scale, np.float64) * params.weights[owner, weight].scale
         scale = np.asarray(scale, np.float32)
-        codes = np.clip(np.rint(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(np.int32)
+        kind = DTYPES["int16" if self.settings.int16_bias else "int32"]
+        if self.settings.int16_bias:
+            # The scale of the accumulator where the bias fits, else the finest at which it does.
+            largest = np.abs(bias) if scale.ndim else np.abs(bias).max()
+            scale = np.asarray(np.maximum(scale, largest / kind.max), np.float32)
+        codes = np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max).astype(kind.name)
         key = f"{node.name}_{name}"
         inputs = [
             self.initializer(f"{key}_quantized", codes),
             self.initializer(f"{key}_quantized_scale", scale),
-            self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, np.int32)),
+            self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
-        spec = replace(self.placement.weights[owner, weight], dtype=INT32)
-        self._unique(self._node("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None), node, index)
+        spec = replace(self.placement.weights[owner, weight], dtype=kind)
+        decoder = self._node("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None)
+        node.replace_input_with(index, self._before(decoder, node))
 
-    def _unique(self, decoder: ir.Node, node: ir.Node, index: int) -> None:
-        """Put a decoder before the node that reads it; a second reader of one constant gets a name of its own."""
-        if decoder.name in self.node_names:
-            decoder.name = f"{decoder.name}_{node.name}"
-            decoder.outputs[0].name = f"{decoder.name}_Output"
-        self.node_names.add(decoder.name)
-        self.graph.insert_before(node, [decoder])
-        node.replace_input_with(index, decoder.outputs[0])
+    def _before(self, new: ir.Node, node: ir.Node) -> ir.Value:
+        """Put a node before the one that reads it; for a second reader of one constant, under a name of its own."""
+        if new.name in self.node_names:
+            new.name = f"{new.name}_{node.name}"
+            new.outputs[0].name = f"{new.name}_Output"
+        self.node_names.add(new.name)
+        self.graph.insert_before(node, [new])
+        return new.outputs[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.onnx.npu.positions import Positions
 from quark.onnx.npu.rules import RULES
-from quark.onnx.parameters import Parameters
+from quark.onnx.parameters import Parameters, rescaled
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 
@@ -63,12 +62,4 @@ def _check(positions: Positions) -> None:
 
 
 def _moved(params: QParams, spec: TensorSpec, position: Array) -> QParams:
-    """Parameters at another position; an asymmetric zero point stays where the smallest value is."""
-    scale = np.exp2(-position.astype(np.float64)).astype(np.float32)
-    if np.array_equal(scale, params.scale):
-        return params
-    zero = params.zero_point
-    if zero is not None and not spec.symmetric:
-        low = (spec.dtype.min - np.asarray(zero, np.float64)) * params.scale
-        zero = np.clip(spec.dtype.min - np.rint(low / scale), spec.dtype.min, spec.dtype.max).astype(np.float32)
-    return replace(params, scale=scale, zero_point=zero)
+    return rescaled(params, spec, np.exp2(-position.astype(np.float64)))
