@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import pytest
 from onnx import numpy_helper
 
 from quark.core.metrics import sqnr
-from quark.errors import ConfigError
+from quark.core.scales import QParams
+from quark.core.spec import LayerSpec, spec
+from quark.errors import CalibrationError, ConfigError
 from quark.onnx.config import Config, QConfig, QLayerConfig
 from quark.onnx.lowering import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.npu import CONVERSIONS, RULES
 from quark.onnx.npu.simulation import mean_factor
+from quark.onnx.parameters import rescaled
 from quark.onnx.placement import place
 from quark.onnx.presets import get_default_config
 from quark.onnx.quantizer import quantize
@@ -248,7 +252,6 @@ def test_rounds_are_bounded() -> None:
 
 
 def test_scales_that_are_no_power_of_two_are_refused() -> None:
-    from quark.core.spec import LayerSpec, spec
 
     mixed = ((("stem_conv_node",), LayerSpec(weight=spec("int8"), input=spec("int8"))),)
     with pytest.raises(ConfigError, match=r"power-of-two scales; .* has"):
@@ -362,3 +365,22 @@ def test_means_of_unknown_size_are_refused() -> None:
     model = b.model({"x": ["n", 3, "h", "w"]}, {"y": ["n", 3, 1, 1]})
     with pytest.raises(ConfigError, match="y_node .* averages is not fixed"):
         quantize(load(model), xint8(), Reader(images()))
+
+
+def test_saved_statistics_are_not_mixed_with_those_of_simulated_operators(tmp_path: Path) -> None:
+    file = str(tmp_path / "statistics.npz")
+    plain, simulated_too = xint8(SimulateDPU=False), xint8()
+    quantize(load(mlp()), replace(plain, statistics=file), Reader(vectors()))
+    assert plain.dpu_conversions == () != simulated_too.dpu_conversions
+    with pytest.raises(CalibrationError, match="another float model"):
+        quantize(load(mlp()), replace(simulated_too, statistics=file), Reader(vectors()))
+
+
+def test_asymmetric_zero_points_follow_a_moved_scale() -> None:
+    asymmetric = spec("uint8", symmetric=False)
+    params = QParams(np.float32(0.25), np.float32(64))
+    coarser = rescaled(params, asymmetric, np.array(0.5))
+    # The smallest value, -16, stays the smallest code.
+    assert (coarser.scale, coarser.zero_point) == (0.5, 32)
+    assert rescaled(params, spec("uint8"), np.array(0.5)).zero_point == 64
+    assert rescaled(params, asymmetric, np.array(0.25)) is params
