@@ -378,7 +378,6 @@ def test_domains() -> None:
         {"input_nodes": ["a"]},
         {"include_auto_mp": True},
         {"crypto_mode": True},
-        {"specific_tensor_precision": True},
     ],
 )
 def test_legacy_fields_that_are_refused_by_name(values: dict[str, Any]) -> None:

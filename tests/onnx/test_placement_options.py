@@ -18,7 +18,7 @@ from quark.onnx.lowering import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.quantizer import quantize
 from quark.onnx.specs import BFloat16Spec, Int8Spec, UInt8Spec
-from quark.onnx.types import CalibMethod, QuantGranularity
+from quark.onnx.types import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 MIN_MAX = CalibMethod.MinMax
@@ -218,3 +218,61 @@ def test_a_zero_point_for_the_outputs_of_relu() -> None:
     assert better > 0.3
     middle = written(cnn, images(), UInt8Spec(symmetric=True, calibration_method=MIN_MAX), UseUnsignedReLU=True)
     assert arrays(middle)["stem_zero_point"] == 0 and arrays(middle)["x_zero_point"] == 128
+
+
+# Single tensors ------------------------------------------------------------------------------------------------------
+
+
+def overridden(tensor: str, **entry: Any) -> onnx.ModelProto:
+    return written(cnn, images(), TensorQuantOverrides={tensor: [entry]})
+
+
+def test_types_of_single_tensors() -> None:
+    kinds = {name: array.dtype for name, array in arrays(overridden("last", quant_type=QuantType.QInt16)).items()}
+    # `mean`, `flat` and `pooled` have scales of their own.
+    assert kinds["last_zero_point"] == np.int16
+    assert {name for name, kind in kinds.items() if kind == np.int16} == {"last_zero_point"}
+    weight = arrays(overridden("fc_w", quant_type=ExtendedQuantType.QInt16))
+    assert weight["fc_w_quantized"].dtype == np.int16
+    assert weight["fc_w_scale"] == pytest.approx(np.abs(arrays(cnn())["fc_w"]).max() / 32767)
+    mixed = written(cnn, images(), MixedPrecisionTensor={ExtendedQuantType.QInt16: ["last", "fc_w"]})
+    assert arrays(mixed)["fc_w_quantized"].dtype == arrays(mixed)["last_zero_point"].dtype == np.int16
+
+
+def test_tensors_that_share_a_scale_follow_an_override() -> None:
+    model = arrays(overridden("mean", quant_type=QuantType.QInt16, symmetric=False))
+    assert model["mean_zero_point"].dtype == model["flat_zero_point"].dtype == np.int16
+    assert model["mean_zero_point"] == model["flat_zero_point"] == -32768
+    with pytest.raises(ConfigError, match="'flat'.*share its scale"):
+        entries = {"mean": [{"quant_type": QuantType.QInt16}], "flat": [{"quant_type": QuantType.QUInt16}]}
+        written(cnn, images(), TensorQuantOverrides=entries)
+
+
+def test_scales_and_ranges_of_single_tensors() -> None:
+    given = arrays(overridden("last", scale=0.5, zero_point=3))
+    assert (given["last_scale"], given["last_zero_point"]) == (0.5, 3)
+    ranged = arrays(overridden("last", rmin=-2.0, rmax=25.4))
+    assert ranged["last_scale"] == pytest.approx(0.2) and ranged["last_zero_point"] == 0
+    weight = arrays(overridden("fc_w", rmin=-1.27, rmax=1.0))
+    assert weight["fc_w_scale"] == pytest.approx(0.01)
+    channel = arrays(overridden("fc_w", axis=1))
+    np.testing.assert_allclose(channel["fc_w_scale"], np.abs(arrays(cnn())["fc_w"]).max(0) / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("entries", "error", "message"),
+    [
+        ({"lost": [{"symmetric": True}]}, ConfigError, "no quantized tensor is named 'lost'.*last"),
+        ({"last": [{"scale": 1.0}]}, ConfigError, "scale and zero_point go together"),
+        ({"last": [{"symetric": True}]}, ConfigError, "'symetric'.*symmetric"),
+        ({"last": {"symmetric": True}}, ConfigError, "list of one dict"),
+        ({"last": [{"quant_type": "QInt8"}]}, ConfigError, "expected a QuantType"),
+        ({"last": [{"quant_type": ExtendedQuantType.QBFP}]}, NotSupportedError, "QBFP"),
+        ({"last": [{"reduce_range": True}]}, NotSupportedError, "reduce_range"),
+        ({"last": [{"axis": 1}]}, ConfigError, "only a weight"),
+        ({"fc_w": [{"axis": 0}]}, ConfigError, "channels of this weight"),
+    ],
+)
+def test_overrides_that_say_nothing_sensible(entries: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        written(cnn, images(), TensorQuantOverrides=entries)

@@ -43,7 +43,6 @@ from quark.onnx.types import (
 UNSUPPORTED_FIELDS = {
     "input_nodes": "exclude the nodes before them instead",
     "output_nodes": "exclude the nodes after them instead",
-    "specific_tensor_precision": "use QConfig.specific_layer_config",
     "reduce_range": "7-bit codes are not part of this version",
     "include_auto_mp": "mixed precision by search is not part of this version",
     "crypto_mode": "not part of this version",

@@ -79,6 +79,13 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
     return found
 
 
+def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
+    """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
+    if spec is None or spec.dtype.is_float or not spec.symmetric or not spec.dtype.signed:
+        return spec
+    return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))
+
+
 def rescaled(params: QParams, spec: TensorSpec, scale: Array) -> QParams:
     """Parameters with another scale; an asymmetric zero point goes where the smallest value stays in the range."""
     scale, zero = np.asarray(scale, np.float32), params.zero_point

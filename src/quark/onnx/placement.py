@@ -120,7 +120,7 @@ def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placemen
         return
     placement.nodes.append(node)
     placement.dynamic.append(node)
-    spec = _weight_spec(node, layer.weight, settings)
+    spec = weight_spec(node, layer.weight, settings)
     # ConvInteger has one zero point for all channels of a weight.
     one = node.op_type == "Conv" and not spec.symmetric
     placement.weights[node, 1] = replace(spec, granularity=PerTensor()) if one else spec
@@ -220,7 +220,7 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
         if value is None or constant(value) is None or not _is_float(value):
             continue
         if index == rule.weight and layer.weight is not None:
-            placement.weights[node, index] = _weight_spec(node, layer.weight, settings)
+            placement.weights[node, index] = weight_spec(node, layer.weight, settings)
         elif index != rule.weight and layer.input is not None and not settings.weights_only and not _is_mask(value):
             # A constant operand of an elementwise node is quantized like an activation.
             placement.weights[node, index] = replace(layer.input, observer="min_max")
@@ -249,7 +249,7 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
         placement.weights[node, rule.bias] = replace(layer.bias, granularity=PerTensor())
 
 
-def _weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:
+def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:
     """The spec of a weight, along the axis that its op has for channels, or for the sum over a group."""
     granularity: Granularity = spec.granularity
     value = node.inputs[RULES[node.op_type].weight or 0]

@@ -11,13 +11,14 @@ import onnx
 
 from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
 from quark.onnx.calibrate import activation_params
 from quark.onnx.model import infer_shapes, load, opset, save, to_proto
 from quark.onnx.npu import adjust, simulate
-from quark.onnx.parameters import Parameters, fit_int32_biases, weight_params
+from quark.onnx.overrides import override_params, override_specs
+from quark.onnx.parameters import Parameters, fit_int32_biases, onnx_range, weight_params
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.path_reader import PathDataReader
 from quark.onnx.placement import Placement, place
@@ -106,8 +107,10 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
         # Statistics of simulated operators are not those of the float model.
         identity = fingerprint(model)
     placement = place(model, settings)
+    override_specs(placement, settings)
     activations = activation_params(model, placement, settings, reader, identity)
     parameters = Parameters(activations, weight_params(placement, settings))
+    override_params(placement, parameters, settings)
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
     parameters = adjust(placement, parameters, settings)
@@ -216,10 +219,3 @@ def _supported(settings: Settings) -> Settings:
         by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
         by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
     )
-
-
-def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
-    """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
-    if spec is None or spec.dtype.is_float or not spec.symmetric or not spec.dtype.signed:
-        return spec
-    return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))

@@ -20,6 +20,27 @@ Scope = str | Subgraph | frozenset[str]
 
 
 @dataclass(frozen=True)
+class Override:
+    """What differs for one tensor; None leaves it as it is.
+
+    Attributes:
+        dtype: Integer type, a name of core's.
+        symmetric: Whether the zero point is fixed.
+        axis: Axis of the channels of a weight, each with its own scale.
+        scale, zero_point: Instead of what calibration finds; both or none.
+        low, high: The range instead of the one that calibration finds; both or none.
+    """
+
+    dtype: str | None = None
+    symmetric: bool | None = None
+    axis: int | None = None
+    scale: float | None = None
+    zero_point: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """What happens to a model.
 
@@ -56,6 +77,7 @@ class Settings:
         position_rules: The NPU's rules that power-of-two scales are adjusted to (`npu/rules.py`).
         position_rounds: Most rounds of adjusting.
         check_positions: Whether a broken rule of the NPU is an error.
+        overrides: (tensor, what differs for it and all that share its scale).
         dedicated_pairs: One Q/DQ pair for each reader of a tensor.
         dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
         float_weights: Store weights in float, behind a pair of Q/DQ.
@@ -114,6 +136,7 @@ class Settings:
     contrib_domain: bool = False
     cast_bfloat16: bool = False
     target: str = "generic"
+    overrides: tuple[tuple[str, Override], ...] = ()
     dedicated_pairs: bool = False
     dedicated_dequantize: bool = False
     float_weights: bool = False
