@@ -275,7 +275,7 @@ def test_factors_of_means() -> None:
 
 def pools(b: Builder) -> None:
     pooled = b.node("AveragePool", ["x"], "pooled", kernel_shape=[3, 3], pads=[1, 1, 1, 1])
-    soft = b.node("LeakyRelu", [pooled], "leaky", alpha=0.1)
+    soft = b.node("LeakyRelu", [pooled], "leaky", alpha=0.3)
     gate = b.node("Sigmoid", [soft], "gate")
     b.node("ReduceMean", [gate], "mean", axes=[1], keepdims=1)
     b.node("HardSigmoid", ["mean"], "y", alpha=1 / 6)
@@ -301,7 +301,7 @@ def test_operators_compute_what_the_dpu_computes() -> None:
     weight = np.pad(np.ones((4, 4)), 1)
     windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (2, 3)).sum((-1, -2))
     pooled = windows / np.lib.stride_tricks.sliding_window_view(weight, (3, 3)).sum((-1, -2)) * 63 / 64
-    leaky = np.where(pooled < 0, pooled * 26 / 256, pooled)
+    leaky = np.where(pooled < 0, pooled * 77 / 256, pooled)
     gate = hard(leaky) * 2731 * 6 / 16384
     expected = hard(gate.mean(1, keepdims=True) * 3 * 85 / 256) * 2731 * 6 / 16384
     model = simulated(xint8())
