@@ -26,7 +26,7 @@ from quark.onnx.placement import place
 from quark.onnx.presets import get_default_config
 from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
-from quark.onnx.specs import XInt8Spec
+from quark.onnx.specs import Int8Spec, XInt8Spec
 from quark.onnx.types import QuantGranularity
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 from tests.zoo import ROOT
@@ -327,6 +327,8 @@ def test_each_conversion_has_its_option(option: str) -> None:
                          SimulateDPU=False)).dpu_conversions == ()  # fmt: skip
     assert set(xint8().dpu_conversions) == {*CONVERSIONS}
     assert xint8(EnableNPUCnn=False).dpu_conversions == ()
+    floats = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
+    assert lower(QConfig(floats, EnableNPUCnn=True)).dpu_conversions == ()
 
 
 def test_a_factor_is_part_of_its_operator() -> None:

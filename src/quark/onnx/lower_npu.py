@@ -34,17 +34,17 @@ def npu_settings(options: Mapping[str, Any], npu_cnn: bool, layer: LayerSpec) ->
 
     Args:
         options: Extra options.
-        npu_cnn: Whether this is the XINT8 path.
-        layer: The specs of every node: position rules are for power-of-two scales.
+        npu_cnn: Whether the XINT8 path is asked for.
+        layer: The specs of every node: the path is one of power-of-two scales.
     """
     rounds = value_of(options, "MaxLoopNum")
     if rounds < 1:
         raise ConfigError(f"MaxLoopNum={rounds}: at least one round is needed.")
-    simulated = npu_cnn and value_of(options, "SimulateDPU")
-    asked = {name: value_of(options, option) for name, option in CONVERSION_OPTIONS.items()}
-    conversions = tuple(name for name, value in asked.items() if (simulated if value is None else value))
     specs = [spec for spec in (layer.weight, layer.input) if spec is not None]
     positions = npu_cnn and all(spec.scale_type is ScaleType.pof2 for spec in specs)
+    simulated = positions and value_of(options, "SimulateDPU")
+    asked = {name: value_of(options, option) for name, option in CONVERSION_OPTIONS.items()}
+    conversions = tuple(name for name, value in asked.items() if (simulated if value is None else value))
     rules = tuple(name for name, option in RULE_OPTIONS.items() if value_of(options, option))
     return {
         "dpu_conversions": conversions,
