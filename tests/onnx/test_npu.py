@@ -242,6 +242,34 @@ def test_written_models_keep_every_limit_and_run(name: str, model: str) -> None:
     assert sqnr(run(make(), feed), run(written, feed)) > (10 if model == "mlp" else 20)
 
 
+def badly_scaled(make: Callable[[], onnx.ModelProto], factors: dict[str, float]) -> onnx.ModelProto:
+    """The model with some BatchNormalizations scaled, whose folding scales the weights before them."""
+    model = make()
+    for initializer in model.graph.initializer:
+        if initializer.name in factors:
+            array = numpy_helper.to_array(initializer) * np.float32(factors[initializer.name])
+            initializer.CopyFrom(numpy_helper.from_array(array.astype(np.float32), initializer.name))
+    return model
+
+
+@pytest.mark.parametrize("name", XINT8)
+@pytest.mark.parametrize(
+    ("model", "factors"),
+    [
+        ("cnn", {"a_g": 2.0**-20, "depth_g": 2.0**12, "b_b": 2.0**-10, "last_g": 2.0**-22}),
+        ("digits", {"first.1.weight": 2.0**-20, "second.1.weight": 2.0**10, "wide.1.weight": 2.0**-22}),
+    ],
+)
+def test_badly_scaled_networks_are_brought_within_reach(name: str, model: str, factors: dict[str, float]) -> None:
+    make, read = MODELS[model]
+    bad, (feed, *_) = badly_scaled(make, factors), read()
+    free = replace(XINT8[name], position_rules=(), check_positions=False)
+    before, after = (to_proto(quantize(load(bad), s, Reader(read()))) for s in (free, XINT8[name]))
+    assert {"shift_cut", "shift_bias"} <= File(before).broken() and File(after).broken() == set()
+    reference = run(bad, feed)
+    assert sqnr(reference, run(after, feed)) > sqnr(reference, run(before, feed)) - 3
+
+
 def test_rounds_are_bounded() -> None:
     model, data = small(lambda b: biased(b, 2.0**-24, 1.0)), feeds()
     quantize(load(model), xint8(), Reader(data))
