@@ -16,6 +16,7 @@ from quark.core.metrics import sqnr
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError
+from quark.onnx import presets
 from quark.onnx.config import Config, QConfig, QLayerConfig
 from quark.onnx.lowering import lower
 from quark.onnx.model import load, to_proto
@@ -414,3 +415,23 @@ def test_asymmetric_zero_points_follow_a_moved_scale() -> None:
     assert (coarser.scale, coarser.zero_point) == (0.5, 32)
     assert rescaled(params, spec("uint8"), np.array(0.5)).zero_point == 64
     assert rescaled(params, asymmetric, np.array(0.25)) is params
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("legacy", [True, False])
+def test_vint8_models_are_valid_and_run(legacy: bool, model: str) -> None:
+    """Every tensor between nodes has its own pair of power-of-two scales; no activation is fused, no position moved."""
+    make, read = MODELS[model]
+    config = Config(get_default_config("VINT8")) if legacy else presets.VINT8_QCONFIG
+    settings = lower(config)
+    assert settings.dedicated_pairs and not settings.fused and not settings.position_rules
+    written = to_proto(quantize(load(make()), settings, Reader(read())))
+    onnx.checker.check_model(written, full_check=True)
+    file = File(written)
+    for node in written.graph.node:
+        if node.op_type == "QuantizeLinear":
+            file.position(node)
+        if node.op_type in ("Relu", "Gemm", "MatMul"):
+            assert file.producer[node.input[0]].op_type == "DequantizeLinear"
+    (feed, *_) = read()
+    assert sqnr(run(make(), feed), run(written, feed)) > 20
