@@ -200,6 +200,8 @@ def _settings(request: Request) -> Settings:
         matmul_nbits=None if nbits is None else nbits[1],
         contrib_domain=_contrib_domain(request, spec),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
+        clip_bfloat16=value_of(options, "BF16WithClip"),
+        refine_block_axis=value_of(options, "RefineBlockAxis"),
         target=_target(request),
         percentile=_percentile(options),
         calibration_samples=_samples(options),

@@ -15,6 +15,8 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
 from quark.onnx.calibrate import activation_params
+from quark.onnx.custom_ops import BLOCK_OPSET
+from quark.onnx.extended import EXTENDED
 from quark.onnx.model import infer_shapes, load, opset, save, to_proto
 from quark.onnx.parameters import Parameters, weight_params
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
@@ -121,11 +123,14 @@ def _opset(model: ir.Model, settings: Settings) -> int:
 
 
 def _needed_opset(settings: Settings) -> int:
-    """13, the first with per-channel Q/DQ; 21 for 4-bit types and blocks."""
+    """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
     layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
     weights = [layer.weight for layer in layers if layer is not None and layer.weight is not None]
     blocked = any(w.has_zero_point and (w.dtype.bits < 8 or isinstance(w.granularity, PerGroup)) for w in weights)
-    return BLOCKED_OPSET if blocked and settings.matmul_nbits is None else MINIMUM_OPSET
+    if blocked and settings.matmul_nbits is None:
+        return BLOCKED_OPSET
+    tensors = [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output)]
+    return BLOCK_OPSET if any(spec is not None and spec.is_block for spec in tensors) else MINIMUM_OPSET
 
 
 def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
@@ -152,7 +157,7 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
     for node in [n for n in placement.nodes if n.op_type == "Relu"]:
         source, output = node.inputs[0], node.outputs[0]
         spec = placement.activations.get(output)
-        zero = params[placement.root(output)].zero_point if spec is not None and not spec.is_cast else None
+        zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
         if source is None or zero is None or source in placement.activations or output.is_graph_output():
             continue
         assert spec is not None
@@ -190,12 +195,8 @@ def _supported(settings: Settings) -> Settings:
         for spec in (layer.input, layer.weight, layer.output) if layer else ():
             if spec is None:
                 continue
-            if spec.dtype.is_block or (spec.dtype.is_float and not spec.is_cast):
+            if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
                 raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
-            if spec.is_cast and spec.dtype.name == "bfloat16" and not settings.cast_bfloat16:
-                raise NotSupportedError(
-                    "bfloat16 as extended Q/DQ is not part of this version: set BF16QDQToCast=True."
-                )
 
     def convert(layer: LayerSpec | None) -> LayerSpec | None:
         if layer is None:
@@ -213,6 +214,6 @@ def _supported(settings: Settings) -> Settings:
 
 def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
     """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
-    if spec is None or spec.dtype.is_float or not spec.symmetric or not spec.dtype.signed:
+    if spec is None or not spec.has_zero_point or not spec.symmetric or not spec.dtype.signed:
         return spec
     return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))

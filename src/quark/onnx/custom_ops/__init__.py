@@ -1,6 +1,29 @@
 """Operators beyond ONNX, domain com.amd.quark: as ONNX functions in the file, and as a library that is compiled."""
 
-from quark.onnx.custom_ops.functions import ATTRIBUTES, DOMAIN, LINEAR_TYPES, Operator, block, function, linear
+from quark.onnx.custom_ops.functions import (
+    ATTRIBUTES,
+    BLOCK_OPSET,
+    DOMAIN,
+    LINEAR_TYPES,
+    MINIMUM_IR,
+    VERSION,
+    Operator,
+    block,
+    function,
+    linear,
+)
 from quark.onnx.custom_ops.library import get_library_path
 
-__all__ = ["ATTRIBUTES", "DOMAIN", "LINEAR_TYPES", "Operator", "block", "function", "get_library_path", "linear"]
+__all__ = [
+    "ATTRIBUTES",
+    "BLOCK_OPSET",
+    "DOMAIN",
+    "LINEAR_TYPES",
+    "MINIMUM_IR",
+    "VERSION",
+    "Operator",
+    "block",
+    "function",
+    "get_library_path",
+    "linear",
+]

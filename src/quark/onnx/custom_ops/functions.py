@@ -20,7 +20,7 @@ from quark.onnx.custom_ops.blocks import block_body
 from quark.onnx.custom_ops.linear import linear_body
 
 DOMAIN, VERSION = "com.amd.quark", 1
-MINIMUM_OPSET, MINIMUM_IR = 14, 10
+BLOCK_OPSET, MINIMUM_IR = 14, 10  # Reshape with allowzero; overloads
 QUANTIZE, DEQUANTIZE = "ExtendedQuantizeLinear", "ExtendedDequantizeLinear"
 MX, BFP = "MXQuantizeDequantize", "BFPQuantizeDequantize"
 LINEAR_TYPES = ("bfloat16", "float16", "int8", "uint8", "int16", "uint16", "int32", "uint32")
