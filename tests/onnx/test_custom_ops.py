@@ -26,6 +26,7 @@ Array = np.ndarray[Any, Any]
 BLOCKS = {"fp4_e2m1": 32, "fp6_e3m2": 32, "fp6_e2m3": 32, "fp8_e4m3": 32, "fp8_e5m2": 32, "mxint8": 32}
 BLOCKS |= {"bfp16": 8, "mx4": 16, "mx6": 16, "mx9": 16}
 SHAPES = [((3, 70, 5, 1), 1), ((4, 64), -1), ((33,), 0), ((2, 5, 40), -2), ((0, 8), 1), ((8, 0), 1), ((3, 0, 2), 2)]
+SHAPES += [((2, 32, 3, 5), 1), ((0, 32), -1)]
 LINEAR = [(dtype, kind) for dtype in LINEAR_TYPES for kind in ("tensor", "axis")]
 LINEAR += [("bfloat16", "cast"), ("float16", "cast")]
 KINDS = ("normal", "wide", "subnormal", "ties", "special", "zero")
@@ -107,13 +108,16 @@ def test_blocks_have_the_bits_of_core_as_function_and_as_kernel(name: str, round
     for shape, axis in SHAPES:
         spec = block_spec(name, axis, rounding)
         opset = 14 if axis == 1 else 21
-        model = build([(block(spec, opset), [])], len(shape), opset, {})
-        function_, kernel = session(model), session(model, compiled)
+        bodies = {body.overload: body for body in (block(spec, opset), block(spec, opset, (None, *shape[1:])))}
+        models = [build([(body, [])], len(shape), opset, {}) for body in bodies.values()]
+        functions, kernel = [session(model) for model in models], session(models[-1], compiled)
         for kind in KINDS:
             x = values(kind, shape)
             expected = fake_quantize(x, None, spec)
-            # Half away from zero is Floor and Sign as a function, which loses the sign of a zero.
-            assert not wrong(expected, function_.run(None, {"x": x})[0], rounding is RoundType.half_even), (kind, shape)
+            for function_ in functions:
+                # Half away from zero is Floor and Sign as a function, which loses the sign of a zero.
+                signs = rounding is RoundType.half_even
+                assert not wrong(expected, function_.run(None, {"x": x})[0], signs), (kind, shape)
             assert not wrong(expected, kernel.run(None, {"x": x})[0]), (kind, shape)
 
 
@@ -180,6 +184,14 @@ def test_linear_pairs_have_the_bits_of_the_formula(dtype: str, kind: str, compil
             expected = expected_linear(x, dtype, scale, zero)
             for found in (function_.run(None, {"x": x})[0], kernel.run(None, {"x": x})[0]):
                 assert not wrong(expected, found, signs=DTYPES[dtype].is_float), (name, shape)
+
+
+def test_blocks_that_fill_their_axis_have_a_shorter_body() -> None:
+    spec = block_spec("bfp16", 1)
+    bodies = {shape: block(spec, 17, shape) for shape in ((None, 16, 3, 3), ("n", 12, 3, 3), ("n", 16, "h", 3), (8,))}
+    assert [body.overload for body in bodies.values()] == ["to_bfp_16_2_8x9", *["to_bfp_16_2"] * 3]
+    short, long = (len(function(bodies[shape], 17).node) for shape in ((None, 16, 3, 3), (8,)))
+    assert short < 0.6 * long
 
 
 def test_a_plain_bfloat16_pair_is_two_casts() -> None:

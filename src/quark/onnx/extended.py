@@ -38,7 +38,8 @@ def linear_operator(op_type: str, spec: TensorSpec, axis: int | None) -> Operato
 
 def block_node(model: ir.Model, value: ir.Value, name: str, spec: TensorSpec) -> ir.Node:
     """The one node of a block format."""
-    return extended_node(model, block(spec, opset(model)), [value], f"{name}_DequantizeLinear")
+    operator = block(spec, opset(model), None if value.shape is None else value.shape.dims)
+    return extended_node(model, operator, [value], f"{name}_DequantizeLinear")
 
 
 def extended_node(model: ir.Model, operator: Operator, inputs: list[ir.Value], name: str) -> ir.Node:

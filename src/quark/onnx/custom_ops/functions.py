@@ -7,7 +7,8 @@ that a registered library, which knows nothing of overloads, can take the node i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -73,22 +74,37 @@ def linear(dtype: str, kind: str, axis: int | None = None) -> tuple[Operator, Op
     )
 
 
-def block(spec: TensorSpec, opset: int) -> Operator:
-    """The operator that fake-quantizes in blocks of `spec`."""
+def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -> Operator:
+    """The operator that fake-quantizes in blocks of `spec`.
+
+    Args:
+        spec: Block format, axis, block size, rounding.
+        opset: Of the model.
+        shape: Of the tensor, as far as known (integers): blocks that fill their axis have a shorter body.
+    """
     assert isinstance(spec.granularity, PerGroup)
-    dtype, mode = spec.dtype, ROUNDING_MODES[spec.rounding]
-    attributes: dict[str, int | str] = {
-        "axis": spec.granularity.axis,
-        "block_size": spec.granularity.size,
-        "rounding_mode": mode,
-    }
-    body = block_body(dtype, spec.rounding, opset)
+    dtype, size, mode = spec.dtype, spec.granularity.size, ROUNDING_MODES[spec.rounding]
+    attributes: dict[str, int | str] = {"axis": spec.granularity.axis, "block_size": size, "rounding_mode": mode}
+    inner = _behind(spec.granularity, shape)
+    body = block_body(dtype, spec.rounding, opset, size, inner)
+    suffix = str(mode) if inner is None else f"{mode}_{size}x{inner}"
     if dtype.name == "bfp16" or dtype.name in MICRO_EXPONENT:
         method = "to_bfp" if dtype.name == "bfp16" else "to_bfp_prime"
         bits = 8 + dtype.bits
-        return Operator(BFP, f"{method}_{bits}_{mode}", body, {"bfp_method": method, "bit_width": bits, **attributes})
+        return Operator(BFP, f"{method}_{bits}_{suffix}", body, {"bfp_method": method, "bit_width": bits, **attributes})
     element = "int8" if dtype.name == "mxint8" else dtype.name
-    return Operator(MX, f"{element}_{mode}", body, {"element_dtype": element, **attributes})
+    return Operator(MX, f"{element}_{suffix}", body, {"element_dtype": element, **attributes})
+
+
+def _behind(split: PerGroup, shape: Sequence[object] | None) -> int | None:
+    """How many values lie behind the axis; None where that is not known, or where the last block is not full."""
+    if shape is None or not -len(shape) <= split.axis < len(shape):
+        return None
+    length, *behind = shape[split.axis % len(shape) :]
+    known = [n for n in (length, *behind) if isinstance(n, int) and n > 0]
+    if len(known) <= len(behind) or known[0] % split.size:
+        return None
+    return math.prod(known[1:])
 
 
 def function(operator: Operator, opset: int) -> onnx.FunctionProto:
