@@ -173,6 +173,13 @@ def test_blocks_lie_along_the_axis_that_is_summed_over() -> None:
     assert {plain[n] for n in ("x", "w1", "silu")} == {1} and plain["b1"] == 0
 
 
+def test_shapes_that_the_file_lacks_are_inferred() -> None:
+    bare = cnn()
+    del bare.graph.value_info[:]
+    assert axes(make(named("BFP16"), bare)) == axes(make(named("BFP16"), cnn()))
+    assert "to_bfp_16_2_8x256" in {f.overload for f in make(named("BFP16"), bare).functions}
+
+
 def test_gemm_and_transposed_convolution_have_axes_of_their_own() -> None:
     b = Builder()
     up = b.node("ConvTranspose", ["x", b.constant("w", b.random.normal(size=(4, 6, 2, 2)))], "up")

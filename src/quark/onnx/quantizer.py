@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 MINIMUM_OPSET = 13
-BLOCKED_OPSET = 21
+GROUP_OPSET = 21
 
 
 class ModelQuantizer:
@@ -124,13 +124,17 @@ def _opset(model: ir.Model, settings: Settings) -> int:
 
 def _needed_opset(settings: Settings) -> int:
     """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
+    specs = _specs(settings)
+    grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
+    if grouped and settings.matmul_nbits is None:
+        return GROUP_OPSET
+    return BLOCK_OPSET if any(spec.is_block for spec in specs) else MINIMUM_OPSET
+
+
+def _specs(settings: Settings) -> list[TensorSpec]:
+    """Every spec that a tensor may get."""
     layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
-    weights = [layer.weight for layer in layers if layer is not None and layer.weight is not None]
-    blocked = any(w.has_zero_point and (w.dtype.bits < 8 or isinstance(w.granularity, PerGroup)) for w in weights)
-    if blocked and settings.matmul_nbits is None:
-        return BLOCKED_OPSET
-    tensors = [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output)]
-    return BLOCK_OPSET if any(spec is not None and spec.is_block for spec in tensors) else MINIMUM_OPSET
+    return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
 
 
 def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
@@ -190,13 +194,9 @@ def _supported(settings: Settings) -> Settings:
             f"The target {settings.target!r} runs {wanted} activations in integers only; the config has "
             f"{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
-    layers = [settings.layer, *(layer for _, layer in settings.by_name), *(layer for _, layer in settings.by_type)]
-    for layer in layers:
-        for spec in (layer.input, layer.weight, layer.output) if layer else ():
-            if spec is None:
-                continue
-            if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
-                raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
+    for spec in _specs(settings):
+        if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
+            raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
 
     def convert(layer: LayerSpec | None) -> LayerSpec | None:
         if layer is None:
