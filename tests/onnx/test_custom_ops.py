@@ -28,7 +28,7 @@ SHAPES = [((3, 70, 5, 1), 1), ((4, 64), -1), ((33,), 0), ((2, 5, 40), -2), ((0, 
 SHAPES += [((2, 32, 3, 5), 1), ((0, 32), -1)]
 LINEAR = [(dtype, kind) for dtype in LINEAR_TYPES for kind in ("tensor", "axis")]
 LINEAR += [("bfloat16", "cast"), ("float16", "cast")]
-KINDS = ("normal", "wide", "subnormal", "ties", "special", "zero")
+KINDS = ("normal", "wide", "subnormal", "ties", "brim", "special", "zero")
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +47,11 @@ def values(kind: str, shape: tuple[int, ...], seed: int = 0) -> Array:
         x = x * 2.0 ** random.integers(-150, -120, size=shape)
     if kind == "ties":
         x = random.integers(-64, 65, size=shape) / 2.0 ** random.integers(0, 6, size=shape)
+    if kind == "brim":
+        # Where rounding the largest value carries into the next binade.
+        x = random.choice([1, 126.5, 127, 127.25, 127.499, 127.5, 127.75], size=shape) * random.choice(
+            [-1, 1], size=shape
+        )
     if kind == "special":
         chance = random.random(shape)
         for limit, value in ((0.01, np.nan), (0.02, np.inf), (0.03, -np.inf), (0.05, -0.0), (0.06, 3.4028234e38)):
