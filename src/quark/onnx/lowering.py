@@ -201,6 +201,8 @@ def _settings(request: Request) -> Settings:
         matmul_nbits=None if nbits is None else nbits[1],
         contrib_domain=_contrib_domain(request, spec),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
+        clip_bfloat16=value_of(options, "BF16WithClip"),
+        refine_block_axis=value_of(options, "RefineBlockAxis"),
         target=_target(request),
         **npu_settings(options, request.npu_cnn, spec),
         **placement_settings(options),

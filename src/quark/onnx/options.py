@@ -157,8 +157,8 @@ _obeyed("AdjustWeightScaleForInt32Bias", BOOL, False, "enlarge weight scales who
 _later("Int16Scale", BOOL, False, why="scales of the form M / 2^N are not part of this version")
 _later("QuantizeFP16", BOOL, False, why="convert the model to float32 first")
 _later("UseFP32Scale", BOOL, False)
-_later("ActivationScaled", BOOL, False, why="re-scaled BF16 is not part of this version")
-_later("WeightScaled", BOOL, False, why="re-scaled BF16 is not part of this version")
+_obeyed("ActivationScaled", BOOL, False, "BF16: activations are divided by half their largest magnitude first")
+_obeyed("WeightScaled", BOOL, False, "BF16: weights are divided by half their largest magnitude first")
 _obeyed("UseUnsignedReLU", BOOL, False, "a zero point for the outputs of Relu and of Clip from 0")
 _later("UsePowerOf2Scale", BOOL, True, why="ask for float scales by the spec: ScaleType.Float32")
 _obeyed("ActivationSymmetric", BOOL, None, "zero point of activations fixed; overrules the spec")
@@ -189,9 +189,9 @@ for _name in ("AlignTranspose", "AlignReshape"):
 
 # BF16, BFP, MX, MatMulNBits.
 _obeyed("BF16QDQToCast", BOOL, False, "write bfloat16 as pairs of Cast")
-_later("BF16WithClip", BOOL, False)
+_obeyed("BF16WithClip", BOOL, False, "clip activations to the range of bfloat16 first")
 _later("EnableVaimlBF16", BOOL, False)
-_moot("RefineBlockAxis", BOOL, None, "blocks lie along the axis that each op reduces")
+_obeyed("RefineBlockAxis", BOOL, True, "blocks lie along the axis that each op reduces, not along the given one")
 _obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
 _obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
 _obeyed("UseMatMulNBits", BOOL, False, "4- or 8-bit weights of MatMul in MatMulNBits nodes; activations stay in float")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 1 << 22
+CAST = QParams(np.ones((), np.float32))
+"""Of a plain cast, and in the place of what a block format finds for each block."""
 
 
 @dataclass
@@ -61,9 +63,12 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
     found: dict[tuple[ir.Node, int], QParams] = {}
     seen: dict[tuple[int, TensorSpec], QParams] = {}
     for (node, index), spec in placement.weights.items():
-        if spec.is_cast or spec.dtype.is_block:
-            continue
         value = node.inputs[index]
+        if spec.is_cast or spec.is_block:
+            if not np.isfinite(np.asarray(constant(value), np.float32)).all():
+                raise NonFiniteError(f"The weight {value.name if value else index} of {node.name} holds NaN or Inf.")
+            found[node, index] = CAST
+            continue
         key = (id(value), spec)
         if key not in seen:
             observer = make_observer(spec, settings)
@@ -81,7 +86,7 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
 
 def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
     """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
-    if spec is None or spec.dtype.is_float or not spec.symmetric or not spec.dtype.signed:
+    if spec is None or not spec.has_zero_point or not spec.symmetric or not spec.dtype.signed:
         return spec
     return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))
 

@@ -15,6 +15,7 @@ from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
+from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.model import constant
 from quark.onnx.operators import ALIGN_GROUPS, RULES
@@ -80,7 +81,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         if not _worth_quantizing(node, target, placement):
             continue
         rule = RULES[node.op_type]
-        if layer.input is not None and layer.input.dynamic and not layer.input.dtype.is_block:
+        if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
             _place_dynamic(node, layer, settings, placement)
             continue
         data = rule.inputs(node)
@@ -106,6 +107,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         _share_scales(placement, settings)
         if settings.unsigned_relu:
             _free_relu_zero(placement)
+    refine_block_axes(placement, settings.refine_block_axis)
     return placement
 
 
@@ -243,17 +245,22 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     weight = placement.weights.get((node, rule.weight))
     integers = weight is not None and weight.has_zero_point and not isinstance(weight.granularity, PerGroup)
     integers = integers and layer.input is not None and layer.input.has_zero_point
-    if settings.int32_bias and integers:
-        placement.biases[node, rule.bias] = rule.weight
-    elif layer.bias is not None:
-        placement.weights[node, rule.bias] = replace(layer.bias, granularity=PerTensor())
+    bias = layer.bias
+    if settings.int32_bias and integers and weight is not None and layer.input is not None:
+        if max(weight.dtype.bits, layer.input.dtype.bits) < 32:
+            placement.biases[node, rule.bias] = rule.weight
+            return
+        # The product of two 32-bit scales is too small for a bias to fit.
+        bias = weight
+    if bias is not None:
+        placement.weights[node, rule.bias] = bias if bias.is_block else replace(bias, granularity=PerTensor())
 
 
 def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:
     """The spec of a weight, along the axis that its op has for channels, or for the sum over a group."""
     granularity: Granularity = spec.granularity
     value = node.inputs[RULES[node.op_type].weight or 0]
-    if isinstance(granularity, PerChannel) or (isinstance(granularity, PerGroup) and not spec.dtype.is_block):
+    if isinstance(granularity, PerChannel) or (isinstance(granularity, PerGroup) and not spec.is_block):
         shape = constant(value).shape
         axis = RULES[node.op_type].channel_axis(node) % max(1, len(shape))
         asked = dict(settings.channel_axes).get(node.op_type, axis)

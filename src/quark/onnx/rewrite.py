@@ -1,12 +1,13 @@
 """Writes a placement into the graph: Q/DQ around activations, integer weights behind DQ, int32 biases.
 
+Types that ONNX has no Q/DQ for are written with the extended operators; the block formats as one node.
+
 Names are the documented ones: `{t}_QuantizeLinear`, `{t}_DequantizeLinear`, outputs with `_Output`, `{t}_scale`,
 `{t}_zero_point`, weights `{w}_quantized`; the producer of a graph output y gets `{y}_QuantizeLinear_Input`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,22 @@ import numpy as np
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
-from quark.core.quantize import quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.errors import NonFiniteError, NotSupportedError
+from quark.errors import NotSupportedError
 from quark.onnx.dynamic import write_dynamic
+from quark.onnx.extended import (
+    block_node,
+    cast_down,
+    cast_up,
+    clip_bfloat16,
+    extended_node,
+    is_bfloat16,
+    linear_operator,
+)
 from quark.onnx.matmul_nbits import fits_nbits, write_nbits
 from quark.onnx.model import constant, opset
-from quark.onnx.parameters import Parameters, encode
+from quark.onnx.parameters import CAST, Parameters, encode
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
@@ -76,24 +85,22 @@ class Rewriter:
         self.graph.sort()
 
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
-        name, producer = value.name or "", value.producer()
+        name = value.name or ""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         uses, is_output = [use for use in value.uses() if use.node.graph is self.graph], value.is_graph_output()
         if self._is_float(value):
             uses, is_output = [use for use in uses if use.node in self.quantized], False
-        encoder: ir.Node | None = None
+        params = CAST if spec.is_cast or spec.is_block else self.parameters.activations[self.placement.root(value)]
+        down: list[ir.Node] = []
         for suffix, readers in self._readers(uses, is_output):
-            new = []
-            if encoder is None or self.settings.dedicated_pairs:
-                encoder = self._encoder(value, name, spec, suffix if self.settings.dedicated_pairs else "")
-                new.append(encoder)
-            decoder = self._decoder(encoder, value, name, spec, suffix)
-            new.append(decoder)
-            if producer is None:
-                self.graph.insert_before(self.graph[0], new)
-            else:
-                self.graph.insert_after(producer, new)
-            result = decoder.outputs[0]
+            new: list[ir.Node] = []
+            if not down or self.settings.dedicated_pairs:
+                new = down = self._down(value, name, params, spec)
+            up = self._up(down[-1].outputs[0] if down else value, name, params, spec)
+            for node in [*(down if self.settings.dedicated_pairs else ()), *up]:
+                node.name, node.outputs[0].name = f"{node.name}{suffix}", f"{node.outputs[0].name}{suffix}"
+            self._insert(value.producer(), [*new, *up])
+            result = up[-1].outputs[0]
             result.type, result.shape = value.type, value.shape
             for use in readers:
                 use.node.replace_input_with(use.idx, result)
@@ -109,6 +116,12 @@ class Rewriter:
             return [("", uses)] if uses or is_output else []
         own = [(f"_{number}", [use for use in uses if use.node is node]) for number, node in enumerate(nodes, 1)]
         return [("", []), *own] if is_output else own
+
+    def _insert(self, producer: ir.Node | None, nodes: list[ir.Node]) -> None:
+        if producer is None:
+            self.graph.insert_before(self.graph[0], nodes)
+        else:
+            self.graph.insert_after(producer, nodes)
 
     def _is_float(self, value: ir.Value) -> bool:
         """Whether other float nodes should go on reading this tensor itself."""
@@ -135,33 +148,41 @@ class Rewriter:
         self.graph.remove(node, safe=True)
         old.name, result.name = None, name
 
-    def _encoder(self, value: ir.Value, name: str, spec: TensorSpec, suffix: str) -> ir.Node:
-        if spec.is_cast:
-            return self._cast(value, self.ir.DataType[spec.dtype.onnx], f"{name}_QuantizeLinear", suffix)
-        scale, zero = self._scale_and_zero(name, self.parameters.activations[self.placement.root(value)], spec)
-        return self._node("QuantizeLinear", [value, scale, zero], name, spec, suffix=suffix)
+    def _down(self, value: ir.Value, name: str, params: QParams, spec: TensorSpec) -> list[ir.Node]:
+        """The nodes from an activation to its codes; none for a block format, which has one node for both ways."""
+        if spec.is_block:
+            return []
+        nodes = []
+        if self.settings.clip_bfloat16 and is_bfloat16(spec):
+            nodes.append(clip_bfloat16(self, value, name))
+            value = nodes[0].outputs[0]
+        if self.settings.cast_bfloat16 and is_bfloat16(spec):
+            return nodes + cast_down(self, value, name, params, spec)
+        inputs = [value, *self._scale_and_zero(name, params, spec)]
+        return [*nodes, self._node("QuantizeLinear", inputs, name, spec)]
 
-    def _decoder(self, encoder: ir.Node, value: ir.Value, name: str, spec: TensorSpec, suffix: str) -> ir.Node:
-        codes = encoder.outputs[0]
-        if spec.is_cast:
-            kind = value.dtype or self.ir.DataType.FLOAT
-            return self._cast(codes, kind, f"{name}_DequantizeLinear", suffix)
-        inputs = [codes, encoder.inputs[1], encoder.inputs[2]]
-        return self._node("DequantizeLinear", inputs, name, spec, suffix=suffix)
+    def _up(self, codes: ir.Value, name: str, params: QParams, spec: TensorSpec) -> list[ir.Node]:
+        """The nodes from codes back to float."""
+        if spec.is_block:
+            return [block_node(self.model, codes, name, spec)]
+        if self.settings.cast_bfloat16 and is_bfloat16(spec):
+            return cast_up(self, codes, name, params, spec)
+        return [self._node("DequantizeLinear", [codes, *self._scale_and_zero(name, params, spec)], name, spec)]
 
-    def _cast(self, value: ir.Value, kind: ir.DataType, name: str, suffix: str = "") -> ir.Node:
-        node = self.ir.node("Cast", [value], {"to": int(kind)}, name=name + suffix)
-        node.outputs[0].name = f"{name}_Output{suffix}"
-        return node
+    def _node(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
+        """QuantizeLinear or DequantizeLinear: of ONNX, of com.microsoft, or extended."""
+        operator = linear_operator(op_type, spec, axis)
+        if operator is None:
+            return self._plain(op_type, inputs, name, spec, axis)
+        return extended_node(self.model, operator, inputs, f"{name}_{op_type}")
 
-    def _node(self, op_type: str, inputs: Sequence[ir.Value | None], name: str, spec: TensorSpec,
-              axis: int | None = None, suffix: str = "") -> ir.Node:  # fmt: skip
+    def _plain(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
         domain = self._domain(spec)
         attributes = {} if axis is None else {"axis": axis}
         if isinstance(spec.granularity, PerGroup):
             attributes["block_size"] = spec.granularity.size
-        node = self.ir.node(op_type, inputs, attributes, domain=domain, name=f"{name}_{op_type}{suffix}")
-        node.outputs[0].name = f"{name}_{op_type}_Output{suffix}"
+        node = self.ir.node(op_type, inputs, attributes, domain=domain, name=f"{name}_{op_type}")
+        node.outputs[0].name = f"{name}_{op_type}_Output"
         return node
 
     def _domain(self, spec: TensorSpec) -> str:
@@ -197,16 +218,21 @@ class Rewriter:
     def _weight(self, node: ir.Node, index: int, spec: TensorSpec) -> None:
         source = node.inputs[index]
         assert source is not None
-        if spec.is_cast:
-            self._cast_weight(node, index, source.name or "", np.asarray(constant(source), np.float32), spec)
+        name = source.name or ""
+        if spec.is_block:
+            self._unique([block_node(self.model, source, name, spec)], node, index)
             return
         codes, scale, zero = self.encoded(node, index, spec)
+        if self.settings.cast_bfloat16 and is_bfloat16(spec):
+            self._unique(cast_up(self, codes, name, self.parameters.weights[node, index], spec), node, index)
+            return
         axis = getattr(spec.granularity, "axis", None)
+        nodes = []
         if self.settings.float_weights:
-            encoder = self._node("QuantizeLinear", [source, scale, zero], source.name or "", spec, axis)
-            codes = self._before(encoder, node)
-        decoder = self._node("DequantizeLinear", [codes, scale, zero], source.name or "", spec, axis)
-        node.replace_input_with(index, self._before(decoder, node))
+            nodes.append(self._node("QuantizeLinear", [source, scale, zero], name, spec, axis))
+            codes = nodes[0].outputs[0]
+        nodes.append(self._node("DequantizeLinear", [codes, scale, zero], name, spec, axis))
+        self._unique(nodes, node, index)
 
     def encoded(self, node: ir.Node, index: int, spec: TensorSpec, transpose: bool = False) -> tuple[ir.Value, ...]:
         """Codes, scale and zero point of a constant operand, as initializers."""
@@ -233,16 +259,6 @@ class Rewriter:
         if self.stored.setdefault(name, key) == key:
             return name
         return f"{name}_{node.name}"
-
-    def _cast_weight(self, node: ir.Node, index: int, name: str, weight: Array, spec: TensorSpec) -> None:
-        import ml_dtypes
-
-        kind = np.float16 if spec.dtype.name == "float16" else ml_dtypes.bfloat16
-        if not np.isfinite(weight).all():
-            raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.")
-        stored = self.initializer(f"{name}_quantized", np.asarray(quantize(weight, None, spec)).astype(kind))  # type: ignore[arg-type]
-        up = self._cast(stored, self.ir.DataType.FLOAT, f"{name}_DequantizeLinear")
-        node.replace_input_with(index, self._before(up, node))
 
     def _bias(self, node: ir.Node, index: int, weight: int, owner: ir.Node | None = None) -> None:
         """Make input `index` of `node` an int32 or int16 bias of `owner` (default: the node itself)."""
@@ -271,14 +287,14 @@ class Rewriter:
             self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
         spec = replace(self.placement.weights[owner, weight], dtype=kind)
-        decoder = self._node("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None)
-        node.replace_input_with(index, self._before(decoder, node))
+        self._unique([self._plain("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None)], node, index)
 
-    def _before(self, new: ir.Node, node: ir.Node) -> ir.Value:
-        """Put a node before the one that reads it; for a second reader of one constant, under a name of its own."""
-        if new.name in self.node_names:
-            new.name = f"{new.name}_{node.name}"
-            new.outputs[0].name = f"{new.name}_Output"
-        self.node_names.add(new.name)
-        self.graph.insert_before(node, [new])
-        return new.outputs[0]
+    def _unique(self, decoders: list[ir.Node], node: ir.Node, index: int) -> None:
+        """Put decoders before the node that reads them; a second reader of one constant gets names of its own."""
+        for decoder in decoders:
+            if decoder.name in self.node_names:
+                decoder.name = f"{decoder.name}_{node.name}"
+                decoder.outputs[0].name = f"{decoder.name}_Output"
+            self.node_names.add(decoder.name)
+        self.graph.insert_before(node, decoders)
+        node.replace_input_with(index, decoders[-1].outputs[0])

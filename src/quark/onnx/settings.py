@@ -72,6 +72,8 @@ class Settings:
             weights behind a blocked DequantizeLinear.
         contrib_domain: Write Q/DQ in the com.microsoft domain.
         cast_bfloat16: Write bfloat16 as pairs of Cast.
+        clip_bfloat16: Clip activations to the range of bfloat16 before they are quantized to it.
+        refine_block_axis: Let blocks lie along the axis that each op reduces, whatever axis the spec has.
         target: Name of a target profile: "npu", "ort_x64" or "generic".
         dpu_conversions: Operators that are computed as the NPU computes them (`npu/simulation.py`).
         position_rules: The NPU's rules that power-of-two scales are adjusted to (`npu/rules.py`).
@@ -135,6 +137,8 @@ class Settings:
     matmul_nbits: int | None = None
     contrib_domain: bool = False
     cast_bfloat16: bool = False
+    clip_bfloat16: bool = False
+    refine_block_axis: bool = True
     target: str = "generic"
     overrides: tuple[tuple[str, Override], ...] = ()
     dedicated_pairs: bool = False
