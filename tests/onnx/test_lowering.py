@@ -24,7 +24,16 @@ from quark.onnx.lowering import lower
 from quark.onnx.passes import PASSES, POST_PASSES
 from quark.onnx.presets import get_default_config
 from quark.onnx.settings import Settings
-from quark.onnx.specs import BFloat16Spec, Int8Spec, Int16Spec, Int32Spec, QTensorConfig, UInt8Spec, XInt8Spec
+from quark.onnx.specs import (
+    BFloat16Spec,
+    Float16Spec,
+    Int8Spec,
+    Int16Spec,
+    Int32Spec,
+    QTensorConfig,
+    UInt8Spec,
+    XInt8Spec,
+)
 from quark.onnx.types import (
     CalibMethod,
     CalibrationMethod,
@@ -378,7 +387,6 @@ def test_domains() -> None:
         {"input_nodes": ["a"]},
         {"include_auto_mp": True},
         {"crypto_mode": True},
-        {"specific_tensor_precision": True},
     ],
 )
 def test_legacy_fields_that_are_refused_by_name(values: dict[str, Any]) -> None:
@@ -389,8 +397,10 @@ def test_legacy_fields_that_are_refused_by_name(values: dict[str, Any]) -> None:
 
 
 def test_wrong_values_are_refused() -> None:
-    with pytest.raises(NotSupportedError, match="WeightScaled=True"):
-        new(BFloat16Spec(), BFloat16Spec(), WeightScaled=True)
+    with pytest.raises(ConfigError, match="WeightScaled=True is for BFloat16, got Float16"):
+        new(BFloat16Spec(), Float16Spec(), WeightScaled=True)
+    with pytest.raises(NotSupportedError, match="ActivationScaled=True goes with CalibMethod.MinMax or Percentile"):
+        new(BFloat16Spec(calibration_method=CalibMethod.Entropy), BFloat16Spec(), ActivationScaled=True)
     with pytest.raises(ConfigError, match="Percentile"):
         new(Percentile=20)
     with pytest.raises(ConfigError, match="CalibDataSize"):
@@ -407,8 +417,7 @@ def test_wrong_values_are_refused() -> None:
 
 def test_float_weights_always_have_a_pair() -> None:
     assert new(BFloat16Spec(), BFloat16Spec(), AddQDQPairToWeight=True) == new(BFloat16Spec(), BFloat16Spec())
-    with pytest.raises(NotSupportedError, match="AddQDQPairToWeight"):
-        new(AddQDQPairToWeight=True)
+    assert new(AddQDQPairToWeight=True).float_weights and not new().float_weights
 
 
 def test_settings_have_every_field() -> None:

@@ -18,7 +18,7 @@ from quark.onnx.types import (
     QuantType,
 )
 
-LATER = {"VINT8"} | {name for name in ROWS if "_MIXED_" in name}
+LATER = {name for name in ROWS if "_MIXED_" in name}
 OCP = ("MXFP8E5M2", "MXFP8E4M3", "MXFP6E3M2", "MXFP6E2M3", "MXFP4E2M1", "MXINT8")
 
 
@@ -90,11 +90,7 @@ def test_named_configurations_lower_or_say_what_is_missing(name: str) -> None:
 def test_qconfigs_lower_and_round_trip(name: str) -> None:
     config = getattr(presets, name)
     assert QConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
-    if name == "VINT8_QCONFIG":
-        with pytest.raises(NotSupportedError, match="RemoveQDQConvClip"):
-            lower(config)
-    else:
-        assert len(lower(config).algorithms) == ("ADA" in name)
+    assert len(lower(config).algorithms) == ("ADA" in name)
 
 
 def test_names_of_the_two_generations_differ_as_documented() -> None:

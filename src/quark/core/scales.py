@@ -13,7 +13,7 @@
 
 All in float32. Ranges have the shape of the stored scale. The smallest scale is the float32 epsilon, which keeps an
 all-zero group finite. Steps of the block formats count in units of one code, so MXINT8 (value = code / 64) is
-the E8M0 rule with emax = 6.
+the E8M0 rule with emax = 6. A NaN makes the step of its block NaN: E8M0 has a NaN, most elements have none.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def qparams_from_range(low: Array, high: Array, spec: TensorSpec, model_dtype: s
     if spec.dtype.name in MICRO_EXPONENT:
         return QParams(_micro_step(amax, spec))
     if spec.dtype.name == "bfp16":
-        return QParams(_bfp_step(low, high, amax, spec))
+        return QParams(xp.where(xp.isnan(amax), amax, _bfp_step(low, high, amax, spec)))
     if spec.scale_type is ScaleType.float8_e8m0fnu:
-        return QParams(_e8m0(amax, spec.dtype, spec.scale_rule))
+        return QParams(xp.where(xp.isnan(amax), amax, _e8m0(amax, spec.dtype, spec.scale_rule)))
     if spec.dtype.is_float:
         return _float_qparams(amax, spec, model_dtype)
     return _integer_qparams(low, high, amax, spec, model_dtype)
@@ -191,12 +191,12 @@ def _micro_step(amax: Array, spec: TensorSpec) -> Array:
     xp, granularity = namespace(amax), spec.granularity
     assert isinstance(granularity, PerGroup)
     pairs = PerGroup(granularity.axis, max(1, granularity.size // 2), pad=True)
-    own = exponent(amax)
-    grouped = pairs.blocks(own + 127)
-    block = xp.amax(grouped, axis=pairs.axes(own.ndim), keepdims=True) - 127
-    block = pairs.unblock(block + xp.zeros_like(grouped), tuple(own.shape))
-    shift = astype(own < block, "int32")
-    return exp2(block - shift - (spec.dtype.bits - 2))
+    grouped = pairs.blocks(amax)
+    largest = xp.amax(grouped, axis=pairs.axes(amax.ndim), keepdims=True)
+    largest = pairs.unblock(largest + xp.zeros_like(grouped), tuple(amax.shape))
+    block = exponent(largest)
+    shift = astype(exponent(amax) < block, "int32")
+    return xp.where(xp.isnan(largest), largest, exp2(block - shift - (spec.dtype.bits - 2)))
 
 
 def _bfp_step(low: Array, high: Array, amax: Array, spec: TensorSpec) -> Array:

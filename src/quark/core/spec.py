@@ -62,6 +62,12 @@ class TensorSpec:
         return self.dtype.name in ("float16", "bfloat16")
 
     @property
+    def is_block(self) -> bool:
+        """Whether blocks along one axis share an exponent: a format of its own, or a scale of type E8M0."""
+        shared = self.dtype.is_block or self.scale_type is ScaleType.float8_e8m0fnu
+        return shared and isinstance(self.granularity, PerGroup)
+
+    @property
     def has_zero_point(self) -> bool:
         """Whether a zero point belongs to the scale (every plain integer type, symmetric or not)."""
         return not self.dtype.is_float and not self.dtype.is_block

@@ -79,7 +79,7 @@ def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
     """The tensor that stands for a class -> names of the tensors whose values count."""
     classes: dict[ir.Value, list[str]] = {}
     for value, spec in placement.activations.items():
-        if spec.is_cast or spec.dtype.is_block or spec.dynamic:
+        if not spec.needs_calibration:
             continue
         root = placement.root(value)
         names = classes.setdefault(root, [])

@@ -48,7 +48,7 @@ class QuantizationConfig:
         op_types_to_quantize, nodes_to_quantize: Only these; empty: all.
         extra_op_types_to_quantize: Beside the default ones.
         nodes_to_exclude, subgraphs_to_exclude: Stay in float.
-        specific_tensor_precision: Obey MixedPrecisionTensor; not in this version.
+        specific_tensor_precision: Recorded only: MixedPrecisionTensor is obeyed where it is given.
         execution_providers: Of calibration.
         per_channel: One weight scale for each output channel.
         reduce_range: 7-bit codes; not in this version.

@@ -5,12 +5,14 @@ float scales     min_max    percentile   entropy   mse            also Layerwise
 power of two     pof2_non_overflow                 pof2_min_mse
 
 floats           a cast                            nothing is calibrated
+scaled bfloat16  min_max    percentile             scale = amax / 2: the values fill [-2, 2], where bfloat16 is dense
 blocks           PerGroup(1, size, pad=True)       weights static, activations live
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quark.core.dtypes import DTYPES
@@ -25,6 +27,7 @@ from quark.onnx.specs import DATA_TYPES, DataType, QTensorConfig
 from quark.onnx.types import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 
 FLOATS = ("float16", "bfloat16")
+SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)
 FLOAT_SCALE = {
     CalibMethod.MinMax: "min_max",
     CalibMethod.MinMSE: "mse",
@@ -72,7 +75,7 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
         NotSupportedError: one that this version does not have.
     """
     if config.data_type.core in FLOATS:
-        return TensorSpec(DTYPES[config.data_type.core], observer="placeholder")
+        return _lower_float(config, options, weight)
     if config.data_type.block:
         return _lower_block(config, options, weight)
     symmetric = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
@@ -85,6 +88,19 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
         scale_type=CoreScale.pof2 if power_of_two else CoreScale.float32,
         observer=observer,
     )
+
+
+def _lower_float(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
+    """A cast, or bfloat16 under a scale."""
+    option = "WeightScaled" if weight else "ActivationScaled"
+    if not value_of(options, option):
+        return TensorSpec(DTYPES[config.data_type.core], observer="placeholder")
+    if config.data_type.core != "bfloat16":
+        raise ConfigError(f"{option}=True is for BFloat16, got {config.data_type}.")
+    observer = "min_max" if weight else _activation_observer(config, options)
+    if observer not in ("min_max", "percentile", "moving_average"):
+        raise NotSupportedError(f"{option}=True goes with CalibMethod.MinMax or Percentile, got {observer}.")
+    return TensorSpec(SCALED_BFLOAT16, observer=observer)
 
 
 def _granularity(

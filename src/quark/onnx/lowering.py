@@ -20,7 +20,9 @@ from quark.onnx.algo_configs import AlgoConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
 from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_npu import npu_settings
 from quark.onnx.lower_passes import lower_passes
+from quark.onnx.lower_placement import placement_settings
 from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
 from quark.onnx.settings import Settings
@@ -41,7 +43,6 @@ from quark.onnx.types import (
 UNSUPPORTED_FIELDS = {
     "input_nodes": "exclude the nodes before them instead",
     "output_nodes": "exclude the nodes after them instead",
-    "specific_tensor_precision": "use QConfig.specific_layer_config",
     "reduce_range": "7-bit codes are not part of this version",
     "include_auto_mp": "mixed precision by search is not part of this version",
     "crypto_mode": "not part of this version",
@@ -200,7 +201,11 @@ def _settings(request: Request) -> Settings:
         matmul_nbits=None if nbits is None else nbits[1],
         contrib_domain=_contrib_domain(request, spec),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
+        clip_bfloat16=value_of(options, "BF16WithClip"),
+        refine_block_axis=value_of(options, "RefineBlockAxis"),
         target=_target(request),
+        **npu_settings(options, request.npu_cnn, spec),
+        **placement_settings(options),
         percentile=_percentile(options),
         calibration_samples=_samples(options),
         statistics=value_of(options, "Statistics"),

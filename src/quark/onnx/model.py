@@ -19,6 +19,7 @@ DATA_SUFFIX = ".data"
 PROTOBUF_LIMIT = 2**31 - 2**20
 QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
+QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:

@@ -100,18 +100,21 @@ _later("OutputNodes", LIST, [], why="exclude the nodes after them instead")
 _obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
 
 # Where Q/DQ stand.
-_later("AddQDQPairToWeight", BOOL, None, False, why="weights are stored as integers behind a DequantizeLinear")
+_obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float behind a pair of Q/DQ, not as integers")
 _obeyed("ForceQuantizeNoInputCheck", BOOL, False, "quantize data-movement ops even where their input is not")
-for _name in ("DedicatedQDQPair", "DedicateDQNode", "EnableDualQuantNodePairs"):
-    _later(_name, BOOL, False)
-_later("OpTypesToExcludeOutputQuantization", LIST, [])
-_later("NodesToExcludeOutputQuantization", LIST, [])
-_later("QDQOpTypePerChannelSupportToAxis", DICT, {}, why="the channel axis follows from the op type")
-for _name in ("RemoveQDQConvClip", "RemoveQDQConvRelu", "RemoveQDQConvLeakyRelu", "RemoveQDQConvPRelu"):
-    _later(_name, BOOL, True, why="no Q/DQ stands between a node and the activation that runtimes fuse into it")
-for _name in ("RemoveQDQConvGelu", "RemoveQDQMulAdd", "RemoveQDQInstanceNorm", "RemoveFusedQDQ"):
-    _later(_name, BOOL, False)
-_later("RemoveQDQBetweenOps", LIST, None)
+_obeyed("DedicatedQDQPair", BOOL, False, "one Q/DQ pair for each reader of a tensor")
+_obeyed("DedicateDQNode", BOOL, False, "one DequantizeLinear for each reader of a tensor")
+_later("EnableDualQuantNodePairs", BOOL, False)
+_obeyed("OpTypesToExcludeOutputQuantization", LIST, [], "op types whose output is not quantized on their behalf")
+_obeyed("NodesToExcludeOutputQuantization", LIST, [], "nodes whose output is not quantized on their behalf")
+_obeyed("QDQOpTypePerChannelSupportToAxis", DICT, {}, "op type -> axis of the output channels of its weight")
+for _name in ("Clip", "Relu", "LeakyRelu", "PRelu"):
+    _obeyed(f"RemoveQDQConv{_name}", BOOL, True, f"no Q/DQ between a node and the {_name} that runtimes fuse into it")
+_obeyed("RemoveQDQConvGelu", BOOL, False, "no Q/DQ between a node and its Gelu")
+_obeyed("RemoveQDQMulAdd", BOOL, False, "no Q/DQ between a Mul and its Add")
+_obeyed("RemoveQDQInstanceNorm", BOOL, False, "no Q/DQ between InstanceNormalization and its Relu, LeakyRelu or PRelu")
+_later("RemoveFusedQDQ", BOOL, False)
+_obeyed("RemoveQDQBetweenOps", LIST, None, "pairs (op type, op type of its reader) with no Q/DQ between them")
 _obeyed("UseQDQContribOps", BOOL, None, "write Q/DQ in the com.microsoft domain")
 _moot("AlignEltwiseQuantType", BOOL, False, "constants of elementwise ops always have the type of the activations")
 
@@ -138,8 +141,8 @@ _moot("CalibOptimizeMem", BOOL, True, "memory is bounded by one sample")
 _moot("CalibOptimizeDisk", BOOL, False, "nothing is written to disk")
 _later("SaveTensorHistFig", BOOL, False)
 _moot("CalibPassthroughOpTypes", LIST, [], "tensors with one scale share one range")
-_later("TensorQuantOverrides", DICT, {}, why="use specific_layer_config")
-_later("MixedPrecisionTensor", DICT, {}, why="use specific_layer_config")
+_obeyed("TensorQuantOverrides", DICT, {}, "tensor -> [{quant_type, symmetric, axis, scale, zero_point, rmin, rmax}]")
+_obeyed("MixedPrecisionTensor", DICT, {}, "quantization type -> names of tensors")
 _obeyed("Statistics", TEXT, None, "file of calibration statistics, written or reused (an option of this package)")
 _later("SaveAndRestore", TEXT, None, why="use Statistics, which serves every method")
 _later("TensorsRangeFile", TEXT, None, why="use Statistics, which serves every method")
@@ -148,15 +151,15 @@ _later("QuantizationPreference", TEXT, None)
 # Bias and scales.
 _obeyed("QuantizeBias", BOOL, True, "quantize biases")
 _obeyed("Int32Bias", BOOL, None, "bias as int32 with scale = input scale * weight scale; else like a weight")
-_later("Int16Bias", BOOL, False)
+_obeyed("Int16Bias", BOOL, False, "bias as int16 with the scale of int32, or a coarser one where it does not fit")
 _moot("AdjustBiasScale", BOOL, True, "biases are quantized once, under their final scale")
-_later("AdjustWeightScaleForInt32Bias", BOOL, False)
+_obeyed("AdjustWeightScaleForInt32Bias", BOOL, False, "enlarge weight scales whose int32 bias would not fit")
 _later("Int16Scale", BOOL, False, why="scales of the form M / 2^N are not part of this version")
 _later("QuantizeFP16", BOOL, False, why="convert the model to float32 first")
 _later("UseFP32Scale", BOOL, False)
-_later("ActivationScaled", BOOL, False, why="re-scaled BF16 is not part of this version")
-_later("WeightScaled", BOOL, False, why="re-scaled BF16 is not part of this version")
-_later("UseUnsignedReLU", BOOL, False)
+_obeyed("ActivationScaled", BOOL, False, "BF16: activations are divided by half their largest magnitude first")
+_obeyed("WeightScaled", BOOL, False, "BF16: weights are divided by half their largest magnitude first")
+_obeyed("UseUnsignedReLU", BOOL, False, "a zero point for the outputs of Relu and of Clip from 0")
 _later("UsePowerOf2Scale", BOOL, True, why="ask for float scales by the spec: ScaleType.Float32")
 _obeyed("ActivationSymmetric", BOOL, None, "zero point of activations fixed; overrules the spec")
 _obeyed("WeightSymmetric", BOOL, None, "zero point of weights fixed; overrules the spec")
@@ -164,28 +167,21 @@ _obeyed("WeightSymmetric", BOOL, None, "zero point of weights fixed; overrules t
 # NPU.
 _obeyed("EnableNPUCnn", BOOL, None, "the XINT8 path; on by itself where both scale types are PowerOf2")
 _obeyed("EnableNPUTransformer", BOOL, False, "quantize Gemm and MatMul with a constant operand only")
-_moot("SimulateDPU", BOOL, True, "the DPU's operators are not simulated in this version")
-for _name in (
-    "ConvertLeakyReluToDPUVersion",
-    "ConvertSigmoidToHardSigmoid",
-    "ConvertHardSigmoidToDPUVersion",
-    "ConvertAvgPoolToDPUVersion",
-    "ConvertReduceMeanToDPUVersion",
+_obeyed("SimulateDPU", BOOL, True, "the Convert... options below are on by themselves in the XINT8 path")
+for _name, _meaning in (
+    ("ConvertLeakyReluToDPUVersion", "round the slope of LeakyRelu to 1/256"),
+    ("ConvertSigmoidToHardSigmoid", "Sigmoid becomes HardSigmoid"),
+    ("ConvertHardSigmoidToDPUVersion", "scale HardSigmoid by 2731 * 6 / 16384"),
+    ("ConvertAvgPoolToDPUVersion", "scale average pooling by the DPU's approximation of 1/N"),
+    ("ConvertReduceMeanToDPUVersion", "scale ReduceMean by the DPU's approximation of 1/N"),
 ):
-    _later(_name, BOOL, None, False)
+    _obeyed(_name, BOOL, None, _meaning)
 for _name in ("ConvertSoftmaxToDPUVersion", "ConvertInstanceNormToDPUVersion", "ConvertClipToDPUVersion"):
     _later(_name, BOOL, False)
-_moot("NPULimitationCheck", BOOL, True, "limits of the NPU are not checked in this version")
-_moot("MaxLoopNum", INT, 5, "alignment is one pass over classes of tensors")
-for _name in (
-    "AdjustShiftCut",
-    "AdjustShiftBias",
-    "AdjustShiftRead",
-    "AdjustShiftWrite",
-    "AdjustHardSigmoid",
-    "AdjustShiftSwish",
-):
-    _moot(_name, BOOL, True, "the NPU's position rules are not part of this version")
+_obeyed("NPULimitationCheck", BOOL, True, "a shift out of the NPU's reach is an error, in the XINT8 path")
+_obeyed("MaxLoopNum", INT, 5, "most rounds of adjusting positions")
+for _name in ("ShiftCut", "ShiftBias", "ShiftRead", "ShiftWrite", "HardSigmoid", "ShiftSwish"):
+    _obeyed(f"Adjust{_name}", BOOL, True, "adjust positions to this rule of the NPU, in the XINT8 path")
 for _name in ("Concat", "Pool", "Pad", "Slice"):
     _obeyed(f"Align{_name}", BOOL, None, "inputs and output share one scale; on by itself in the XINT8 path")
 for _name in ("AlignTranspose", "AlignReshape"):
@@ -193,9 +189,9 @@ for _name in ("AlignTranspose", "AlignReshape"):
 
 # BF16, BFP, MX, MatMulNBits.
 _obeyed("BF16QDQToCast", BOOL, False, "write bfloat16 as pairs of Cast")
-_later("BF16WithClip", BOOL, False)
+_obeyed("BF16WithClip", BOOL, False, "clip activations to the range of bfloat16 first")
 _later("EnableVaimlBF16", BOOL, False)
-_moot("RefineBlockAxis", BOOL, None, "blocks lie along the axis that each op reduces")
+_obeyed("RefineBlockAxis", BOOL, True, "blocks lie along the axis that each op reduces, not along the given one")
 _obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
 _obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
 _obeyed("UseMatMulNBits", BOOL, False, "4- or 8-bit weights of MatMul in MatMulNBits nodes; activations stay in float")

@@ -6,7 +6,7 @@ scale = input scale * weight scale, taken when it is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 1 << 22
+CAST = QParams(np.ones((), np.float32))
+"""Of a plain cast, and in the place of what a block format finds for each block."""
 
 
 @dataclass
@@ -61,9 +63,12 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
     found: dict[tuple[ir.Node, int], QParams] = {}
     seen: dict[tuple[int, TensorSpec], QParams] = {}
     for (node, index), spec in placement.weights.items():
-        if spec.is_cast or spec.dtype.is_block:
-            continue
         value = node.inputs[index]
+        if spec.is_cast or spec.is_block:
+            if not np.isfinite(np.asarray(constant(value), np.float32)).all():
+                raise NonFiniteError(f"The weight {value.name if value else index} of {node.name} holds NaN or Inf.")
+            found[node, index] = CAST
+            continue
         key = (id(value), spec)
         if key not in seen:
             observer = make_observer(spec, settings)
@@ -77,6 +82,42 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
                 raise type(error)(f"The weight {value.name if value else index} of {node.name}: {error}") from None
         found[node, index] = seen[key]
     return found
+
+
+def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
+    """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
+    if spec is None or not spec.has_zero_point or not spec.symmetric or not spec.dtype.signed:
+        return spec
+    return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))
+
+
+def rescaled(params: QParams, spec: TensorSpec, scale: Array) -> QParams:
+    """Parameters with another scale; an asymmetric zero point goes where the smallest value stays in the range."""
+    scale, zero = np.asarray(scale, np.float32), params.zero_point
+    if np.array_equal(scale, params.scale):
+        return params
+    if zero is not None and not spec.symmetric:
+        low = (spec.dtype.min - np.asarray(zero, np.float64)) * params.scale
+        zero = np.clip(spec.dtype.min - np.rint(low / scale), spec.dtype.min, spec.dtype.max).astype(np.float32)
+    return replace(params, scale=scale, zero_point=zero)
+
+
+def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
+    """Enlarge the scale of every weight under which its int32 bias would not fit: |bias| <= (2^31 - 1) s_in s_w."""
+    owners = {place: (place[0], weight) for place, weight in placement.biases.items()}
+    owners |= {place: (matmul, 1) for place, matmul in placement.added_biases.items()}
+    for (node, index), weight in owners.items():
+        data = weight[0].inputs[0]
+        source = None if data is None else parameters.activations.get(placement.root(data))
+        if source is None or weight not in parameters.weights:
+            continue
+        params = parameters.weights[weight]
+        bias = np.abs(np.asarray(constant(node.inputs[index]), np.float64))
+        # In float32 2^31 - 1 is 2^31: a margin of one step of float32.
+        needed = (bias if np.ndim(params.scale) else bias.max()) / (
+            (2**31 - 2**8) * np.asarray(source.scale, np.float64)
+        )
+        parameters.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
 
 
 def encode(weight: Array, params: QParams, spec: TensorSpec, kind: Any) -> Array:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NotSupportedError
+from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.model import constant
 from quark.onnx.operators import ALIGN_GROUPS, RULES
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 MASK = 1e30
 """Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
 
-FUSES_ACTIVATION = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool"})
-FUSES_ACTIVATION |= {"GlobalAveragePool", "BatchNormalization"}
+FACTOR = "quark.factor"
+"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float."""
 
 
 @dataclass
@@ -79,8 +81,8 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         if not _worth_quantizing(node, target, placement):
             continue
         rule = RULES[node.op_type]
-        if layer.input is not None and layer.input.dynamic and not layer.input.dtype.is_block:
-            _place_dynamic(node, layer, placement)
+        if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
+            _place_dynamic(node, layer, settings, placement)
             continue
         data = rule.inputs(node)
         live = [i for i in data if node.inputs[i] is not None and constant(node.inputs[i]) is None]
@@ -93,7 +95,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             continue
         placement.nodes.append(node)
         if not settings.weights_only:
-            _place_activations(node, layer, live, placement, target)
+            _place_activations(node, layer, live, placement, _writes_float(node, target, settings))
         _place_constants(node, layer, settings, placement)
         if target.bias_after_matmul:
             _place_added_bias(node, placement)
@@ -101,8 +103,11 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         present = ", ".join(sorted({node.op_type for node in model.graph}))
         raise ConfigError(f"Nothing to quantize: the model has {present}; with a rule: {', '.join(sorted(RULES))}.")
     if not settings.weights_only:
-        _fuse_activations(placement)
+        _fuse(placement, settings)
         _share_scales(placement, settings)
+        if settings.unsigned_relu:
+            _free_relu_zero(placement)
+    refine_block_axes(placement, settings.refine_block_axis)
     return placement
 
 
@@ -111,13 +116,13 @@ def _has_weight(node: ir.Node) -> bool:
     return weight is not None and weight < len(node.inputs) and constant(node.inputs[weight]) is not None
 
 
-def _place_dynamic(node: ir.Node, layer: LayerSpec, placement: Placement) -> None:
+def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     """A node with an integer kernel and a constant weight; everything else stays in float."""
     if not fits_dynamic(node) or layer.weight is None:
         return
     placement.nodes.append(node)
     placement.dynamic.append(node)
-    spec = _weight_spec(node, layer.weight)
+    spec = weight_spec(node, layer.weight, settings)
     # ConvInteger has one zero point for all channels of a weight.
     one = node.op_type == "Conv" and not spec.symmetric
     placement.weights[node, 1] = replace(spec, granularity=PerTensor()) if one else spec
@@ -131,10 +136,15 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
     if unknown:
         raise ConfigError(f"There is no rule to quantize {', '.join(unknown)}; possible: {', '.join(sorted(RULES))}.")
     require_matches(settings.nodes, nodes, "NodesToQuantize")
+    require_matches(settings.float_outputs, nodes, "NodesToExcludeOutputQuantization")
     excluded = nodes_of(settings.exclude, model, "exclude")
     named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.by_name]
     chosen: dict[ir.Node, LayerSpec] = {}
     for name, node in nodes.items():
+        if FACTOR in node.meta:
+            producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+            chosen.update({node: chosen[producer]} if producer in chosen else {})
+            continue
         if node.op_type not in types or node in excluded or (settings.nodes and name not in settings.nodes):
             continue
         layer: LayerSpec | None = settings.layer
@@ -183,14 +193,21 @@ def _place_added_bias(node: ir.Node, placement: Placement) -> None:
         placement.added_biases[add, 1 - uses[0].idx] = node
 
 
-def _place_activations(node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, target: Target) -> None:
+def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
+    """Whether the output of a quantized node stays in float."""
+    return node.op_type in (*target.float_output, *settings.float_output_types) or node.name in settings.float_outputs
+
+
+def _place_activations(
+    node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, writes_float: bool
+) -> None:
     if layer.input is not None:
         for index in live:
             value = node.inputs[index]
             assert value is not None
             if _is_float(value):
                 placement.activations.setdefault(value, layer.input)
-    spec = None if node.op_type in target.float_output else layer.output or layer.input
+    spec = None if writes_float else layer.output or layer.input
     for value in node.outputs:
         if spec is not None and _is_float(value) and (list(value.uses()) or value.is_graph_output()):
             placement.activations[value] = spec
@@ -198,12 +215,14 @@ def _place_activations(node: ir.Node, layer: LayerSpec, live: list[int], placeme
 
 def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     rule = RULES[node.op_type]
+    if FACTOR in node.meta:
+        return
     for index in {*rule.inputs(node), *((rule.weight,) if rule.weight is not None else ())}:
         value = node.inputs[index] if index < len(node.inputs) else None
         if value is None or constant(value) is None or not _is_float(value):
             continue
         if index == rule.weight and layer.weight is not None:
-            placement.weights[node, index] = _weight_spec(node, layer.weight)
+            placement.weights[node, index] = weight_spec(node, layer.weight, settings)
         elif index != rule.weight and layer.input is not None and not settings.weights_only and not _is_mask(value):
             # A constant operand of an elementwise node is quantized like an activation.
             placement.weights[node, index] = replace(layer.input, observer="min_max")
@@ -226,19 +245,30 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     weight = placement.weights.get((node, rule.weight))
     integers = weight is not None and weight.has_zero_point and not isinstance(weight.granularity, PerGroup)
     integers = integers and layer.input is not None and layer.input.has_zero_point
-    if settings.int32_bias and integers:
-        placement.biases[node, rule.bias] = rule.weight
-    elif layer.bias is not None:
-        placement.weights[node, rule.bias] = replace(layer.bias, granularity=PerTensor())
+    bias = layer.bias
+    if settings.int32_bias and integers and weight is not None and layer.input is not None:
+        if max(weight.dtype.bits, layer.input.dtype.bits) < 32:
+            placement.biases[node, rule.bias] = rule.weight
+            return
+        # The product of two 32-bit scales is too small for a bias to fit.
+        bias = weight
+    if bias is not None:
+        placement.weights[node, rule.bias] = bias if bias.is_block else replace(bias, granularity=PerTensor())
 
 
-def _weight_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
+def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:
     """The spec of a weight, along the axis that its op has for channels, or for the sum over a group."""
     granularity: Granularity = spec.granularity
     value = node.inputs[RULES[node.op_type].weight or 0]
-    if isinstance(granularity, PerChannel) or (isinstance(granularity, PerGroup) and not spec.dtype.is_block):
+    if isinstance(granularity, PerChannel) or (isinstance(granularity, PerGroup) and not spec.is_block):
         shape = constant(value).shape
         axis = RULES[node.op_type].channel_axis(node) % max(1, len(shape))
+        asked = dict(settings.channel_axes).get(node.op_type, axis)
+        if asked not in (axis, axis - len(shape)):
+            raise NotSupportedError(
+                f"QDQOpTypePerChannelSupportToAxis: axis {asked} of the weight {list(shape)} of {node.name}: runtimes "
+                f"have integer kernels for scales of output channels only. Possible: {axis}, or leave the op type out."
+            )
         if isinstance(granularity, PerGroup) and len(shape) == 2:
             granularity = PerGroup(1 - axis, granularity.size, pad=True)
         else:
@@ -246,17 +276,17 @@ def _weight_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
     return replace(spec, granularity=granularity)
 
 
-def _fuse_activations(placement: Placement) -> None:
-    """Remove the scale between a node and the activation that alone reads it."""
+def _fuse(placement: Placement, settings: Settings) -> None:
+    """Remove the scale between a node and the one that is fused into it: its activation, its constant factor."""
     quantized = set(placement.nodes)
     for node in placement.nodes:
-        if not RULES[node.op_type].activation or node.inputs[0] is None:
-            continue
-        value = node.inputs[0]
-        producer = value.producer()
-        alone = len(list(value.uses())) == 1 and not value.is_graph_output()
-        if producer in quantized and producer is not None and producer.op_type in FUSES_ACTIVATION and alone:
-            placement.activations.pop(value, None)
+        for value in node.inputs:
+            producer = None if value is None else value.producer()
+            if value is None or producer is None or producer not in quantized:
+                continue
+            alone = len(list(value.uses())) == 1 and not value.is_graph_output()
+            if FACTOR in node.meta or (alone and (producer.op_type, node.op_type) in settings.fused):
+                placement.activations.pop(value, None)
 
 
 def _share_scales(placement: Placement, settings: Settings) -> None:
@@ -268,8 +298,28 @@ def _share_scales(placement: Placement, settings: Settings) -> None:
             for value in outputs:
                 placement.join(inputs[0], value)
         elif node.op_type in aligned:
+            outputs = outputs or _factored(node, placement)
             for value in [*inputs, *outputs][1:]:
                 placement.join((inputs or outputs)[0], value)
+
+
+def _free_relu_zero(placement: Placement) -> None:
+    """Give the outputs of Relu and of Clip from 0 a zero point: without it, half of the codes are never used."""
+    for node in placement.nodes:
+        value, low = node.outputs[0], None
+        if node.op_type == "Clip":
+            low = node.attributes["min"].as_float() if "min" in node.attributes else None
+            low = constant(node.inputs[1]) if low is None and len(node.inputs) > 1 else low
+        spec = placement.activations.get(value)
+        if spec is None or not spec.has_zero_point or not (node.op_type == "Relu" or (low is not None and low == 0)):
+            continue
+        placement.activations[value] = replace(spec, dtype=DTYPES[spec.dtype.name], symmetric=False)
+
+
+def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:
+    """What a node writes behind its constant factor."""
+    products = [use.node for use in node.outputs[0].uses() if FACTOR in use.node.meta]
+    return [value for product in products for value in product.outputs if value in placement.activations]
 
 
 def _is_float(value: ir.Value) -> bool:

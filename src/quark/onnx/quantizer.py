@@ -15,8 +15,12 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
 from quark.onnx.calibrate import activation_params
+from quark.onnx.custom_ops import BLOCK_OPSET
+from quark.onnx.extended import EXTENDED
 from quark.onnx.model import infer_shapes, load, opset, save, to_proto
-from quark.onnx.parameters import Parameters, weight_params
+from quark.onnx.npu import adjust, simulate
+from quark.onnx.overrides import override_params, override_specs
+from quark.onnx.parameters import Parameters, fit_int32_biases, onnx_range, weight_params
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.path_reader import PathDataReader
 from quark.onnx.placement import Placement, place
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 MINIMUM_OPSET = 13
-BLOCKED_OPSET = 21
+GROUP_OPSET = 21
 
 
 class ModelQuantizer:
@@ -101,11 +105,19 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
     refuse_half(model)
     settings = drop_removed(settings, model)
+    if simulate(model, settings) and identity:
+        # Statistics of simulated operators are not those of the float model.
+        identity = fingerprint(model)
     placement = place(model, settings)
+    override_specs(placement, settings)
     activations = activation_params(model, placement, settings, reader, identity)
     parameters = Parameters(activations, weight_params(placement, settings))
+    override_params(placement, parameters, settings)
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
+    parameters = adjust(placement, parameters, settings)
+    if settings.fit_int32_bias:
+        fit_int32_biases(placement, parameters)
     Rewriter(model, settings, parameters, placement).run()
     run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"
@@ -121,11 +133,18 @@ def _opset(model: ir.Model, settings: Settings) -> int:
 
 
 def _needed_opset(settings: Settings) -> int:
-    """13, the first with per-channel Q/DQ; 21 for 4-bit types and blocks."""
+    """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
+    specs = _specs(settings)
+    grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
+    if grouped and settings.matmul_nbits is None:
+        return GROUP_OPSET
+    return BLOCK_OPSET if any(spec.is_block for spec in specs) else MINIMUM_OPSET
+
+
+def _specs(settings: Settings) -> list[TensorSpec]:
+    """Every spec that a tensor may get."""
     layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
-    weights = [layer.weight for layer in layers if layer is not None and layer.weight is not None]
-    blocked = any(w.has_zero_point and (w.dtype.bits < 8 or isinstance(w.granularity, PerGroup)) for w in weights)
-    return BLOCKED_OPSET if blocked and settings.matmul_nbits is None else MINIMUM_OPSET
+    return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
 
 
 def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
@@ -152,7 +171,7 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
     for node in [n for n in placement.nodes if n.op_type == "Relu"]:
         source, output = node.inputs[0], node.outputs[0]
         spec = placement.activations.get(output)
-        zero = params[placement.root(output)].zero_point if spec is not None and not spec.is_cast else None
+        zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
         if source is None or zero is None or source in placement.activations or output.is_graph_output():
             continue
         assert spec is not None
@@ -185,17 +204,9 @@ def _supported(settings: Settings) -> Settings:
             f"The target {settings.target!r} runs {wanted} activations in integers only; the config has "
             f"{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
-    layers = [settings.layer, *(layer for _, layer in settings.by_name), *(layer for _, layer in settings.by_type)]
-    for layer in layers:
-        for spec in (layer.input, layer.weight, layer.output) if layer else ():
-            if spec is None:
-                continue
-            if spec.dtype.is_block or (spec.dtype.is_float and not spec.is_cast):
-                raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
-            if spec.is_cast and spec.dtype.name == "bfloat16" and not settings.cast_bfloat16:
-                raise NotSupportedError(
-                    "bfloat16 as extended Q/DQ is not part of this version: set BF16QDQToCast=True."
-                )
+    for spec in _specs(settings):
+        if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
+            raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
 
     def convert(layer: LayerSpec | None) -> LayerSpec | None:
         if layer is None:
@@ -209,10 +220,3 @@ def _supported(settings: Settings) -> Settings:
         by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
         by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
     )
-
-
-def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
-    """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
-    if spec is None or spec.dtype.is_float or not spec.symmetric or not spec.dtype.signed:
-        return spec
-    return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))

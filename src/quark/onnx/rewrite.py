@@ -1,5 +1,7 @@
 """Writes a placement into the graph: Q/DQ around activations, integer weights behind DQ, int32 biases.
 
+Types that ONNX has no Q/DQ for are written with the extended operators; the block formats as one node.
+
 Names are the documented ones: `{t}_QuantizeLinear`, `{t}_DequantizeLinear`, outputs with `_Output`, `{t}_scale`,
 `{t}_zero_point`, weights `{w}_quantized`; the producer of a graph output y gets `{y}_QuantizeLinear_Input`.
 """
@@ -13,14 +15,22 @@ import numpy as np
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
-from quark.core.quantize import quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.errors import NonFiniteError, NotSupportedError
+from quark.errors import NotSupportedError
 from quark.onnx.dynamic import write_dynamic
+from quark.onnx.extended import (
+    block_node,
+    cast_down,
+    cast_up,
+    clip_bfloat16,
+    extended_node,
+    is_bfloat16,
+    linear_operator,
+)
 from quark.onnx.matmul_nbits import fits_nbits, write_nbits
 from quark.onnx.model import constant, opset
-from quark.onnx.parameters import Parameters, encode
+from quark.onnx.parameters import CAST, Parameters, encode
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
@@ -31,7 +41,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 FIRST_OPSET = {"int8": 13, "uint8": 13, "int32": 13, "int16": 21, "uint16": 21, "int4": 21, "uint4": 21}
 CONTRIB = "com.microsoft"
-INT32 = DTYPES["int32"]
 
 
 class Rewriter:
@@ -81,28 +90,38 @@ class Rewriter:
         uses, is_output = [use for use in value.uses() if use.node.graph is self.graph], value.is_graph_output()
         if self._is_float(value):
             uses, is_output = [use for use in uses if use.node in self.quantized], False
-        if not uses and not is_output:
-            return
-        if spec.is_cast:
-            first, last = self._cast(value, name, spec)
-        else:
-            params = self.parameters.activations[self.placement.root(value)]
-            scale, zero = self._scale_and_zero(name, params, spec)
-            first = self._node("QuantizeLinear", [value, scale, zero], name, spec)
-            last = self._node("DequantizeLinear", [first.outputs[0], scale, zero], name, spec)
-        result = last.outputs[0]
-        result.type, result.shape = value.type, value.shape
-        producer = value.producer()
+        params = CAST if spec.is_cast or spec.is_block else self.parameters.activations[self.placement.root(value)]
+        down: list[ir.Node] = []
+        for suffix, readers in self._readers(uses, is_output):
+            new: list[ir.Node] = []
+            if not down or self.settings.dedicated_pairs:
+                new = down = self._down(value, name, params, spec)
+            up = self._up(down[-1].outputs[0] if down else value, name, params, spec)
+            for node in [*(down if self.settings.dedicated_pairs else ()), *up]:
+                node.name, node.outputs[0].name = f"{node.name}{suffix}", f"{node.outputs[0].name}{suffix}"
+            self._insert(value.producer(), [*new, *up])
+            result = up[-1].outputs[0]
+            result.type, result.shape = value.type, value.shape
+            for use in readers:
+                use.node.replace_input_with(use.idx, result)
+            if is_output and not suffix:
+                value.name, result.name = f"{name}_QuantizeLinear_Input", name
+                self._set_output(value, result)
+
+    def _readers(self, uses: list[Any], is_output: bool) -> list[tuple[str, list[Any]]]:
+        """(suffix, uses) of each pair; the one without a suffix is that of the graph output."""
+        nodes = list(dict.fromkeys(use.node for use in uses))
+        dedicated = self.settings.dedicated_pairs or self.settings.dedicated_dequantize
+        if not dedicated or len(nodes) + is_output <= 1:
+            return [("", uses)] if uses or is_output else []
+        own = [(f"_{number}", [use for use in uses if use.node is node]) for number, node in enumerate(nodes, 1)]
+        return [("", []), *own] if is_output else own
+
+    def _insert(self, producer: ir.Node | None, nodes: list[ir.Node]) -> None:
         if producer is None:
-            self.graph.insert_before(self.graph[0], [first, last])
+            self.graph.insert_before(self.graph[0], nodes)
         else:
-            self.graph.insert_after(producer, [first, last])
-        for use in uses:
-            use.node.replace_input_with(use.idx, result)
-        if is_output:
-            value.name = f"{name}_QuantizeLinear_Input"
-            result.name = name
-            self._set_output(value, result)
+            self.graph.insert_after(producer, nodes)
 
     def _is_float(self, value: ir.Value) -> bool:
         """Whether other float nodes should go on reading this tensor itself."""
@@ -129,15 +148,35 @@ class Rewriter:
         self.graph.remove(node, safe=True)
         old.name, result.name = None, name
 
-    def _cast(self, value: ir.Value, name: str, spec: TensorSpec) -> tuple[ir.Node, ir.Node]:
-        to = self.ir.DataType[spec.dtype.onnx]
-        down = self.ir.node("Cast", [value], {"to": int(to)}, name=f"{name}_QuantizeLinear")
-        down.outputs[0].name = f"{name}_QuantizeLinear_Output"
-        up = self.ir.node("Cast", down.outputs, {"to": int(value.dtype or self.ir.DataType.FLOAT)})
-        up.name, up.outputs[0].name = f"{name}_DequantizeLinear", f"{name}_DequantizeLinear_Output"
-        return down, up
+    def _down(self, value: ir.Value, name: str, params: QParams, spec: TensorSpec) -> list[ir.Node]:
+        """The nodes from an activation to its codes; none for a block format, which has one node for both ways."""
+        if spec.is_block:
+            return []
+        nodes = []
+        if self.settings.clip_bfloat16 and is_bfloat16(spec):
+            nodes.append(clip_bfloat16(self, value, name))
+            value = nodes[0].outputs[0]
+        if self.settings.cast_bfloat16 and is_bfloat16(spec):
+            return nodes + cast_down(self, value, name, params, spec)
+        inputs = [value, *self._scale_and_zero(name, params, spec)]
+        return [*nodes, self._node("QuantizeLinear", inputs, name, spec)]
+
+    def _up(self, codes: ir.Value, name: str, params: QParams, spec: TensorSpec) -> list[ir.Node]:
+        """The nodes from codes back to float."""
+        if spec.is_block:
+            return [block_node(self.model, codes, name, spec)]
+        if self.settings.cast_bfloat16 and is_bfloat16(spec):
+            return cast_up(self, codes, name, params, spec)
+        return [self._node("DequantizeLinear", [codes, *self._scale_and_zero(name, params, spec)], name, spec)]
 
     def _node(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
+        """QuantizeLinear or DequantizeLinear: of ONNX, of com.microsoft, or extended."""
+        operator = linear_operator(op_type, spec, axis)
+        if operator is None:
+            return self._plain(op_type, inputs, name, spec, axis)
+        return extended_node(self.model, operator, inputs, f"{name}_{op_type}")
+
+    def _plain(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
         domain = self._domain(spec)
         attributes = {} if axis is None else {"axis": axis}
         if isinstance(spec.granularity, PerGroup):
@@ -179,13 +218,21 @@ class Rewriter:
     def _weight(self, node: ir.Node, index: int, spec: TensorSpec) -> None:
         source = node.inputs[index]
         assert source is not None
-        if spec.is_cast:
-            self._cast_weight(node, index, source.name or "", np.asarray(constant(source), np.float32), spec)
+        name = source.name or ""
+        if spec.is_block:
+            self._unique([block_node(self.model, source, name, spec)], node, index)
             return
         codes, scale, zero = self.encoded(node, index, spec)
+        if self.settings.cast_bfloat16 and is_bfloat16(spec):
+            self._unique(cast_up(self, codes, name, self.parameters.weights[node, index], spec), node, index)
+            return
         axis = getattr(spec.granularity, "axis", None)
-        decoder = self._node("DequantizeLinear", [codes, scale, zero], source.name or "", spec, axis)
-        self._unique(decoder, node, index)
+        nodes = []
+        if self.settings.float_weights:
+            nodes.append(self._node("QuantizeLinear", [source, scale, zero], name, spec, axis))
+            codes = nodes[0].outputs[0]
+        nodes.append(self._node("DequantizeLinear", [codes, scale, zero], name, spec, axis))
+        self._unique(nodes, node, index)
 
     def encoded(self, node: ir.Node, index: int, spec: TensorSpec, transpose: bool = False) -> tuple[ir.Value, ...]:
         """Codes, scale and zero point of a constant operand, as initializers."""
@@ -213,19 +260,8 @@ class Rewriter:
             return name
         return f"{name}_{node.name}"
 
-    def _cast_weight(self, node: ir.Node, index: int, name: str, weight: Array, spec: TensorSpec) -> None:
-        import ml_dtypes
-
-        kind = np.float16 if spec.dtype.name == "float16" else ml_dtypes.bfloat16
-        if not np.isfinite(weight).all():
-            raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.")
-        stored = self.initializer(f"{name}_quantized", np.asarray(quantize(weight, None, spec)).astype(kind))  # type: ignore[arg-type]
-        up = self.ir.node("Cast", [stored], {"to": int(self.ir.DataType.FLOAT)}, name=f"{name}_DequantizeLinear")
-        up.outputs[0].name = f"{name}_DequantizeLinear_Output"
-        self._unique(up, node, index)
-
     def _bias(self, node: ir.Node, index: int, weight: int, owner: ir.Node | None = None) -> None:
-        """Make input `index` of `node` an int32 bias of `owner` (default: the node itself)."""
+        """Make input `index` of `node` an int32 or int16 bias of `owner` (default: the node itself)."""
         owner = owner or node
         source, data = node.inputs[index], owner.inputs[0]
         assert source is not None and data is not None
@@ -238,21 +274,27 @@ class Rewriter:
         name, bias = source.name or "", np.asarray(constant(source), np.float32)
         scale = np.asarray(params.activations[root].scale, np.float64) * params.weights[owner, weight].scale
         scale = np.asarray(scale, np.float32)
-        codes = np.clip(np.rint(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(np.int32)
+        kind = DTYPES["int16" if self.settings.int16_bias else "int32"]
+        if self.settings.int16_bias:
+            # The scale of the accumulator where the bias fits, else the finest at which it does.
+            largest = np.abs(bias) if scale.ndim else np.abs(bias).max()
+            scale = np.asarray(np.maximum(scale, largest / kind.max), np.float32)
+        codes = np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max).astype(kind.name)
         key = f"{node.name}_{name}"
         inputs = [
             self.initializer(f"{key}_quantized", codes),
             self.initializer(f"{key}_quantized_scale", scale),
-            self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, np.int32)),
+            self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
-        spec = replace(self.placement.weights[owner, weight], dtype=INT32)
-        self._unique(self._node("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None), node, index)
+        spec = replace(self.placement.weights[owner, weight], dtype=kind)
+        self._unique([self._plain("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None)], node, index)
 
-    def _unique(self, decoder: ir.Node, node: ir.Node, index: int) -> None:
-        """Put a decoder before the node that reads it; a second reader of one constant gets a name of its own."""
-        if decoder.name in self.node_names:
-            decoder.name = f"{decoder.name}_{node.name}"
-            decoder.outputs[0].name = f"{decoder.name}_Output"
-        self.node_names.add(decoder.name)
-        self.graph.insert_before(node, [decoder])
-        node.replace_input_with(index, decoder.outputs[0])
+    def _unique(self, decoders: list[ir.Node], node: ir.Node, index: int) -> None:
+        """Put decoders before the node that reads them; a second reader of one constant gets names of its own."""
+        for decoder in decoders:
+            if decoder.name in self.node_names:
+                decoder.name = f"{decoder.name}_{node.name}"
+                decoder.outputs[0].name = f"{decoder.name}_Output"
+            self.node_names.add(decoder.name)
+        self.graph.insert_before(node, decoders)
+        node.replace_input_with(index, decoders[-1].outputs[0])

@@ -6,14 +6,38 @@ Nothing after lowering reads a config or an option by name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 from quark.core.spec import LayerSpec
+from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS
 
+FUSED = frozenset(product(FUSE_ACTIVATIONS, ACTIVATIONS))
 Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
 """(start nodes, end nodes): the nodes on paths from one to the other."""
 
 Scope = str | Subgraph | frozenset[str]
 """A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """What differs for one tensor; None leaves it as it is.
+
+    Attributes:
+        dtype: Integer type, a name of core's.
+        symmetric: Whether the zero point is fixed.
+        axis: Axis of the channels of a weight, each with its own scale.
+        scale, zero_point: Instead of what calibration finds; both or none.
+        low, high: The range instead of the one that calibration finds; both or none.
+    """
+
+    dtype: str | None = None
+    symmetric: bool | None = None
+    axis: int | None = None
+    scale: float | None = None
+    zero_point: int | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -37,13 +61,30 @@ class Settings:
         convert_fp16_to_fp32 ... split_large_pool, convert_clip_to_relu: Whether the pass of that name runs.
         copy_shared_init, copy_bias_init: Op types (empty: all) whose shared constants or biases are copied; None: off.
         fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
+        fused: (op type, op type of its only reader): nothing is quantized between the two.
+        float_output_types: Op types whose output is not quantized on their behalf.
+        float_outputs: Nodes of which the same holds.
+        channel_axes: (op type, axis of the output channels of its weight), checked.
+        unsigned_relu: Give the outputs of Relu, and of Clip from 0, a zero point of their own.
         align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
         force_pass_through: Quantize data-movement ops even where their input is not quantized.
         matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
             weights behind a blocked DequantizeLinear.
         contrib_domain: Write Q/DQ in the com.microsoft domain.
         cast_bfloat16: Write bfloat16 as pairs of Cast.
+        clip_bfloat16: Clip activations to the range of bfloat16 before they are quantized to it.
+        refine_block_axis: Let blocks lie along the axis that each op reduces, whatever axis the spec has.
         target: Name of a target profile: "npu", "ort_x64" or "generic".
+        dpu_conversions: Operators that are computed as the NPU computes them (`npu/simulation.py`).
+        position_rules: The NPU's rules that power-of-two scales are adjusted to (`npu/rules.py`).
+        position_rounds: Most rounds of adjusting.
+        check_positions: Whether a broken rule of the NPU is an error.
+        overrides: (tensor, what differs for it and all that share its scale).
+        dedicated_pairs: One Q/DQ pair for each reader of a tensor.
+        dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
+        float_weights: Store weights in float, behind a pair of Q/DQ.
+        int16_bias: Biases as int16, of a coarser scale where they do not fit.
+        fit_int32_bias: Enlarge the scale of a weight where its int32 bias would not fit.
         percentile: For the percentile observer.
         calibration_samples: Most samples read; None for all.
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
@@ -86,12 +127,29 @@ class Settings:
     split_large_pool: bool = False
     convert_clip_to_relu: bool = False
     fold_relu: bool = False
+    fused: frozenset[tuple[str, str]] = FUSED
+    float_output_types: tuple[str, ...] = ()
+    float_outputs: tuple[str, ...] = ()
+    channel_axes: tuple[tuple[str, int], ...] = ()
+    unsigned_relu: bool = False
     align: tuple[str, ...] = ()
     force_pass_through: bool = False
     matmul_nbits: int | None = None
     contrib_domain: bool = False
     cast_bfloat16: bool = False
+    clip_bfloat16: bool = False
+    refine_block_axis: bool = True
     target: str = "generic"
+    overrides: tuple[tuple[str, Override], ...] = ()
+    dedicated_pairs: bool = False
+    dedicated_dequantize: bool = False
+    float_weights: bool = False
+    int16_bias: bool = False
+    fit_int32_bias: bool = False
+    dpu_conversions: tuple[str, ...] = ()
+    position_rules: tuple[str, ...] = ()
+    position_rounds: int = 5
+    check_positions: bool = False
     percentile: float = 99.999
     calibration_samples: int | None = None
     statistics: str | None = None

@@ -1,13 +1,29 @@
-"""Operators beyond ONNX: not in this version."""
+"""Operators beyond ONNX, domain com.amd.quark: as ONNX functions in the file, and as a library that is compiled."""
 
-from __future__ import annotations
+from quark.onnx.custom_ops.functions import (
+    ATTRIBUTES,
+    BLOCK_OPSET,
+    DOMAIN,
+    LINEAR_TYPES,
+    MINIMUM_IR,
+    VERSION,
+    Operator,
+    block,
+    function,
+    linear,
+)
+from quark.onnx.custom_ops.library import get_library_path
 
-from quark.errors import NotSupportedError
-
-
-def get_library_path(device: str = "CPU", lib: str = "custom_ops") -> str:
-    """The library of extended operators for `SessionOptions.register_custom_ops_library`; not in this version."""
-    raise NotSupportedError(
-        f"get_library_path({device!r}): extended operators are not part of this version, so its files need no library: "
-        "they run in stock ONNX Runtime."
-    )
+__all__ = [
+    "ATTRIBUTES",
+    "BLOCK_OPSET",
+    "DOMAIN",
+    "LINEAR_TYPES",
+    "MINIMUM_IR",
+    "VERSION",
+    "Operator",
+    "block",
+    "function",
+    "get_library_path",
+    "linear",
+]

@@ -8,7 +8,6 @@ CONV = Rule(data=(0,), weight=1, weight_axis=0, bias=2)
 ELEMENTWISE = Rule()
 ONE_INPUT = Rule(data=(0,))
 MOVES_DATA = Rule(data=(0,), shares_scale=True)
-ACTIVATION = Rule(data=(0,), activation=True)
 
 RULES: dict[str, Rule] = {
     "Conv": CONV,
@@ -24,7 +23,7 @@ RULES: dict[str, Rule] = {
         ("AveragePool", "GlobalAveragePool", "ReduceMean", "Sigmoid", "Tanh", "Softmax", "Gelu", "Erf"), ONE_INPUT
     ),
     **dict.fromkeys(("HardSigmoid", "HardSwish", "LpNormalization"), ONE_INPUT),
-    **dict.fromkeys(("Relu", "Clip", "LeakyRelu"), ACTIVATION),
+    **dict.fromkeys(("Relu", "Clip", "LeakyRelu"), ONE_INPUT),
     **dict.fromkeys(
         ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "GlobalMaxPool", "Slice", "Split"),
         MOVES_DATA,
@@ -44,4 +43,8 @@ ALIGN_GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Name of an alignment in Settings -> op types whose inputs and output then share one scale."""
 
-__all__ = ["ALIGN_GROUPS", "RULES", "Rule"]
+ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu")
+FUSE_ACTIVATIONS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool", "GlobalAveragePool")
+"""Op types into which runtimes fuse an activation: no scale stands between the two."""
+
+__all__ = ["ACTIVATIONS", "ALIGN_GROUPS", "FUSE_ACTIVATIONS", "RULES", "Rule"]

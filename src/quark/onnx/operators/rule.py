@@ -19,7 +19,6 @@ class Rule:
         weight_axis: Axis of the output channels of the weight.
         bias: Index of the bias.
         shares_scale: The output holds values of the input only: both have one scale.
-        activation: A function that a runtime fuses into the node before it (Relu, Clip): no scale between them.
     """
 
     data: tuple[int, ...] | None = None
@@ -27,7 +26,6 @@ class Rule:
     weight_axis: int = 0
     bias: int | None = None
     shares_scale: bool = False
-    activation: bool = False
 
     def inputs(self, node: ir.Node) -> list[int]:
         """Indices of the inputs of this node that are tensors to quantize."""

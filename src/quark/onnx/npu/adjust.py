@@ -1,0 +1,65 @@
+"""The search for positions that keep the NPU's rules: rounds over all nodes until nothing moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
+from quark.onnx.npu.positions import Positions
+from quark.onnx.npu.rules import RULES
+from quark.onnx.parameters import Parameters, rescaled
+from quark.onnx.placement import Placement
+from quark.onnx.settings import Settings
+
+Array = np.ndarray[Any, Any]
+
+
+def adjust(placement: Placement, parameters: Parameters, settings: Settings) -> Parameters:
+    """Move positions until the rules that the settings name hold; returns new parameters.
+
+    Raises:
+        ConfigError: A scale is no power of two; or, where it is checked, a limit of any rule does not hold in the end:
+            names each node, rule and sum.
+    """
+    if not settings.position_rules and not settings.check_positions:
+        return parameters
+    positions = Positions(placement, parameters)
+    for _ in range(settings.position_rounds):
+        moves = [
+            positions.enforce(limit)
+            for name in settings.position_rules
+            for node in placement.nodes
+            for limit in RULES[name](positions, node)
+        ]
+        if not any(moves):
+            break
+    if settings.check_positions:
+        _check(positions)
+    specs, weights = placement.activations, placement.weights
+    return Parameters(
+        {key: _moved(p, specs[key], positions[key]) for key, p in parameters.activations.items() if key in specs},
+        {key: _moved(p, weights[key], positions[key]) for key, p in parameters.weights.items()},
+    )
+
+
+def _check(positions: Positions) -> None:
+    broken = [
+        f"{name} of {node.name} is {positions.sum(limit)}, not in [{limit.low}, {limit.high}]"
+        for name, rule in RULES.items()
+        for node in positions.placement.nodes
+        for limit in rule(positions, node)
+        if not positions.kept(limit)
+    ]
+    if broken:
+        raise ConfigError(
+            f"{len(broken)} shifts are out of the NPU's reach: {'; '.join(broken[:5])}. Possible: leave the adjusting "
+            "options on, a larger MaxLoopNum, exclude these nodes, or NPULimitationCheck=False to write them anyway."
+        )
+
+
+def _moved(params: QParams, spec: TensorSpec, position: Array) -> QParams:
+    return rescaled(params, spec, np.exp2(-position.astype(np.float64)))

@@ -1,0 +1,160 @@
+"""Operators as the DPU computes them, so that calibration and accuracy see what the NPU will do.
+
+    LeakyRelu       alpha = round(256 alpha) / 256
+    Sigmoid         HardSigmoid with alpha 1/6 and beta 1/2
+    HardSigmoid     (alpha 1/6) times 2731 * 6 / 16384
+    AveragePool, ReduceMean     a mean of N values is a sum times k / 2^n: times N k / 2^n
+
+    N       3x3    5x5      6x6      7x7       14x14       any other size
+    N k/2^n 63/64  250/256  252/256  1029/1024 4116/4096   k/2^n nearest to 1/N, 2^n < 128 N
+
+A factor is a Mul behind the operator: the DPU's multiplier, not an operator of its own, so nothing is quantized
+between the two and the constant stays float.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quark.errors import ConfigError
+from quark.onnx.model import constant, infer_shapes
+from quark.onnx.placement import FACTOR, select_nodes
+from quark.onnx.settings import Settings
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
+HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
+
+
+def simulate(model: ir.Model, settings: Settings) -> int:
+    """Apply the conversions that the settings name to the nodes that will be quantized; return how many changed."""
+    count = 0
+    if {"AvgPool", "ReduceMean"} & set(settings.dpu_conversions):
+        infer_shapes(model)
+    for name in settings.dpu_conversions:
+        nodes = select_nodes(model, settings)
+        count += sum(CONVERSIONS[name](model, node) for node in nodes)
+    return count
+
+
+def leaky_relu(model: ir.Model, node: ir.Node) -> bool:
+    """Round the slope of a LeakyRelu to 1/256."""
+    if node.op_type != "LeakyRelu":
+        return False
+    alpha = _float(node, "alpha", 0.01)
+    rounded = round(256 * alpha) / 256
+    _set(node, "alpha", rounded)
+    return rounded != alpha
+
+
+def sigmoid(model: ir.Model, node: ir.Node) -> bool:
+    """Turn a Sigmoid into the HardSigmoid that the DPU has."""
+    if node.op_type != "Sigmoid":
+        return False
+    node.op_type = "HardSigmoid"
+    _set(node, "alpha", 1 / 6)
+    _set(node, "beta", 0.5)
+    return True
+
+
+def hard_sigmoid_factor(model: ir.Model, node: ir.Node) -> bool:
+    """Scale a HardSigmoid of slope 1/6 as the DPU's multiplication by 2731 / 2^14 does."""
+    if node.op_type != "HardSigmoid" or not math.isclose(_float(node, "alpha", 0.2), 1 / 6, rel_tol=1e-4):
+        return False
+    return _scale(model, node, HARD_SIGMOID_FACTOR)
+
+
+def average_pool(model: ir.Model, node: ir.Node) -> bool:
+    """Scale an AveragePool or GlobalAveragePool."""
+    if node.op_type == "AveragePool":
+        return _scale(model, node, mean_factor(*node.attributes["kernel_shape"].as_ints()))
+    if node.op_type != "GlobalAveragePool":
+        return False
+    return _scale(model, node, mean_factor(*_sizes(node, None)))
+
+
+def reduce_mean(model: ir.Model, node: ir.Node) -> bool:
+    """Scale a ReduceMean."""
+    if node.op_type != "ReduceMean":
+        return False
+    listed = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    axes = node.attributes["axes"].as_ints() if "axes" in node.attributes else listed
+    return _scale(model, node, mean_factor(*_sizes(node, axes)))
+
+
+def mean_factor(*sizes: int) -> float:
+    """What the DPU's mean over a window of these sizes is, times the true mean."""
+    if sizes in MEAN_FACTORS:
+        return MEAN_FACTORS[sizes]
+    count = math.prod(sizes)
+    powers = [2**n for n in range(math.ceil(math.log2(128 * count)))]
+    power = min(powers, key=lambda power: abs(round(power / count) / power - 1 / count))
+    return count * round(power / count) / power
+
+
+def _sizes(node: ir.Node, axes: object) -> tuple[int, ...]:
+    """Sizes of the averaged axes; of all but the first two if None is given to a pool."""
+    shape = None if node.inputs[0] is None else node.inputs[0].shape
+    sizes: list[object] = [None]
+    if shape is not None:
+        chosen = range(2 if node.op_type == "GlobalAveragePool" else 0, len(shape)) if axes is None else axes
+        sizes = [shape[int(axis)] for axis in chosen]  # type: ignore[attr-defined]
+    if not all(isinstance(size, int) for size in sizes):
+        raise ConfigError(
+            f"How many values {node.name} ({node.op_type}) averages is not fixed: {shape}. Possible: fix the input "
+            "shapes, exclude the node, or set ConvertAvgPoolToDPUVersion and ConvertReduceMeanToDPUVersion to False."
+        )
+    return tuple(size for size in sizes if isinstance(size, int))
+
+
+def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
+    """Multiply the output of a node, which keeps its name."""
+    import onnx_ir as ir
+
+    if factor == 1 or any(FACTOR in use.node.meta for use in node.outputs[0].uses()):
+        return False
+    old = node.outputs[0]
+    name = old.name or ""
+    tensor = ir.tensor(np.float32(factor), name=f"{name}_Factor")
+    value = ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]))
+    model.graph.register_initializer(value)
+    product = ir.node("Mul", [old, value], name=f"{node.name}_Mul")
+    product.meta[FACTOR] = True
+    new = product.outputs[0]
+    new.type, new.shape = old.type, old.shape
+    model.graph.insert_after(node, [product])
+    uses = [use for use in old.uses() if use.node is not product]
+    old.name, new.name = f"{name}_Mul_Input", name
+    for use in uses:
+        use.node.replace_input_with(use.idx, new)
+    for position, output in enumerate(model.graph.outputs):
+        if output is old:
+            model.graph.outputs[position] = new
+    return True
+
+
+def _float(node: ir.Node, name: str, default: float) -> float:
+    return node.attributes[name].as_float() if name in node.attributes else default
+
+
+def _set(node: ir.Node, name: str, value: float) -> None:
+    import onnx_ir as ir
+
+    node.attributes[name] = ir.AttrFloat32(name, value)
+
+
+CONVERSIONS: dict[str, Callable[[ir.Model, ir.Node], bool]] = {
+    "LeakyRelu": leaky_relu,
+    "Sigmoid": sigmoid,
+    "HardSigmoid": hard_sigmoid_factor,
+    "AvgPool": average_pool,
+    "ReduceMean": reduce_mean,
+}
+"""Name in Settings -> conversion of one node, in order: a Sigmoid is first a HardSigmoid. Not in PASSES, whose entries
+keep the model's outputs."""
