@@ -180,6 +180,23 @@ def test_shapes_that_the_file_lacks_are_inferred() -> None:
     assert "to_bfp_16_2_8x256" in {f.overload for f in make(named("BFP16"), bare).functions}
 
 
+def test_attention_masks_stay_in_float_in_block_formats() -> None:
+    """One -3e38 would take the exponent of its block, and make zeros of the scores beside it."""
+    b = Builder()
+    lowest = b.constant("lowest", np.array(np.finfo(np.float32).min))
+    mask = b.node("Unsqueeze", [b.node("Mul", ["hidden", lowest], "mask"), "first"], "rows")
+    b.initializers.append(numpy_helper.from_array(np.array([1]), "first"))
+    scores = b.node("MatMul", ["x", b.constant("w", b.random.normal(size=(8, 16)))], "scores")
+    b.node("Softmax", [b.node("Add", [scores, mask], "masked")], "y", axis=-1)
+    source = b.model({"x": ["n", 3, 8], "hidden": ["n", 16]}, {"y": ["n", 3, 16]})
+    model = make(named("MXINT8"), source)
+    assert {"scores", "w", "x", "y"} <= set(axes(model)) and {"mask", "rows", "masked"}.isdisjoint(axes(model))
+    hidden = np.zeros((2, 16), np.float32)
+    hidden[:, 10:] = 1
+    feed = {"x": np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32), "hidden": hidden}
+    assert sqnr(run(source, feed), run(model, feed)) > 25
+
+
 def test_gemm_and_transposed_convolution_have_axes_of_their_own() -> None:
     b = Builder()
     up = b.node("ConvTranspose", ["x", b.constant("w", b.random.normal(size=(4, 6, 2, 2)))], "up")

@@ -96,6 +96,9 @@ CONFIGS = {
     "weights_uint4": (QConfig(QLayerConfig(input_tensors=UInt8Spec(), weight=FOUR), WeightsOnly=True), 10, 0.95),
     "A16W8": (Config(get_default_config("A16W8")), 10, 0.94),
     "dynamic": (None, 15, 0.99),
+    "BF16": (Config(get_default_config("BF16")), 34, 0.999),
+    "BFP16": (Config(get_default_config("BFP16")), 20, 0.99),
+    "MXINT8": (Config(get_default_config("MXINT8")), 17, 0.99),
 }
 
 

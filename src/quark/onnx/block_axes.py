@@ -3,7 +3,7 @@
     Conv, ConvTranspose   input 1, Conv weight 1, ConvTranspose weight 0, output 1
     MatMul                A -1, B -2, output -1
     Gemm                  A 1 and B 0, swapped by transA and transB, output -1
-    Softmax               its axis
+    Softmax, LayerNorm    their axis
 
 What several nodes read follows the first of them; what none of these reads follows the node that writes it, then the
 axis of the spec, or the last one where the tensor has fewer. A tensor without axes has no blocks: it stays in float.
@@ -75,7 +75,7 @@ def _input_axis(node: ir.Node, index: int) -> int | None:
     if node.op_type == "Gemm" and index < 2:
         transposed = node.attributes.get_int("transA" if index == 0 else "transB", 0)
         return int(bool(transposed) == bool(index))
-    if node.op_type == "Softmax":
+    if node.op_type in ("Softmax", "LayerNormalization") and index == 0:
         return node.attributes.get_int("axis", -1)
     return None
 

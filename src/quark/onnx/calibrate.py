@@ -20,10 +20,11 @@ from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.inputs import model_inputs
+from quark.onnx.masks import MASK
 from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
 from quark.onnx.operators import RULES
 from quark.onnx.parameters import make_observer
-from quark.onnx.placement import MASK, Placement
+from quark.onnx.placement import Placement
 from quark.onnx.random_reader import RandomDataReader
 from quark.onnx.readers import samples
 from quark.onnx.settings import Settings

@@ -17,6 +17,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
+from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.model import constant
 from quark.onnx.operators import ALIGN_GROUPS, RULES
 from quark.onnx.scopes import nodes_of
@@ -25,9 +26,6 @@ from quark.onnx.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-MASK = 1e30
-"""Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
 
 FACTOR = "quark.factor"
 """In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float."""
@@ -107,6 +105,9 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         _share_scales(placement, settings)
         if settings.unsigned_relu:
             _free_relu_zero(placement)
+    if any(spec.is_block for spec in placement.activations.values()):
+        for value in masked_values(model.graph):
+            placement.activations.pop(value, None)
     refine_block_axes(placement, settings.refine_block_axis)
     return placement
 
@@ -223,16 +224,10 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = weight_spec(node, layer.weight, settings)
-        elif index != rule.weight and layer.input is not None and not settings.weights_only and not _is_mask(value):
+        elif index != rule.weight and layer.input is not None and not settings.weights_only and not is_mask(value):
             # A constant operand of an elementwise node is quantized like an activation.
             placement.weights[node, index] = replace(layer.input, observer="min_max")
     _place_bias(node, layer, settings, placement)
-
-
-def _is_mask(value: ir.Value) -> bool:
-    """Whether a constant is the -3e38 of an attention mask, which no scale serves beside other values."""
-    array = constant(value)
-    return bool(array.size) and bool(abs(array).max() > MASK)
 
 
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:

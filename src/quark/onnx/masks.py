@@ -1,0 +1,37 @@
+"""Attention masks: tensors that carry the most negative float beside other values.
+
+No scale serves both, and in a block format one such value takes the exponent of its block: the others become 0. Where
+data is seen, calibration finds them by their range. Block formats see none; there they are found by where they come
+from: a huge constant, and what it is added to, selected with, or moved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quark.onnx.model import constant
+from quark.onnx.operators import RULES
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MASK = 1e30
+"""Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
+
+CARRIES = {"Add", "Sub", "Mul", "Where", "Min", "Max", "Cast", "ScatterND"}
+CARRIES |= {name for name, rule in RULES.items() if rule.shares_scale}
+
+
+def is_mask(value: ir.Value) -> bool:
+    """Whether a constant is the -3e38 of an attention mask."""
+    array = constant(value)
+    return array is not None and array.dtype.kind == "f" and bool(array.size) and bool(abs(array).max() > MASK)
+
+
+def masked_values(graph: ir.Graph) -> set[ir.Value]:
+    """The tensors of a graph that hold values of a mask."""
+    found: set[ir.Value] = set()
+    for node in graph:
+        if node.op_type in CARRIES and any(v is not None and (v in found or is_mask(v)) for v in node.inputs):
+            found.update(node.outputs)
+    return found
