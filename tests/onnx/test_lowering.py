@@ -301,7 +301,7 @@ def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
     ("options", "field", "value"),
     [
         ({"OpTypesToQuantize": ["Conv"]}, "op_types", ("Conv",)),
-        ({"OpTypesToQuantize": ["Conv"], "QuantizeAllOpTypes": True}, "op_types", ()),
+        ({"OpTypesToQuantize": ["Conv"], "QuantizeAllOpTypes": True}, "all_op_types", True),
         ({"ExtraOpTypesToQuantize": ["Sin"]}, "extra_op_types", ("Sin",)),
         ({"NodesToQuantize": ["a"]}, "nodes", ("a",)),
         ({"EnableNPUTransformer": True}, "op_types", ("Gemm", "MatMul")),

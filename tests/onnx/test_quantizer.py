@@ -270,7 +270,7 @@ def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> N
         load(quantized(A8W8))
     with pytest.raises(NotSupportedError, match="fp8_e4m3 is not part of this version"):
         quantize(load(cnn()), Settings(LayerSpec(weight=spec("fp8_e4m3"), input=spec("fp8_e4m3"))), Reader(images()))
-    with pytest.raises(ConfigError, match="no rule to quantize LSTM"):
+    with pytest.raises(ConfigError, match="LSTM cannot be quantized"):
         quantize(load(cnn()), replace(A8W8, op_types=("LSTM",)), Reader(images()))
 
 
@@ -289,3 +289,28 @@ def test_a_residual_between_float_nodes_stays_in_float_for_onnxruntime() -> None
     assert nodes["y_node"].input[1] == "squashed"
     generic = to_proto(quantize(load(model), replace(settings, target="generic"), Reader(vectors())))
     assert {n.name: n for n in generic.graph.node}["y_node"].input[1] == "squashed_DequantizeLinear_Output"
+
+
+def test_op_types_without_a_rule_are_quantized_on_request() -> None:
+    """Sqrt by name, any op type by a plain rule, all of them by one switch."""
+    b = Builder()
+    root = b.node("Sqrt", [b.node("Abs", ["x"], "positive")], "root")
+    weight = b.constant("w", b.random.normal(0, 1, (32, 32)))
+    hidden = b.node("MatMul", [b.node("Floor", [b.node("Exp", [root], "grown")], "whole"), weight], "h")
+    b.node("Add", [hidden, root], "y")
+    model = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+
+    def quantized_tensors(**settings: Any) -> set[str]:
+        done = to_proto(quantize(load(model), replace(U8S8, **settings), Reader(vectors())))
+        assert run(done, vectors()[0]).shape == (256, 32)
+        return {n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear"}
+
+    usual = quantized_tensors()
+    assert usual == {"whole", "h", "root", "y_QuantizeLinear_Input"}
+    assert quantized_tensors(extra_op_types=("Sqrt",)) == usual | {"positive"}
+    assert quantized_tensors(all_op_types=True) == usual | {"x", "positive", "grown"}
+    assert quantized_tensors(op_types=("Floor", "Abs")) == {"x", "positive", "grown", "whole"}
+    with pytest.raises(ConfigError, match="Loop cannot be quantized"):
+        quantized_tensors(extra_op_types=("Loop",))
+    with pytest.raises(ConfigError, match="'Sqr'.*Did you mean 'Sqrt'"):
+        quantized_tensors(extra_op_types=("Sqr",))

@@ -22,7 +22,7 @@ from quark.log import progress
 from quark.onnx.inputs import model_inputs
 from quark.onnx.masks import MASK
 from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
-from quark.onnx.operators import RULES
+from quark.onnx.operators import rule_of
 from quark.onnx.parameters import make_observer
 from quark.onnx.placement import Placement
 from quark.onnx.random_reader import RandomDataReader
@@ -85,7 +85,7 @@ def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
         root = placement.root(value)
         names = classes.setdefault(root, [])
         producer = value.producer()
-        moved = producer is not None and producer.op_type in RULES and RULES[producer.op_type].shares_scale
+        moved = producer is not None and rule_of(producer.op_type).shares_scale
         if value is root or not moved:
             names.append(value.name or "")
     return classes

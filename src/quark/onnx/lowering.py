@@ -190,6 +190,7 @@ def _settings(request: Request) -> Settings:
         ),
         exclude=tuple(map(as_scope, request.exclude)),
         op_types=_op_types(options, transformer),
+        all_op_types=value_of(options, "QuantizeAllOpTypes"),
         extra_op_types=tuple(value_of(options, "ExtraOpTypesToQuantize")),
         nodes=tuple(value_of(options, "NodesToQuantize")),
         weights_only=weights_only,
@@ -280,8 +281,6 @@ def _own_layer(own: QLayerConfig, base: LayerSpec, options: Mapping[str, Any], i
 
 
 def _op_types(options: Mapping[str, Any], transformer: bool) -> tuple[str, ...]:
-    if value_of(options, "QuantizeAllOpTypes"):
-        return ()
     return tuple(value_of(options, "OpTypesToQuantize")) or (("Gemm", "MatMul") if transformer else ())
 
 

@@ -91,7 +91,7 @@ _obeyed("ReplaceClip6Relu", BOOL, False, "Clip(0, 6) becomes Relu, which changes
 _obeyed("OpTypesToQuantize", LIST, [], "op types that are quantized; empty: those with a rule")
 _obeyed("NodesToQuantize", LIST, [], "only these nodes; empty: all")
 _obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
-_obeyed("QuantizeAllOpTypes", BOOL, False, "every op type that has a rule, whatever OpTypesToQuantize says")
+_obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever OpTypesToQuantize says")
 _obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
 _obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
 _later("EnableSubgraph", BOOL, False)

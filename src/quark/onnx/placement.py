@@ -14,18 +14,21 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.model import constant
-from quark.onnx.operators import ALIGN_GROUPS, RULES
+from quark.onnx.operators import ALIGN_GROUPS, NEVER, ON_REQUEST, RULES, rule_of
 from quark.onnx.scopes import nodes_of
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+DOMAINS = ("", "ai.onnx", "com.microsoft")
+"""Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
 """In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float."""
@@ -78,7 +81,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     for node, layer in chosen.items():
         if not _worth_quantizing(node, target, placement):
             continue
-        rule = RULES[node.op_type]
+        rule = rule_of(node.op_type)
         if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
             _place_dynamic(node, layer, settings, placement)
             continue
@@ -113,7 +116,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
 
 
 def _has_weight(node: ir.Node) -> bool:
-    weight = RULES[node.op_type].weight
+    weight = rule_of(node.op_type).weight
     return weight is not None and weight < len(node.inputs) and constant(node.inputs[weight]) is not None
 
 
@@ -132,10 +135,7 @@ def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placemen
 def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec]:
     """The nodes that are quantized, each with its specs: exclude > by name > by type > global."""
     nodes = {node.name or "": node for node in model.graph}
-    types = set(settings.op_types or RULES) | set(settings.extra_op_types)
-    unknown = sorted(types - set(RULES))
-    if unknown:
-        raise ConfigError(f"There is no rule to quantize {', '.join(unknown)}; possible: {', '.join(sorted(RULES))}.")
+    types = _op_types(model, settings)
     require_matches(settings.nodes, nodes, "NodesToQuantize")
     require_matches(settings.float_outputs, nodes, "NodesToExcludeOutputQuantization")
     excluded = nodes_of(settings.exclude, model, "exclude")
@@ -146,7 +146,12 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
             producer = node.inputs[0].producer() if node.inputs[0] is not None else None
             chosen.update({node: chosen[producer]} if producer in chosen else {})
             continue
-        if node.op_type not in types or node in excluded or (settings.nodes and name not in settings.nodes):
+        if (
+            node.op_type not in types
+            or node.domain not in DOMAINS
+            or node in excluded
+            or (settings.nodes and name not in settings.nodes)
+        ):
             continue
         layer: LayerSpec | None = settings.layer
         for op_types, by_type in settings.by_type:
@@ -158,6 +163,20 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
         if layer is not None:
             chosen[node] = layer
     return chosen
+
+
+def _op_types(model: ir.Model, settings: Settings) -> set[str]:
+    """The op types to quantize. Raises ConfigError for one that never is, or that nobody has."""
+    present = {node.op_type for node in model.graph if node.domain in DOMAINS}
+    if settings.all_op_types:
+        return present - NEVER
+    asked = {*settings.op_types, *settings.extra_op_types}
+    if asked & NEVER:
+        raise ConfigError(f"{', '.join(sorted(asked & NEVER))} cannot be quantized; they stay in float.")
+    known = {*RULES, *ON_REQUEST, *present}
+    for name in sorted(asked - known):
+        raise ConfigError(f"There is no op type {name!r} in the model, nor a rule for it. {did_you_mean(name, known)}")
+    return {*(settings.op_types or RULES), *settings.extra_op_types}
 
 
 def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bool:
@@ -202,21 +221,22 @@ def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
 def _place_activations(
     node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, writes_float: bool
 ) -> None:
+    guess = rule_of(node.op_type).constants
     if layer.input is not None:
         for index in live:
             value = node.inputs[index]
             assert value is not None
-            if _is_float(value):
+            if _is_float(value, guess):
                 placement.activations.setdefault(value, layer.input)
     spec = None if writes_float else layer.output or layer.input
     for value in node.outputs:
-        if spec is not None and _is_float(value) and (list(value.uses()) or value.is_graph_output()):
+        if spec is not None and _is_float(value, guess) and (list(value.uses()) or value.is_graph_output()):
             placement.activations[value] = spec
 
 
 def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
-    rule = RULES[node.op_type]
-    if FACTOR in node.meta:
+    rule = rule_of(node.op_type)
+    if FACTOR in node.meta or not rule.constants:
         return
     for index in {*rule.inputs(node), *((rule.weight,) if rule.weight is not None else ())}:
         value = node.inputs[index] if index < len(node.inputs) else None
@@ -232,7 +252,7 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
 
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     """An int32 bias beside integer inputs and weights, else one of the layer's own spec."""
-    rule = RULES[node.op_type]
+    rule = rule_of(node.op_type)
     if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.weights_only:
         return
     if constant(node.inputs[rule.bias]) is None:
@@ -254,10 +274,10 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
 def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:
     """The spec of a weight, along the axis that its op has for channels, or for the sum over a group."""
     granularity: Granularity = spec.granularity
-    value = node.inputs[RULES[node.op_type].weight or 0]
+    value = node.inputs[rule_of(node.op_type).weight or 0]
     if isinstance(granularity, PerChannel) or (isinstance(granularity, PerGroup) and not spec.is_block):
         shape = constant(value).shape
-        axis = RULES[node.op_type].channel_axis(node) % max(1, len(shape))
+        axis = rule_of(node.op_type).channel_axis(node) % max(1, len(shape))
         asked = dict(settings.channel_axes).get(node.op_type, axis)
         if asked not in (axis, axis - len(shape)):
             raise NotSupportedError(
@@ -289,7 +309,7 @@ def _share_scales(placement: Placement, settings: Settings) -> None:
     for node in placement.nodes:
         outputs = [v for v in node.outputs if v in placement.activations]
         inputs = [v for v in node.inputs if v is not None and v in placement.activations]
-        if RULES[node.op_type].shares_scale and inputs and inputs[0] is node.inputs[0]:
+        if rule_of(node.op_type).shares_scale and inputs and inputs[0] is node.inputs[0]:
             for value in outputs:
                 placement.join(inputs[0], value)
         elif node.op_type in aligned:
@@ -317,6 +337,6 @@ def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:
     return [value for product in products for value in product.outputs if value in placement.activations]
 
 
-def _is_float(value: ir.Value) -> bool:
-    """Whether a tensor holds floats: of unknown type counts as float."""
-    return value.dtype is None or value.dtype.is_floating_point()
+def _is_float(value: ir.Value, guess: bool = True) -> bool:
+    """Whether a tensor holds floats; of unknown type: what is guessed, by an op that is known."""
+    return guess if value.dtype is None else value.dtype.is_floating_point()

@@ -51,6 +51,7 @@ class Settings:
         by_type: (op types, specs) in order; specs None keeps the nodes in float.
         exclude: Nodes that stay in float; over everything.
         op_types: Op types that are quantized; empty: those with a rule.
+        all_op_types: Every op type of the model that can be, whatever `op_types` says.
         extra_op_types: Op types beside the default ones.
         nodes: Only these nodes; empty: all.
         weights_only: Quantize weights, not activations.
@@ -102,6 +103,7 @@ class Settings:
     by_type: tuple[tuple[tuple[str, ...], LayerSpec | None], ...] = ()
     exclude: tuple[Scope, ...] = ()
     op_types: tuple[str, ...] = ()
+    all_op_types: bool = False
     extra_op_types: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     weights_only: bool = False

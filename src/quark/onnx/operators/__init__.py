@@ -1,4 +1,8 @@
-"""The rule of each op type. A new one is a row here; an op type without a row stays in float."""
+"""The rule of each op type. A new one is a row here.
+
+RULES are quantized unless a config says otherwise. ON_REQUEST, and any op type without a row (its float tensors, not
+its constants), are quantized where a config names them or asks for all op types. NEVER stays in float.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,29 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth", "Expand", "Tile", "Identity"), MOVES_DATA),
     "Pad": MOVES_DATA,
     "Resize": MOVES_DATA,
+    "ArgMax": ONE_INPUT,
 }
+ON_REQUEST: dict[str, Rule] = {
+    **dict.fromkeys(("Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Pow", "Sin", "Cos"), ONE_INPUT),
+    **dict.fromkeys(("Softplus", "Softsign", "Mish", "Elu", "Selu", "Celu", "ThresholdedRelu", "Swish"), ONE_INPUT),
+    **dict.fromkeys(("LogSoftmax", "Hardmax", "BatchNormalization", "GroupNormalization"), ONE_INPUT),
+    **dict.fromkeys(("ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceProd", "CumSum"), ONE_INPUT),
+    **dict.fromkeys(("RMSNormalization", "LpPool", "GridSample"), ONE_INPUT),
+    **dict.fromkeys(("Sum", "Mean", "Einsum"), ELEMENTWISE),
+    **dict.fromkeys(("GatherElements", "GatherND", "ReverseSequence", "Trilu", "Compress"), MOVES_DATA),
+}
+NEVER = frozenset(
+    {"If", "Loop", "Scan", "Constant", "ConstantOfShape", "Shape", "Size", "Cast", "CastLike", "NonMaxSuppression"}
+    | {"Range", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
+    | {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "LSTM", "GRU", "RNN"}
+)
+"""Control flow, what makes shapes and constants, and recurrent layers, whose states no Q/DQ reaches."""
+
+
+def rule_of(op_type: str) -> Rule:
+    """The rule of an op type; a plain one where it has no row."""
+    return RULES.get(op_type) or ON_REQUEST.get(op_type) or Rule(constants=False)
+
 
 CONCAT, POOL, PAD, SLICE = ("Concat",), ("AveragePool", "GlobalAveragePool"), ("Pad",), ("Slice", "Split")
 ALIGN_GROUPS: dict[str, tuple[str, ...]] = {
@@ -47,4 +73,4 @@ ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu")
 FUSE_ACTIVATIONS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool", "GlobalAveragePool")
 """Op types into which runtimes fuse an activation: no scale stands between the two."""
 
-__all__ = ["ACTIVATIONS", "ALIGN_GROUPS", "FUSE_ACTIVATIONS", "RULES", "Rule"]
+__all__ = ["ACTIVATIONS", "ALIGN_GROUPS", "FUSE_ACTIVATIONS", "NEVER", "ON_REQUEST", "RULES", "Rule", "rule_of"]

@@ -18,6 +18,7 @@ class Rule:
         weight: Index of the operand that is a weight where it is constant.
         weight_axis: Axis of the output channels of the weight.
         bias: Index of the bias.
+        constants: Whether constants among the inputs are quantized too.
         shares_scale: The output holds values of the input only: both have one scale.
     """
 
@@ -26,6 +27,7 @@ class Rule:
     weight_axis: int = 0
     bias: int | None = None
     shares_scale: bool = False
+    constants: bool = True
 
     def inputs(self, node: ir.Node) -> list[int]:
         """Indices of the inputs of this node that are tensors to quantize."""
