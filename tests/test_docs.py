@@ -29,6 +29,7 @@ from quark.core.scales import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
 from quark.torch.algo_configs import ALGO_CONFIGS
@@ -101,7 +102,14 @@ def commands(block: Block) -> list[str]:
 @pytest.fixture
 def clean() -> Iterator[None]:
     """What a page registers ends with its test."""
-    dicts: list[dict[Any, Any]] = [*(r._entries for r in REGISTRIES), LAYERS, PASSES, LLMTemplate._registered]
+    dicts: list[dict[Any, Any]] = [
+        *(r._entries for r in REGISTRIES),
+        LAYERS,
+        PASSES,
+        RULES,
+        ON_REQUEST,
+        LLMTemplate._registered,
+    ]
     before = [dict(entries) for entries in dicts]
     yield
     for entries, saved in zip(dicts, before, strict=True):

@@ -1,5 +1,11 @@
 """The ONNX flow."""
 
+from typing import Any
+
+from onnxruntime.quantization.calibrate import CalibraterBase, MinMaxCalibrater
+from onnxruntime.quantization.quant_utils import write_calibration_table
+
+from quark.onnx import presets
 from quark.onnx.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -17,6 +23,8 @@ from quark.onnx.config import (
     QLayerConfig,
     QuantizationConfig,
 )
+from quark.onnx.custom_ops import DOMAIN as _COP_DOMAIN
+from quark.onnx.custom_ops import VERSION as _COP_VERSION
 from quark.onnx.custom_ops import (
     get_library_path,
 )
@@ -27,6 +35,16 @@ from quark.onnx.functions import (
 from quark.onnx.fusion import (
     Fusion,
     inspect_fusion,
+)
+from quark.onnx.later import (
+    AutoSearch,
+    AutoSearchPro,
+    SearchSpace,
+    create_calibrator_float_scale,
+    create_calibrator_power_of_two,
+    dump_model,
+    generate_all_configs,
+    get_auto_search_config,
 )
 from quark.onnx.path_reader import (
     PathDataReader,
@@ -100,10 +118,14 @@ from quark.onnx.types import (
 
 __all__ = [
     "BFP16",
+    "_COP_DOMAIN",
+    "_COP_VERSION",
     "AdaQuantConfig",
     "AdaRoundConfig",
     "AlgoConfig",
     "AutoMixprecisionConfig",
+    "AutoSearch",
+    "AutoSearchPro",
     "BFP16Spec",
     "BFloat16",
     "BFloat16Spec",
@@ -111,6 +133,7 @@ __all__ = [
     "CLEConfig",
     "CachedDataReader",
     "CalibMethod",
+    "CalibraterBase",
     "CalibrationDataReader",
     "CalibrationMethod",
     "Config",
@@ -141,6 +164,7 @@ __all__ = [
     "MXFP8E4M3Spec",
     "MXFP8E5M2Spec",
     "MXInt8Spec",
+    "MinMaxCalibrater",
     "ModelQuantizer",
     "PathDataReader",
     "PowerOfTwoMethod",
@@ -155,6 +179,7 @@ __all__ = [
     "QuarotConfig",
     "RandomDataReader",
     "ScaleType",
+    "SearchSpace",
     "SmoothQuantConfig",
     "UInt4",
     "UInt4Spec",
@@ -167,9 +192,22 @@ __all__ = [
     "VitisQuantFormat",
     "VitisQuantType",
     "XInt8Spec",
+    "create_calibrator_float_scale",
+    "create_calibrator_power_of_two",
+    "dump_model",
+    "generate_all_configs",
+    "get_auto_search_config",
     "get_default_config",
     "get_library_path",
     "inspect_fusion",
     "quantize_dynamic",
     "quantize_static",
+    "write_calibration_table",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A new object for each `*_QCONFIG`."""
+    if name.endswith("_QCONFIG"):
+        return getattr(presets, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

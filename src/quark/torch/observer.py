@@ -102,6 +102,18 @@ class PerTensorPercentileObserver(UniformScalingObserver):
     observer, family = "percentile", _TENSOR
 
 
+class PerTensorLayerwisePercentileObserver(UniformScalingObserver):
+    """Of a few percentiles the one with the least error."""
+
+    observer, family = "layerwise_percentile", _TENSOR
+
+
+class PerTensorDistributionObserver(UniformScalingObserver):
+    """Mean and deviation, cut where a normal distribution loses least."""
+
+    observer, family = "distribution", _TENSOR
+
+
 class PerTensorMSEObserver(UniformScalingObserver):
     """Least squared error over shrunken ranges."""
 

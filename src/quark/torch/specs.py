@@ -31,6 +31,8 @@ OBSERVER_METHODS: dict[str, type[obs.ObserverBase]] = {
     "MSE": obs.PerTensorMSEObserver,
     "percentile": obs.PerTensorPercentileObserver,
     "entropy": obs.PerTensorEntropyObserver,
+    "layerwise_percentile": obs.PerTensorLayerwisePercentileObserver,
+    "distribution": obs.PerTensorDistributionObserver,
     "moving_average": obs.PerTensorMovingAverageMinMaxObserver,
 }
 
