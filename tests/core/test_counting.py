@@ -28,7 +28,7 @@ def expected(x: np.ndarray) -> dict[int, int]:
     return collections.Counter(int(p) for p in (x.view(np.int32) >> 16) + 32768)
 
 
-@pytest.mark.parametrize("size", [7, 1000, (1 << 17) - 1, (1 << 17) + 3, 1_100_000])
+@pytest.mark.parametrize("size", [7, 1000, 32_768, 1_100_000])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_counts(size: int, compiled: bool) -> None:
     x = values(size)
@@ -36,9 +36,26 @@ def test_counts(size: int, compiled: bool) -> None:
     if compiled and counting._compiled() is None:
         pytest.skip("no compiler")
     counts = np.zeros(1 << 16, np.int64)
-    (count_patterns if compiled else count_with_numpy)(x, counts)
-    assert counts.sum() == size
+    low, high = (count_patterns if compiled else count_with_numpy)(x, counts)
+    assert counts.sum() == size and np.isnan(low) and np.isnan(high)
     assert {int(i): int(counts[i]) for i in np.flatnonzero(counts)} == expected(x)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("size", [1, 5, 8192, 8193, 40_000])
+def test_extremes(size: int, compiled: bool) -> None:
+    counting._compiled.cache_clear()
+    if compiled and counting._compiled() is None:
+        pytest.skip("no compiler")
+    random = np.random.default_rng(size)
+    for shift, scale in ((0, 1), (5, 0.1), (-5, 0.1), (0, 1e-42), (0, 1e38)):
+        x = (random.normal(shift, 1, size).clip(-3 + shift, 3 + shift) * scale).astype(np.float32)
+        found = (count_patterns if compiled else count_with_numpy)(x, np.zeros(1 << 16, np.int64))
+        assert found == (x.min(), x.max()) and found[0].dtype == np.float32
+    x[-1] = -np.inf
+    assert (count_patterns if compiled else count_with_numpy)(x, np.zeros(1 << 16, np.int64))[0] == -np.inf
+    zeros = np.array([-0.0, 0.0], np.float32)
+    assert (count_patterns if compiled else count_with_numpy)(zeros, np.zeros(1 << 16, np.int64)) == (0, 0)
 
 
 def test_without_a_compiler_numpy_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

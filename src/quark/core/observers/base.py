@@ -47,11 +47,8 @@ class Observer:
 
     def update(self, x: Array) -> None:
         """Collect a tensor. Empty tensors count for nothing."""
-        if 0 in x.shape:
-            return
-        self.model_dtype = str(x.dtype).removeprefix("torch.")
-        self._include(*range_of(x, self.spec))
-        self.count += 1
+        if 0 not in x.shape:
+            self._saw(x, *range_of(x, self.spec))
 
     def merge(self, other: Observer) -> None:
         """Add what `other`, of the same class and spec, has seen."""
@@ -99,6 +96,12 @@ class Observer:
             second = qparams_from_range(params.scale.min(), params.scale.max(), self.spec.scale_spec)
             return quantize_scales(params, second, self.spec.scale_spec)
         return params
+
+    def _saw(self, x: Array, low: Array, high: Array) -> None:
+        """Take over the extremes of a tensor, in the shape of the scale."""
+        self.model_dtype = str(x.dtype).removeprefix("torch.")
+        self._include(low, high)
+        self.count += 1
 
     def _include(self, low: Array, high: Array) -> None:
         if self.low is None or self.high is None:

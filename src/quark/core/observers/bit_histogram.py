@@ -8,11 +8,12 @@ One bincount for each tensor. It serves percentile, MSE, histogram and entropy a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from quark.core.array import Array, astype, is_torch, namespace, to_numpy, view
-from quark.core.observers.counting import BITS, count_patterns
+from quark.core.observers.counting import BITS, Extremes, count_patterns
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -35,11 +36,6 @@ class BitHistogram:
 
     def update(self, x: Array) -> None:
         """Count the values of x, shape (rows, n)."""
-        if self.rows == 1 and self.bits == BITS and not is_torch(x):
-            if self.counts is None:
-                self.counts = np.zeros(1 << BITS, np.int64)
-            count_patterns(astype(x, "float32"), self.counts)
-            return
         patterns = view(astype(x, "float32"), "int32") >> (32 - self.bits)
         index = patterns + (1 << (self.bits - 1))
         if self.rows > 1:
@@ -47,6 +43,12 @@ class BitHistogram:
             index = index + (namespace(x).as_tensor(offsets, device=x.device) if is_torch(x) else offsets)
         counts = namespace(x).bincount(index.reshape(-1), minlength=self.rows << self.bits)
         self.counts = counts if self.counts is None else self.counts + counts
+
+    def update_values(self, x: np.ndarray[Any, Any]) -> Extremes:
+        """Count the values of one numpy tensor in one pass, and return its smallest and largest value."""
+        if self.counts is None:
+            self.counts = np.zeros(1 << BITS, np.int64)
+        return count_patterns(astype(x, "float32"), self.counts)
 
     def merge(self, other: BitHistogram) -> None:
         """Add the counts of another histogram of the same size."""

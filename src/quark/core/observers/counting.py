@@ -1,6 +1,7 @@
-"""count_patterns: how often each upper half of a float32 pattern occurs; compiled where this machine can, else numpy.
+"""count_patterns: extremes of a float32 tensor, and how often each upper half of a pattern occurs.
 
-Both give the same counts. The compiled one takes a third of the time and lets other threads run meanwhile.
+Compiled where this machine can, else numpy; both give the same. The compiled one takes a third of the time and lets
+other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -17,28 +18,34 @@ from quark.errors import OutputError, QuarkError
 from quark.log import logger
 
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
+Extremes = tuple[np.float32, np.float32]
 BITS = 16
-WORTH_COMPILING = 1 << 20
-"""A tensor of so many values is worth a second of compiling, once on a machine."""
+WORTH_COMPILING = 1 << 15
+"""A tensor of so many values comes from a real model, which is worth a second of compiling, once on a machine."""
 
 
-def count_patterns(x: np.ndarray[Any, np.dtype[np.float32]], counts: Counts) -> None:
+def count_patterns(x: np.ndarray[Any, np.dtype[np.float32]], counts: Counts) -> Extremes:
     """Add the counts of the values of x to `counts`, shape (65536,).
 
     Bin i holds the patterns whose upper half is i - 32768 as int16.
+
+    Returns:
+        Smallest and largest value; NaN where there is one. x must not be empty.
     """
     values = np.ascontiguousarray(x).reshape(-1)
     function = _compiled() if values.size >= WORTH_COMPILING or _compiled.cache_info().currsize else None
     if function is None:
-        count_with_numpy(values, counts)
-    else:
-        function(values.ctypes.data, values.size, counts.ctypes.data)
+        return count_with_numpy(values, counts)
+    extremes = np.empty(2, np.float32)
+    function(values.ctypes.data, values.size, counts.ctypes.data, extremes.ctypes.data)
+    return extremes[0], extremes[1]
 
 
-def count_with_numpy(values: np.ndarray[Any, np.dtype[np.float32]], counts: Counts) -> None:
+def count_with_numpy(values: np.ndarray[Any, np.dtype[np.float32]], counts: Counts) -> Extremes:
     """The same without a compiler."""
     half = np.bincount(values.view(np.uint32) >> BITS, minlength=1 << BITS)
     counts += np.roll(half, 1 << (BITS - 1))
+    return values.min(), values.max()
 
 
 @cache
@@ -50,5 +57,6 @@ def _compiled() -> Any:
     except (QuarkError, OutputError, OSError) as error:
         logger.debug("Histograms are counted by numpy: %s", error)
         return None
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p], None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    function.restype = None
     return function

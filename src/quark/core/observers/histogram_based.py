@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from quark.core.array import Array
+from quark.core.array import Array, is_torch
 from quark.core.observers.base import Observer, needed
 from quark.core.observers.bit_histogram import Bins, BitHistogram, Floats
 from quark.core.quantize import dequantize, quantize
@@ -30,8 +30,12 @@ class HistogramBasedObserver(Observer):
     def update(self, x: Array) -> None:
         if 0 in x.shape:
             return
-        super().update(x)
-        self.histogram.update(x.reshape(1, -1))
+        if is_torch(x):
+            super().update(x)
+            self.histogram.update(x.reshape(1, -1))
+        else:
+            low, high = self.histogram.update_values(x)
+            self._saw(x, np.asarray(low), np.asarray(high))
 
     def merge(self, other: Observer) -> None:
         super().merge(other)

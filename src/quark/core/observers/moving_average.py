@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from quark.core.array import Array, astype
 from quark.core.observers.base import Observer, needed
-from quark.core.quantize import range_of
 from quark.core.spec import TensorSpec
 
 
@@ -21,11 +20,8 @@ class MovingAverageObserver(Observer):
         super().__init__(spec)
         self.sums: tuple[Array, Array] | None = None
 
-    def update(self, x: Array) -> None:
-        if 0 in x.shape:
-            return
-        super().update(x)
-        low, high = range_of(x, self.spec)
+    def _saw(self, x: Array, low: Array, high: Array) -> None:
+        super()._saw(x, low, high)
         self._add(astype(low, "float64"), astype(high, "float64"))
 
     def merge(self, other: Observer) -> None:
