@@ -1,15 +1,13 @@
 """One pass over the data, graph optimisation on: the statistics of exactly those tensors that will be quantized.
 
-Each sample's activations are reduced at once; memory holds one sample.
+Each sample's activations are reduced while the next sample runs; memory holds two samples.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.inputs import model_inputs
 from quark.onnx.masks import MASK
-from quark.onnx.model import PROTOBUF_LIMIT, to_proto, weight_bytes
+from quark.onnx.model import split_weights
 from quark.onnx.operators import rule_of
 from quark.onnx.parameters import make_observer
 from quark.onnx.placement import Placement
@@ -121,72 +119,49 @@ def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, set
         )
     inputs = model_inputs(model)
     wanted = [name for name in observers if name not in inputs]
-    shared: dict[int, tuple[Observer, list[str]]] = {}
-    for name, observer in observers.items():
-        shared.setdefault(id(observer), (observer, []))[1].append(name)
     count = 0
-    with _Session(model, wanted, settings) as session, ThreadPoolExecutor(os.cpu_count()) as pool:
+    seen: dict[str, Any] = {}
+    with _session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
         for feed in progress(samples(reader, inputs, settings.calibration_samples), "calibration"):
-            values = {**feed, **(dict(zip(wanted, session.run(wanted, feed), strict=True)) if wanted else {})}
-
-            def see(entry: tuple[Observer, list[str]], values: Mapping[str, Any] = values) -> None:
-                for name in entry[1]:
-                    entry[0].update(np.asarray(values[name]))
-
-            # Counting lets go of the interpreter lock; an observer is in one thread only.
-            list(pool.map(see, shared.values()))
+            running = ahead.submit(session.run, wanted, feed) if wanted else None
+            # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
+            # use their memory again.
+            _update(observers, seen)
+            _update(observers, {name: feed[name] for name in observers if name in inputs})
+            seen = dict(zip(wanted, running.result(), strict=True)) if running else {}
             count += 1
+        _update(observers, seen)
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
 
 
-class _Session:
-    """A session whose outputs are the wanted tensors; over a temporary file where the model passes protobuf's 2 GB."""
+def _update(observers: Mapping[str, Observer], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        observers[name].update(np.asarray(value))
 
-    def __init__(self, model: ir.Model, wanted: list[str], settings: Settings) -> None:
-        self.model, self.wanted, self.settings = model, wanted, settings
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __enter__(self) -> onnxruntime.InferenceSession:
-        # onnxruntime is imported when a session is made, onnx_ir with it.
-        import onnx_ir as ir
-        import onnxruntime
+@contextmanager
+def _session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
+    """A session whose outputs are the wanted tensors, over the weights of the model where they are."""
+    # onnxruntime is imported when a session is made.
+    import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        weights = [value.const_value for value in self.model.graph.initializers.values()]
-        outside = [tensor for tensor in weights if isinstance(tensor, ir.ExternalTensor)]
-        inside = weight_bytes(self.model) - sum(tensor.nbytes for tensor in outside)
-        folders = {str(Path(tensor.base_dir or ".").resolve()) for tensor in outside}
-        if inside > PROTOBUF_LIMIT or len(folders) > 1:
-            source: str | bytes = self._written()
-        else:
-            proto = to_proto(self.model)
-            self._add_outputs(proto)
-            source = proto.SerializeToString()
-            # Weights beside the model stay there: the runtime maps the same file.
-            for folder in folders:
-                options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        try:
-            return onnxruntime.InferenceSession(source, options, providers=list(self.settings.providers))
-        except Exception as error:
-            raise QuarkError(f"ONNX Runtime does not load the float model: {error}") from error
-
-    def _written(self) -> str:
-        import onnx_ir as ir
-
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name) / "model.onnx"
-        ir.save(self.model, path, external_data="model.data")
-        proto = onnx.load(path, load_external_data=False)
-        self._add_outputs(proto)
-        onnx.save(proto, path)
-        return str(path)
-
-    def _add_outputs(self, proto: onnx.ModelProto) -> None:
-        present = {output.name for output in proto.graph.output}
-        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.wanted if name not in present)
-
-    def __exit__(self, *exception: object) -> None:
-        if self.folder is not None:
-            self.folder.cleanup()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    # Threads that wait leave their core to the counting.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    proto, weights = split_weights(model)
+    present = {output.name for output in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in present)
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    shared = [
+        onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, types[name]) for name, array in weights.items()
+    ]
+    options.add_external_initializers(list(weights), shared)
+    try:
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=list(settings.providers))
+    except Exception as error:
+        raise QuarkError(f"ONNX Runtime does not load the float model: {error}") from error
+    # The arrays outlive the session, which reads them.
+    yield session
+    del session, shared

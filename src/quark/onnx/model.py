@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from pathlib import Path
@@ -15,6 +16,8 @@ from quark.errors import ConfigError, FormatError, OutputError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+SMALL = 1024
+"""Bytes below which a weight stays inside the model."""
 DATA_SUFFIX = ".data"
 PROTOBUF_LIMIT = 2**31 - 2**20
 QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
@@ -60,12 +63,33 @@ def _load_file(path: Path) -> ir.Model:
     if not path.is_file():
         raise FormatError(f"{path} is not a file.")
     try:
-        model = ir.load(path)
+        proto, arrays = _lighten(onnx.load(path, load_external_data=False))
+        model = ir.from_proto(proto)
+        ir.external_data.set_base_dir(model.graph, path.parent)
     except (DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise FormatError(f"{path} is not an ONNX model, or truncated: {error}.") from None
     if not model.opset_imports or len(model.graph) == 0:
         raise FormatError(f"{path} is not an ONNX model: it has no operators.")
+    for name, array in arrays.items():
+        model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
     return model
+
+
+def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
+    """The model without its large weights, and these as arrays: in a message they would be copied at each reading.
+
+    The model is another message, as a message never gives memory back.
+    """
+    arrays = {}
+    kinds = {int(kind): kind.numpy() for kind in _plain()}
+    for tensor in proto.graph.initializer:
+        if tensor.data_type in kinds and tensor.HasField("raw_data") and math.prod(tensor.dims) >= SMALL:
+            kind = kinds[tensor.data_type]
+            arrays[tensor.name] = np.frombuffer(tensor.raw_data, kind).reshape(tensor.dims)
+            tensor.ClearField("raw_data")
+    light = onnx.ModelProto()
+    light.CopyFrom(proto)
+    return light, arrays
 
 
 def _has_external(model: ir.Model) -> bool:
@@ -119,6 +143,48 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
+def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
+    """The model as a ModelProto that names its weights as external, and their arrays by name.
+
+    For `SessionOptions.add_external_initializers`: the runtime then reads the arrays where they are, be it a mapped
+    file, and nothing is copied, nor limited to 2 GB.
+    """
+    import onnx_ir as ir
+
+    values = {
+        name: value
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None
+        # The runtime drops what nothing reads, and then misses it.
+        and value.uses()
+        and value.const_value.dtype in _plain()
+        and (value.const_value.nbytes >= SMALL or isinstance(value.const_value, ir.ExternalTensor))
+    }
+    tensors = {name: value.const_value for name, value in values.items()}
+    try:
+        for name, value in values.items():
+            tensor = tensors[name]
+            assert tensor is not None
+            value.const_value = ir.ExternalTensor(
+                "memory", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+            )
+        proto = to_proto(model)
+    finally:
+        for name, value in values.items():
+            value.const_value = tensors[name]
+    return proto, {
+        name: np.asarray(tensor.numpy(), order="C") for name, tensor in tensors.items() if tensor is not None
+    }
+
+
+def _plain() -> set[ir.DataType]:
+    """The element types that numpy has itself."""
+    import onnx_ir as ir
+
+    kinds = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "INT16", "INT8", "UINT8")
+    return {ir.DataType[kind] for kind in kinds}
+
+
 def weight_bytes(model: ir.Model) -> int:
     """Bytes of all initializers."""
     return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
@@ -146,7 +212,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        ir.save(model, temporary / target.name, external_data=data, size_threshold_bytes=1024)
+        ir.save(model, temporary / target.name, external_data=data, size_threshold_bytes=SMALL)
         onnx.checker.check_model(str(temporary / target.name))
         for file in (data, target.name):
             if file and (temporary / file).exists():

@@ -137,7 +137,7 @@ _later("MinMSEModeFloatScale", TEXT, "Percentile", "All", why="every value count
 _obeyed("WeightCalibrateMethod", (Enum,), None, "MinMax or MinMSE, for weights")
 _obeyed("CalibDataSize", INT, None, "most samples read")
 _moot("CalibWorkerNum", INT, 1, "one pass; the result never depends on the number of workers")
-_moot("CalibOptimizeMem", BOOL, True, "memory is bounded by one sample")
+_moot("CalibOptimizeMem", BOOL, True, "memory is bounded by two samples")
 _moot("CalibOptimizeDisk", BOOL, False, "nothing is written to disk")
 _later("SaveTensorHistFig", BOOL, False)
 _moot("CalibPassthroughOpTypes", LIST, [], "tensors with one scale share one range")
