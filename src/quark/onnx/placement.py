@@ -19,6 +19,7 @@ from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.model import constant
+from quark.onnx.matmul_nbits import fits_nbits
 from quark.onnx.operators import ALIGN_GROUPS, NEVER, ON_REQUEST, RULES, rule_of
 from quark.onnx.scopes import nodes_of
 from quark.onnx.settings import Settings
@@ -92,7 +93,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             continue
         if settings.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
             continue
-        if settings.weights_only and not _has_weight(node):
+        if settings.weights_only and not _has_weight(node, layer, settings):
             continue
         placement.nodes.append(node)
         if not settings.weights_only:
@@ -115,9 +116,12 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     return placement
 
 
-def _has_weight(node: ir.Node) -> bool:
+def _has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
+    """Whether a node has a constant weight; one that a MatMulNBits can hold, where these are asked for."""
     weight = rule_of(node.op_type).weight
-    return weight is not None and weight < len(node.inputs) and constant(node.inputs[weight]) is not None
+    if weight is None or weight >= len(node.inputs) or constant(node.inputs[weight]) is None or layer.weight is None:
+        return False
+    return settings.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
 
 
 def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:

@@ -30,7 +30,7 @@ from quark.onnx.extended import (
 )
 from quark.onnx.matmul_nbits import fits_nbits, write_nbits
 from quark.onnx.model import constant, opset
-from quark.onnx.parameters import CAST, Parameters, encode
+from quark.onnx.parameters import CAST, Parameters, channel_bias, encode, largest_bias
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
@@ -68,7 +68,7 @@ class Rewriter:
         for (node, index), spec in self.placement.weights.items():
             if node in dynamic:
                 write_dynamic(self, node)
-            elif self.settings.matmul_nbits is not None and fits_nbits(node, spec):
+            elif self.settings.matmul_nbits is not None:
                 write_nbits(self, node, spec, self.settings.matmul_nbits)
             else:
                 self._weight(node, index, spec)
