@@ -17,7 +17,8 @@ from quark.log import logger
 from quark.onnx.calibrate import activation_params
 from quark.onnx.custom_ops import BLOCK_OPSET
 from quark.onnx.extended import EXTENDED
-from quark.onnx.model import infer_shapes, load, opset, save, to_proto
+from quark.onnx.model import checked_proto, infer_shapes, load, opset, save
+from quark.onnx.names import make_way
 from quark.onnx.npu import adjust, simulate
 from quark.onnx.overrides import override_params, override_specs
 from quark.onnx.parameters import Parameters, fit_int32_biases, onnx_range, weight_params
@@ -91,7 +92,7 @@ class ModelQuantizer:
         model = quantize(load(model_input), self.settings, calibration_data_reader)
         logger.info("Model quantization has been completed.")
         if model_output is None:
-            return to_proto(model)
+            return checked_proto(model)
         save(model, model_output, self.settings.external_data)
         return None
 
@@ -119,6 +120,7 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     if settings.fit_int32_bias:
         fit_int32_biases(placement, parameters)
     Rewriter(model, settings, parameters, placement).run()
+    make_way(model.graph)
     run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"
     return model
