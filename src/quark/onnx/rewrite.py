@@ -28,7 +28,7 @@ from quark.onnx.extended import (
     is_bfloat16,
     linear_operator,
 )
-from quark.onnx.matmul_nbits import fits_nbits, write_nbits
+from quark.onnx.matmul_nbits import write_nbits
 from quark.onnx.model import constant, opset
 from quark.onnx.parameters import CAST, Parameters, channel_bias, encode, largest_bias
 from quark.onnx.placement import Placement
@@ -271,15 +271,15 @@ class Rewriter:
             return
         if (owner, weight) not in params.weights:
             return
-        name, bias = source.name or "", np.asarray(constant(source), np.float32)
-        scale = np.asarray(params.activations[root].scale, np.float64) * params.weights[owner, weight].scale
-        scale = np.asarray(scale, np.float32)
+        name, bias = source.name or "", constant(source)
+        bias, weight_scale = channel_bias(bias, params.weights[owner, weight].scale)
+        scale = np.asarray(np.asarray(params.activations[root].scale, np.float64) * weight_scale, np.float32)
         kind = DTYPES["int16" if self.settings.int16_bias else "int32"]
         if self.settings.int16_bias:
             # The scale of the accumulator where the bias fits, else the finest at which it does.
-            largest = np.abs(bias) if scale.ndim else np.abs(bias).max()
+            largest = largest_bias(bias, scale)
             scale = np.asarray(np.maximum(scale, largest / kind.max), np.float32)
-        codes = np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max).astype(kind.name)
+        codes = np.asarray(np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max), kind.name)
         key = f"{node.name}_{name}"
         inputs = [
             self.initializer(f"{key}_quantized", codes),
@@ -287,7 +287,8 @@ class Rewriter:
             self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
         spec = replace(self.placement.weights[owner, weight], dtype=kind)
-        self._unique([self._plain("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None)], node, index)
+        axis = bias.ndim - 1 if scale.ndim else None
+        self._unique([self._plain("DequantizeLinear", inputs, name, spec, axis)], node, index)
 
     def _unique(self, decoders: list[ir.Node], node: ir.Node, index: int) -> None:
         """Put decoders before the node that reads them; a second reader of one constant gets names of its own."""
