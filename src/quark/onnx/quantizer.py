@@ -120,8 +120,8 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     parameters = adjust(placement, parameters, settings)
     if settings.fit_int32_bias and not settings.int16_bias:
         fit_int32_biases(placement, parameters)
-    Rewriter(model, settings, parameters, placement).run()
     make_way(model.graph)
+    Rewriter(model, settings, parameters, placement).run()
     run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"
     return model

@@ -87,7 +87,9 @@ class Rewriter:
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
         name = value.name or ""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
-        uses, is_output = [use for use in value.uses() if use.node.graph is self.graph], value.is_graph_output()
+        uses = [use for use in value.uses() if use.node.graph is self.graph]
+        # An input that is an output too goes from one to the other as it is.
+        is_output = value.is_graph_output() and not value.is_graph_input()
         if self._is_float(value):
             uses, is_output = [use for use in uses if use.node in self.quantized], False
         params = CAST if spec.is_cast or spec.is_block else self.parameters.activations[self.placement.root(value)]
@@ -238,7 +240,7 @@ class Rewriter:
         """Codes, scale and zero point of a constant operand, as initializers."""
         source, params = node.inputs[index], self.parameters.weights[node, index]
         assert source is not None
-        name = self.stored_name(source.name or "", node, source, params, spec)
+        name = self.stored_name(source.name or "", node, source, params, spec, transpose)
         codes = self.initializer(f"{name}_quantized", self._codes(source, params, spec, transpose))
         return codes, *self._scale_and_zero(name, params, spec)
 
@@ -252,10 +254,12 @@ class Rewriter:
 
         return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape[::-1] if transpose else shape))
 
-    def stored_name(self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec) -> str:
-        """A name for the integers of a constant: shared by all nodes that read it under the same parameters."""
+    def stored_name(
+        self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec, transpose: bool = False
+    ) -> str:
+        """A name for the integers of a constant: shared by all nodes that read it alike, under the same parameters."""
         zero = b"" if params.zero_point is None else np.asarray(params.zero_point).tobytes()
-        key = (id(source), spec, np.asarray(params.scale).tobytes(), zero)
+        key = (id(source), spec, np.asarray(params.scale).tobytes(), zero, transpose)
         if self.stored.setdefault(name, key) == key:
             return name
         return f"{name}_{node.name}"
