@@ -36,5 +36,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"quark: {message}", style="red", markup=False)
+    # Messages that quote a runtime may have lines of their own.
+    line = f"quark: {' '.join(message.split())}"
+    Console(stderr=True, soft_wrap=True, highlight=False).print(line, style="red", markup=False)
     sys.exit(1)

@@ -195,12 +195,13 @@ def test_weight_scales_under_which_an_int32_bias_fits(granularity: QuantGranular
         codes, scale = arrays(model)["y_node_b_quantized"], arrays(model)["y_node_b_quantized_scale"]
         return float(np.abs(codes.astype(np.float64) * scale - [1, -2, 3, 50]).max())
 
-    fitted = written(tiny, squares(), weight=weight, AdjustWeightScaleForInt32Bias=True)
+    layer = QLayerConfig(input_tensors=Int8Spec(calibration_method=MIN_MAX), weight=weight)
+    fitted = written(tiny, squares(), weight=weight)
     assert largest_error(fitted) < 1e-6
     plain = to_proto(
         quantize(
             load(tiny()),
-            lower(QConfig(QLayerConfig(input_tensors=Int8Spec(calibration_method=MIN_MAX), weight=weight))),
+            lower(QConfig(layer, AdjustWeightScaleForInt32Bias=False)),
             Reader(squares()),
         )
     )

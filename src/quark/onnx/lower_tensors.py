@@ -135,8 +135,10 @@ def lower_nbits(options: Mapping[str, Any]) -> tuple[TensorSpec, int]:
 
     Raises:
         ConfigError: an unknown entry or a wrong value.
-        NotSupportedError: an algorithm other than rounding to nearest.
+        NotSupportedError: an algorithm other than rounding to nearest, or an op type other than MatMul.
     """
+    if set(value_of(options, "OpTypesToQuantize")) - {"MatMul"}:
+        raise NotSupportedError("UseMatMulNBits: only MatMul has such a form. Possible: OpTypesToQuantize=['MatMul'].")
     given = {**NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
     for key in given:
         if key not in NBITS_DEFAULTS:

@@ -173,7 +173,7 @@ def _settings(request: Request) -> Settings:
     weights_only = value_of(options, "WeightsOnly") or nbits is not None
     if nbits is not None:
         spec, int32_bias = LayerSpec(weight=nbits[0]), False
-        options.setdefault("OpTypesToQuantize", ["MatMul"])
+        options["OpTypesToQuantize"] = ["MatMul"]
     else:
         spec, int32_bias = _global_layer(request, weights_only)
     transformer = value_of(options, "EnableNPUTransformer")

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 
 from quark.errors import ConfigError, FormatError, OutputError
+from quark.onnx.validity import check_graph, check_weights
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -22,6 +23,7 @@ DATA_SUFFIX = ".data"
 PROTOBUF_LIMIT = 2**31 - 2**20
 QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
+MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
 QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
 
 
@@ -29,8 +31,8 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     """Read a model from a path or a ModelProto, which is not changed; every node gets a name.
 
     Raises:
-        FormatError: No ONNX file, truncated, without opset, or with external data that is missing or lies outside
-            the folder of the model.
+        FormatError: No ONNX file, truncated, without opset, operators or outputs, of an opset that does not exist yet,
+            with two nodes of one name, or with external data that is missing or lies outside the folder of the model.
         ConfigError: The model is quantized already.
     """
     model = read(source)
@@ -50,8 +52,12 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     # onnx_ir takes half a second to import: when a model is really loaded.
     import onnx_ir as ir
 
+    if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
+        raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")
     model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
-    _check_external(model)
+    name = "The ModelProto" if isinstance(source, onnx.ModelProto) else os.fspath(source)
+    check_graph(model, name)
+    check_weights(model, name)
     name_nodes(model)
     return model
 
@@ -68,8 +74,6 @@ def _load_file(path: Path) -> ir.Model:
         ir.external_data.set_base_dir(model.graph, path.parent)
     except (DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise FormatError(f"{path} is not an ONNX model, or truncated: {error}.") from None
-    if not model.opset_imports or len(model.graph) == 0:
-        raise FormatError(f"{path} is not an ONNX model: it has no operators.")
     for name, array in arrays.items():
         model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
     return model
@@ -98,20 +102,6 @@ def _has_external(model: ir.Model) -> bool:
     return any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
 
 
-def _check_external(model: ir.Model) -> None:
-    import onnx_ir as ir
-
-    for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor):
-            base = Path(tensor.base_dir or ".").resolve()
-            file = (base / tensor.location).resolve()
-            if not file.is_relative_to(base):
-                raise FormatError(f"The data of {name} lies outside the model's folder: {tensor.location}.")
-            if not file.is_file():
-                raise FormatError(f"The data of {name} is missing: {tensor.location} is not beside the model.")
-
-
 def name_nodes(model: ir.Model) -> None:
     """Give every node without a name one that is free."""
     used = {node.name for node in model.graph.all_nodes() if node.name}
@@ -126,9 +116,15 @@ def name_nodes(model: ir.Model) -> None:
 
 def infer_shapes(model: ir.Model) -> None:
     """Fill in the types and shapes that follow from the inputs; values with unknown ones stay as they are."""
+    import onnx_ir as ir
     from onnx_ir.passes.common import ShapeInferencePass
 
     ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    for node in model.graph.all_nodes():
+        # The pass takes a sequence for a tensor of its elements.
+        for value in node.outputs if node.op_type in MAKES_SEQUENCE else ():
+            if isinstance(value.type, ir.TensorType):
+                value.type, value.shape = ir.SequenceType(value.type), None
 
 
 def opset(model: ir.Model) -> int:
@@ -185,6 +181,25 @@ def _plain() -> set[ir.DataType]:
     return {ir.DataType[kind] for kind in kinds}
 
 
+def checked_proto(model: ir.Model) -> onnx.ModelProto:
+    """The same, accepted by onnx.checker; one over 2 GB, or with weights outside, it cannot see.
+
+    Raises:
+        FormatError: The model is not valid.
+    """
+    proto = to_proto(model)
+    if weight_bytes(model) < PROTOBUF_LIMIT and not _has_external(model):
+        try:
+            onnx.checker.check_model(proto)
+        except onnx.checker.ValidationError as error:
+            raise FormatError(f"The result is no valid ONNX model: {_first_line(error)}") from error
+    return proto
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
 def weight_bytes(model: ir.Model) -> int:
     """Bytes of all initializers."""
     return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
@@ -220,8 +235,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
     except OSError as error:
         raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
     except onnx.checker.ValidationError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise FormatError(f"What would be written to {target} is no valid ONNX model: {reason}") from error
+        raise FormatError(f"What would be written to {target} is no valid ONNX model: {_first_line(error)}") from error
     finally:
         _remove(temporary)
 

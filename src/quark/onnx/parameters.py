@@ -19,6 +19,7 @@ from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import QParams, quantize
 from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, QuarkError
+from quark.onnx.edit import dims
 from quark.onnx.model import constant
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
@@ -102,6 +103,43 @@ def rescaled(params: QParams, spec: TensorSpec, scale: Array) -> QParams:
     return replace(params, scale=scale, zero_point=zero)
 
 
+def widen_softmax(placement: Placement, activations: dict[ir.Value, QParams]) -> None:
+    """Keep the scale of 8-bit outputs of Softmax within the reach of ONNX Runtime's integer kernel.
+
+    It computes exp(x) * (1 / scale) / sum in 32 bits, of which exp(x) takes what the length of the axis leaves. From
+    measurements on 1.31: right up to 1 / scale = 128 * length, and nothing but overflow from 150 * length on.
+    """
+    for node in placement.nodes:
+        output = node.outputs[0]
+        spec = placement.activations.get(output)
+        if node.op_type != "Softmax" or spec is None or not spec.has_zero_point or spec.dtype.bits != 8:
+            continue
+        sizes = dims(output)
+        length = sizes[node.attributes.get_int("axis", -1)] if sizes else None
+        root = placement.root(output)
+        # A power of two, which every kind of scale may be; an open axis may be as short as two.
+        least = 2.0 ** -int(np.log2(128 * max(2, length or 2)))
+        activations[root] = rescaled(activations[root], spec, np.maximum(activations[root].scale, least))
+
+
+def channel_bias(bias: Array, scale: Array) -> tuple[Array, Array]:
+    """A bias (..., channels) in float32 and the scale of its weight, one for all or one for each channel.
+
+    A bias that is one for all channels is repeated; so are scales that the groups of a ConvTranspose share.
+    """
+    bias = np.asarray(bias, np.float32)
+    if np.ndim(scale) == 0:
+        return bias, scale
+    channels = bias.shape[-1] if bias.ndim else 1
+    scale = np.tile(scale, max(1, channels // len(scale)))
+    return np.broadcast_to(bias, np.broadcast_shapes(bias.shape, scale.shape)), scale
+
+
+def largest_bias(bias: Array, scale: Array) -> Any:
+    """The largest magnitude under each scale."""
+    return np.abs(bias).max(axis=tuple(range(bias.ndim - np.ndim(scale))), initial=0)
+
+
 def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
     """Enlarge the scale of every weight under which its int32 bias would not fit: |bias| <= (2^31 - 1) s_in s_w."""
     owners = {place: (place[0], weight) for place, weight in placement.biases.items()}
@@ -112,11 +150,11 @@ def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
         if source is None or weight not in parameters.weights:
             continue
         params = parameters.weights[weight]
-        bias = np.abs(np.asarray(constant(node.inputs[index]), np.float64))
+        largest = largest_bias(*channel_bias(constant(node.inputs[index]), params.scale))
+        if np.ndim(params.scale):
+            largest = largest.reshape(-1, len(params.scale)).max(0)
         # In float32 2^31 - 1 is 2^31: a margin of one step of float32.
-        needed = (bias if np.ndim(params.scale) else bias.max()) / (
-            (2**31 - 2**8) * np.asarray(source.scale, np.float64)
-        )
+        needed = np.asarray(largest, np.float64) / ((2**31 - 2**8) * np.asarray(source.scale, np.float64))
         parameters.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
@@ -18,6 +20,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.masks import is_mask, masked_values
+from quark.onnx.matmul_nbits import fits_nbits
 from quark.onnx.model import constant
 from quark.onnx.operators import ALIGN_GROUPS, NEVER, ON_REQUEST, RULES, rule_of
 from quark.onnx.scopes import nodes_of
@@ -26,6 +29,9 @@ from quark.onnx.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+WIDEST_DIVISOR = 16
+"""Largest over smallest magnitude of a constant divisor that is quantized: beyond, the smallest keeps few bits."""
 
 DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
@@ -79,7 +85,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     target = TARGETS[settings.target]
     chosen = select_nodes(model, settings)
     for node, layer in chosen.items():
-        if not _worth_quantizing(node, target, placement):
+        if _is_other_float(node) or not _worth_quantizing(node, target, placement):
             continue
         rule = rule_of(node.op_type)
         if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
@@ -92,7 +98,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             continue
         if settings.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
             continue
-        if settings.weights_only and not _has_weight(node):
+        if settings.weights_only and not _has_weight(node, layer, settings):
             continue
         placement.nodes.append(node)
         if not settings.weights_only:
@@ -102,7 +108,10 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             _place_added_bias(node, placement)
     if not placement.nodes:
         present = ", ".join(sorted({node.op_type for node in model.graph}))
-        raise ConfigError(f"Nothing to quantize: the model has {present}; with a rule: {', '.join(sorted(RULES))}.")
+        other = "; these are not in float32" if any(map(_is_other_float, chosen)) else ""
+        raise ConfigError(
+            f"Nothing to quantize: the model has {present}{other}; with a rule: {', '.join(sorted(RULES))}."
+        )
     if not settings.weights_only:
         _fuse(placement, settings)
         _share_scales(placement, settings)
@@ -115,9 +124,12 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     return placement
 
 
-def _has_weight(node: ir.Node) -> bool:
+def _has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
+    """Whether a node has a constant weight; one that a MatMulNBits can hold, where these are asked for."""
     weight = rule_of(node.op_type).weight
-    return weight is not None and weight < len(node.inputs) and constant(node.inputs[weight]) is not None
+    if weight is None or weight >= len(node.inputs) or constant(node.inputs[weight]) is None or layer.weight is None:
+        return False
+    return settings.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
 
 
 def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
@@ -244,10 +256,17 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = weight_spec(node, layer.weight, settings)
-        elif index != rule.weight and layer.input is not None and not settings.weights_only and not is_mask(value):
+        elif index != rule.weight and layer.input is not None and not settings.weights_only and _one_scale(node, value):
             # A constant operand of an elementwise node is quantized like an activation.
             placement.weights[node, index] = replace(layer.input, observer="min_max")
     _place_bias(node, layer, settings, placement)
+
+
+def _one_scale(node: ir.Node, value: ir.Value) -> bool:
+    """Whether one scale serves a constant: not a mask, not a divisor whose smallest value would become 0."""
+    array = constant(value)
+    wide = node.op_type == "Div" and array.size and np.abs(array).max() > WIDEST_DIVISOR * np.abs(array).min()
+    return not is_mask(value) and not wide
 
 
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
@@ -287,7 +306,9 @@ def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSp
         if isinstance(granularity, PerGroup) and len(shape) == 2:
             granularity = PerGroup(1 - axis, granularity.size, pad=True)
         else:
-            granularity = PerChannel(axis) if len(shape) > 1 else PerTensor()
+            # The integer kernel of MatMul takes one scale for a stack of matrices.
+            stacked = node.op_type == "MatMul" and len(shape) > 2 and not settings.weights_only
+            granularity = PerChannel(axis) if len(shape) > 1 and not stacked else PerTensor()
     return replace(spec, granularity=granularity)
 
 
@@ -338,5 +359,16 @@ def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:
 
 
 def _is_float(value: ir.Value, guess: bool = True) -> bool:
-    """Whether a tensor holds floats; of unknown type: what is guessed, by an op that is known."""
-    return guess if value.dtype is None else value.dtype.is_floating_point()
+    """Whether a value is a tensor of float32; of unknown type: what is guessed, by an op that is known."""
+    import onnx_ir as ir
+
+    if value.type is None:
+        return guess
+    # A sequence of tensors has an element type too.
+    return isinstance(value.type, ir.TensorType) and value.dtype is ir.DataType.FLOAT
+
+
+def _is_other_float(node: ir.Node) -> bool:
+    """Whether a node computes in another float type: there are scales and integer kernels for float32 only."""
+    values = (value for value in (*node.inputs, *node.outputs) if value is not None and not _is_float(value))
+    return any(value.dtype is not None and value.dtype.is_floating_point() for value in values)

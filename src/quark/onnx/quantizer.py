@@ -17,10 +17,11 @@ from quark.log import logger
 from quark.onnx.calibrate import activation_params
 from quark.onnx.custom_ops import BLOCK_OPSET
 from quark.onnx.extended import EXTENDED
-from quark.onnx.model import infer_shapes, load, opset, save, to_proto
+from quark.onnx.model import checked_proto, infer_shapes, load, opset, save
+from quark.onnx.names import make_way
 from quark.onnx.npu import adjust, simulate
 from quark.onnx.overrides import override_params, override_specs
-from quark.onnx.parameters import Parameters, fit_int32_biases, onnx_range, weight_params
+from quark.onnx.parameters import Parameters, fit_int32_biases, onnx_range, weight_params, widen_softmax
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.path_reader import PathDataReader
 from quark.onnx.placement import Placement, place
@@ -91,7 +92,7 @@ class ModelQuantizer:
         model = quantize(load(model_input), self.settings, calibration_data_reader)
         logger.info("Model quantization has been completed.")
         if model_output is None:
-            return to_proto(model)
+            return checked_proto(model)
         save(model, model_output, self.settings.external_data)
         return None
 
@@ -111,13 +112,15 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     placement = place(model, settings)
     override_specs(placement, settings)
     activations = activation_params(model, placement, settings, reader, identity)
+    widen_softmax(placement, activations)
     parameters = Parameters(activations, weight_params(placement, settings))
     override_params(placement, parameters, settings)
     if settings.fold_relu or TARGETS[settings.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
     parameters = adjust(placement, parameters, settings)
-    if settings.fit_int32_bias:
+    if settings.fit_int32_bias and not settings.int16_bias:
         fit_int32_biases(placement, parameters)
+    make_way(model.graph)
     Rewriter(model, settings, parameters, placement).run()
     run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"

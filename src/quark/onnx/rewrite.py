@@ -28,9 +28,9 @@ from quark.onnx.extended import (
     is_bfloat16,
     linear_operator,
 )
-from quark.onnx.matmul_nbits import fits_nbits, write_nbits
+from quark.onnx.matmul_nbits import write_nbits
 from quark.onnx.model import constant, opset
-from quark.onnx.parameters import CAST, Parameters, encode
+from quark.onnx.parameters import CAST, Parameters, channel_bias, encode, largest_bias
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
@@ -68,7 +68,7 @@ class Rewriter:
         for (node, index), spec in self.placement.weights.items():
             if node in dynamic:
                 write_dynamic(self, node)
-            elif self.settings.matmul_nbits is not None and fits_nbits(node, spec):
+            elif self.settings.matmul_nbits is not None:
                 write_nbits(self, node, spec, self.settings.matmul_nbits)
             else:
                 self._weight(node, index, spec)
@@ -87,7 +87,9 @@ class Rewriter:
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
         name = value.name or ""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
-        uses, is_output = [use for use in value.uses() if use.node.graph is self.graph], value.is_graph_output()
+        uses = [use for use in value.uses() if use.node.graph is self.graph]
+        # An input that is an output too goes from one to the other as it is.
+        is_output = value.is_graph_output() and not value.is_graph_input()
         if self._is_float(value):
             uses, is_output = [use for use in uses if use.node in self.quantized], False
         params = CAST if spec.is_cast or spec.is_block else self.parameters.activations[self.placement.root(value)]
@@ -238,7 +240,7 @@ class Rewriter:
         """Codes, scale and zero point of a constant operand, as initializers."""
         source, params = node.inputs[index], self.parameters.weights[node, index]
         assert source is not None
-        name = self.stored_name(source.name or "", node, source, params, spec)
+        name = self.stored_name(source.name or "", node, source, params, spec, transpose)
         codes = self.initializer(f"{name}_quantized", self._codes(source, params, spec, transpose))
         return codes, *self._scale_and_zero(name, params, spec)
 
@@ -252,10 +254,12 @@ class Rewriter:
 
         return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape[::-1] if transpose else shape))
 
-    def stored_name(self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec) -> str:
-        """A name for the integers of a constant: shared by all nodes that read it under the same parameters."""
+    def stored_name(
+        self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec, transpose: bool = False
+    ) -> str:
+        """A name for the integers of a constant: shared by all nodes that read it alike, under the same parameters."""
         zero = b"" if params.zero_point is None else np.asarray(params.zero_point).tobytes()
-        key = (id(source), spec, np.asarray(params.scale).tobytes(), zero)
+        key = (id(source), spec, np.asarray(params.scale).tobytes(), zero, transpose)
         if self.stored.setdefault(name, key) == key:
             return name
         return f"{name}_{node.name}"
@@ -271,15 +275,15 @@ class Rewriter:
             return
         if (owner, weight) not in params.weights:
             return
-        name, bias = source.name or "", np.asarray(constant(source), np.float32)
-        scale = np.asarray(params.activations[root].scale, np.float64) * params.weights[owner, weight].scale
-        scale = np.asarray(scale, np.float32)
+        name, bias = source.name or "", constant(source)
+        bias, weight_scale = channel_bias(bias, params.weights[owner, weight].scale)
+        scale = np.asarray(np.asarray(params.activations[root].scale, np.float64) * weight_scale, np.float32)
         kind = DTYPES["int16" if self.settings.int16_bias else "int32"]
         if self.settings.int16_bias:
             # The scale of the accumulator where the bias fits, else the finest at which it does.
-            largest = np.abs(bias) if scale.ndim else np.abs(bias).max()
+            largest = largest_bias(bias, scale)
             scale = np.asarray(np.maximum(scale, largest / kind.max), np.float32)
-        codes = np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max).astype(kind.name)
+        codes = np.asarray(np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max), kind.name)
         key = f"{node.name}_{name}"
         inputs = [
             self.initializer(f"{key}_quantized", codes),
@@ -287,7 +291,8 @@ class Rewriter:
             self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
         spec = replace(self.placement.weights[owner, weight], dtype=kind)
-        self._unique([self._plain("DequantizeLinear", inputs, name, spec, 0 if scale.ndim else None)], node, index)
+        axis = bias.ndim - 1 if scale.ndim else None
+        self._unique([self._plain("DequantizeLinear", inputs, name, spec, axis)], node, index)
 
     def _unique(self, decoders: list[ir.Node], node: ir.Node, index: int) -> None:
         """Put decoders before the node that reads them; a second reader of one constant gets names of its own."""

@@ -147,7 +147,7 @@ class Settings:
     dedicated_dequantize: bool = False
     float_weights: bool = False
     int16_bias: bool = False
-    fit_int32_bias: bool = False
+    fit_int32_bias: bool = True
     dpu_conversions: tuple[str, ...] = ()
     position_rules: tuple[str, ...] = ()
     position_rounds: int = 5

@@ -1,0 +1,103 @@
+"""Every named configuration on every model of the zoo: a valid file that stock ONNX Runtime runs, near float."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.metrics import sqnr
+from quark.errors import ConfigError, NotSupportedError
+from quark.onnx import ModelQuantizer, presets
+from quark.onnx.config import Config
+from quark.onnx.presets import QROWS, ROWS, get_default_config
+from tests.onnx.zoo import ZOO, Array, Reader, feed, outputs
+
+LATER = {name: "AdaRound" if "ADAROUND" in name else "AdaQuant" for name in (*ROWS, *QROWS) if "_ADA" in name}
+LATER |= {name: "AdaRound" for name in ROWS if name.endswith("_ACCURATE")}
+LATER |= {name: "mixed precision" for name in ROWS if "_MIXED_" in name}
+NOW = [name for name in (*ROWS, *QROWS) if name not in LATER]
+
+FLOORS = {
+    "A8W8": 29, "A8W8_QCONFIG": 29, "S8S8_AAWS": 31, "U8S8_AAWS": 31, "U8U8_AAWA": 32, "INT8_CNN_DEFAULT": 31,
+    "INT8_TRANSFORMER_DEFAULT": 33, "UINT8_DYNAMIC_QUANT": 34, "XINT8": 16, "XINT8_QCONFIG": 16, "VINT8": 22,
+    "VINT8_QCONFIG": 22, "A16W8": 36, "A16W8_QCONFIG": 36, "S16S8_ASWS": 36, "U16S8_AAWS": 36,
+    "INT16_CNN_DEFAULT": 70, "INT16_TRANSFORMER_DEFAULT": 70, "FP16": 57, "BF16": 42, "BF16_QCONFIG": 42, "BFP16": 30,
+    "BFP16_QCONFIG": 30, "BF16_BFP16": 35, "BF16_MXINT8": 35, "MX9_INT8": 31, "MX9": 32, "MX6": 12, "MX4": 2.5,
+    "MXINT8": 28, "MXFP8E5M2": 6, "MXFP8E4M3": 7, "MXFP6E3M2": 6, "MXFP6E2M3": 12, "MXFP4E2M1": 2.5, "MATMUL_NBITS": 12,
+}  # fmt: skip
+"""Least SQNR in dB over the zoo: what the type gives on its hardest model (cubes of Gelu, products of gates)."""
+
+LINEAR = {"UINT8_DYNAMIC_QUANT": {"Conv", "Gemm", "MatMul"}, "MATMUL_NBITS": {"MatMul"}}
+LINEAR |= {f"INT{bits}_TRANSFORMER_DEFAULT": {"Gemm", "MatMul"} for bits in (8, 16)}
+"""Presets that quantize these op types only: a model without them has nothing to quantize."""
+
+OPEN_MEAN = {"branches", "branches11"}
+"""Models that average over an open batch, which the NPU's operators, simulated by XINT8, cannot."""
+
+
+@cache
+def case(model: str) -> tuple[onnx.ModelProto, dict[str, Array], list[Array]]:
+    """A float model, one sample, and what it gives for it."""
+    made = ZOO[model]()
+    sample = feed(made)
+    return made, sample, outputs(made, sample, optimise=True)
+
+
+def config(name: str) -> Any:
+    return getattr(presets, name) if name in QROWS else Config(get_default_config(name))
+
+
+def refusal(preset: str, model: str, float_model: onnx.ModelProto) -> str | None:
+    """What the error says where a preset cannot serve a model."""
+    if preset in LINEAR and not LINEAR[preset] & {node.op_type for node in float_model.graph.node}:
+        return "Nothing to quantize"
+    return "is not fixed" if preset.startswith("XINT8") and model in OPEN_MEAN else None
+
+
+def check(model: onnx.ModelProto) -> None:
+    """Valid, in order, and with the imports that it uses."""
+    onnx.checker.check_model(model, full_check=True)
+    known = {value.name for value in (*model.graph.input, *model.graph.initializer)}
+    for node in model.graph.node:
+        assert {name for name in node.input if name} <= known, f"{node.name} stands before what it reads"
+        known |= set(node.output)
+    used = {node.domain for nodes in (model.graph.node, *(f.node for f in model.functions)) for node in nodes}
+    assert {entry.domain for entry in model.opset_import} <= {*used, ""}
+    names = [node.name for node in model.graph.node]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("preset", NOW)
+def test_every_model_runs_near_float(preset: str) -> None:
+    for model in ZOO:
+        float_model, sample, expected = case(model)
+        asked = config(preset)
+        if model == "half":
+            with pytest.raises(NotSupportedError, match="ConvertFP16ToFP32"):
+                ModelQuantizer(asked).quantize_model(float_model, None, Reader([sample]))
+            options = getattr(asked, "global_quant_config", asked).extra_options
+            options["ConvertFP16ToFP32"] = True
+            sample = {name: array.astype(np.float32) for name, array in sample.items()}
+        message = refusal(preset, model, float_model)
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                ModelQuantizer(asked).quantize_model(float_model, None, Reader([sample]))
+            continue
+        done = ModelQuantizer(asked).quantize_model(float_model, None, Reader([sample]))
+        assert done is not None
+        check(done)
+        for reference, found in zip(expected, outputs(done, sample, optimise=True), strict=True):
+            assert found.shape == reference.shape and np.isfinite(found).all()
+            noise = sqnr(reference.astype(np.float32), found)
+            assert noise > FLOORS[preset], f"{preset} on {model}: {noise:.1f} dB"
+
+
+@pytest.mark.parametrize("preset", LATER)
+def test_presets_with_a_later_algorithm_name_it(preset: str) -> None:
+    float_model, sample, _ = case("mlp")
+    with pytest.raises(NotSupportedError, match=LATER[preset]):
+        ModelQuantizer(config(preset)).quantize_model(float_model, None, Reader([sample]))

@@ -1,0 +1,197 @@
+"""Odd models: under every kind of scheme a right result in stock ONNX Runtime, or a clear error and no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.metrics import sqnr
+from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, QuarkError
+from quark.onnx import (
+    BFloat16Spec,
+    CalibMethod,
+    Int4Spec,
+    Int8Spec,
+    ModelQuantizer,
+    QConfig,
+    QLayerConfig,
+    QuantGranularity,
+    UInt8Spec,
+)
+from quark.onnx.config import Config
+from quark.onnx.presets import get_default_config
+from tests.onnx import odd
+from tests.onnx.zoo import Reader, cnn, images, outputs
+
+MIN_MAX = UInt8Spec(calibration_method=CalibMethod.MinMax)
+CHANNELS = QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec(quant_granularity=QuantGranularity.Channel))
+GROUPS = QLayerConfig(input_tensors=MIN_MAX, weight=Int4Spec(quant_granularity=QuantGranularity.Group))
+PAIRS = {"DedicatedQDQPair": True, "AddQDQPairToWeight": True, "SkipPreprocess": True}
+SCHEMES: dict[str, tuple[Any, float]] = {
+    "A8W8": (Config(get_default_config("A8W8")), 25),
+    "channels": (QConfig(CHANNELS), 25),
+    "ort_x64": (QConfig(CHANNELS, Target="ort_x64"), 25),
+    "pairs": (QConfig(QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec()), **PAIRS), 25),
+    "XINT8": (Config(get_default_config("XINT8")), 15),
+    "INT16": (Config(get_default_config("INT16_CNN_DEFAULT")), 60),
+    "MXINT8": (Config(get_default_config("MXINT8")), 22),
+    "BF16": (Config(get_default_config("BF16")), 38),
+    "dynamic": (Config(get_default_config("UINT8_DYNAMIC_QUANT")), 25),
+    "int4 weights": (QConfig(GROUPS, WeightsOnly=True, BlockSize=16), 12),
+}
+"""Scheme -> config, least SQNR in dB."""
+
+NOTHING = "Nothing to quantize"
+LEFT = {"ort_x64": {"weights_that_are_inputs", "divisors_of_all_sizes"}}
+LEFT["dynamic"] = {"factors_of_gemm", "weights_that_are_inputs", "divisors_of_all_sizes"}
+LEFT["int4 weights"] = {"weights_that_are_inputs", "divisors_of_all_sizes"}
+"""Scheme -> models without a node that it can quantize."""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("make", odd.RIGHT, ids=lambda make: make.__name__)
+def test_a_right_result(make: odd.Make, scheme: str, tmp_path: Path) -> None:
+    config, least = SCHEMES[scheme]
+    model, target = make(), tmp_path / "out.onnx"
+    before = model.SerializeToString()
+    feeds = [odd.sample(model), odd.sample(model, seed=2, size=5)]
+    # Models with functions cannot be raised to opset 21; some have no weight at all.
+    refused = NotSupportedError if (make.__name__, scheme) == ("a_local_function", "int4 weights") else ConfigError
+    if make.__name__ in LEFT.get(scheme, ()) or refused is NotSupportedError:
+        with pytest.raises(refused, match=NOTHING if refused is ConfigError else "local functions"):
+            ModelQuantizer(config).quantize_model(model, target, Reader(feeds))
+        assert not list(tmp_path.iterdir())
+        return
+    ModelQuantizer(config).quantize_model(model, target, Reader(feeds))
+    assert model.SerializeToString() == before
+    onnx.checker.check_model(str(target))
+    expected = outputs(model, feeds[0], optimise=True)
+    for optimise in (False, True):
+        for reference, found in zip(expected, outputs(str(target), feeds[0], optimise), strict=True):
+            assert found.shape == reference.shape and np.isfinite(found).all()
+            assert sqnr(reference, found) > least
+
+
+def changed(**fields: Any) -> onnx.ModelProto:
+    model = odd.linear()
+    for name, value in fields.items():
+        setattr(model, name, value)
+    return model
+
+
+def of_opset(version: int) -> onnx.ModelProto:
+    model = odd.linear()
+    model.opset_import[0].version = version
+    return model
+
+
+def with_weight(**fields: Any) -> onnx.ModelProto:
+    model = odd.linear()
+    model.graph.initializer[0].MergeFrom(onnx.TensorProto(**fields))
+    return model
+
+
+def of_nodes(*steps: tuple[str, list[str], str], made: Any = None, name: str = "") -> onnx.ModelProto:
+    b = odd.Odd()
+    b.weight("w", 8, 8)
+    for op_type, read, output in steps:
+        b.raw(op_type, read, [output])
+        b.nodes[-1].name = name or b.nodes[-1].name
+    graph = onnx.helper.make_graph(b.nodes, "g", odd.infos(odd.ROW), odd.infos(made or {}), b.initializers)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+
+
+PRODUCT, Y = ("MatMul", ["x", "w"], "y"), {"y": ["n", 8]}
+BAD: dict[str, tuple[Any, type[QuarkError], str]] = {
+    "nothing": (None, FormatError, "path or a ModelProto, got NoneType"),
+    "no nodes": (of_nodes(made={"x": ["n", 8]}), FormatError, "has no operators"),
+    "no outputs": (of_nodes(PRODUCT), FormatError, "has no outputs"),
+    "only constants": (of_nodes(("RandomNormalLike", ["w"], "y"), made={"y": [8, 8]}), ConfigError, NOTHING),
+    "no rule": (of_nodes(("RandomNormalLike", ["x"], "y"), made=Y), ConfigError, "has RandomNormalLike; with a rule"),
+    "float64": (odd.all_in_float64(), ConfigError, "not in float32"),
+    "one name twice": (
+        of_nodes(("MatMul", ["x", "w"], "h"), ("MatMul", ["h", "w"], "y"), made=Y, name="same"),
+        FormatError,
+        "two nodes of the name 'same'",
+    ),
+    "a cycle": (of_nodes(("Add", ["h", "x"], "y"), ("Neg", ["y"], "h"), made=Y), FormatError, "cycle"),
+    "an input from nowhere": (of_nodes(("Add", ["h", "x"], "y"), made=Y), FormatError, "reads 'h', which nothing"),
+    "an op that does not exist": (
+        of_nodes(PRODUCT, ("Expp", ["y"], "z"), made={"z": ["n", 8]}),
+        QuarkError,
+        "Expp",
+    ),
+    "opset 99": (of_opset(99), FormatError, "opset 99"),
+    "IR version 99": (changed(ir_version=99), FormatError, "IR version 99"),
+    "bytes that lack": (with_weight(raw_data=b"1234"), FormatError, "w has 4 bytes, its shape 256"),
+    "dimensions that differ": (with_weight(dims=[2]), FormatError, "w has 256 bytes, its shape 512"),
+    "an empty weight": (odd.rows_that_are_empty(), CalibrationError, "No values were observed"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["A8W8", "BF16", "weights"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_clear_error_and_no_file(name: str, scheme: str, tmp_path: Path) -> None:
+    model, error, message = BAD[name]
+    if (name, scheme) == ("an empty weight", "BF16"):
+        pytest.skip("has no scale that would need a value")
+    layer = QLayerConfig(input_tensors=BFloat16Spec() if scheme == "BF16" else Int8Spec(), weight=Int8Spec())
+    config = SCHEMES[scheme][0] if scheme in SCHEMES else QConfig(layer, WeightsOnly=True)
+    feeds = [{"x": np.zeros((3, 8), np.float64 if name == "float64" else np.float32)}]
+    for target in (tmp_path / "out.onnx", None):
+        with pytest.raises(error, match=message):
+            ModelQuantizer(config).quantize_model(model, target, Reader(feeds))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_external_data_that_is_truncated(kept: int, tmp_path: Path) -> None:
+    onnx.save(cnn(), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    (tmp_path / "w.bin").write_bytes((tmp_path / "w.bin").read_bytes()[:kept])
+    with pytest.raises(FormatError, match=rf"stem_w is truncated.*which has {kept}"):
+        ModelQuantizer(SCHEMES["BF16"][0]).quantize_model(tmp_path / "m.onnx", tmp_path / "out.onnx")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.onnx", "w.bin"]
+
+
+def test_external_data_of_a_body_must_be_inside_the_folder(tmp_path: Path) -> None:
+    model = odd.a_loop()
+    loop = next(node for node in model.graph.node if node.op_type == "Loop")
+    outside = onnx.TensorProto(name="k", data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL)
+    outside.external_data.add(key="location", value="../secret.bin")
+    loop.attribute[0].g.initializer.append(outside)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(FormatError, match=r"k lies outside the model's folder: \.\./secret"):
+        ModelQuantizer(SCHEMES["BF16"][0]).quantize_model(tmp_path / "m.onnx", tmp_path / "out.onnx")
+
+
+def test_damaged_files_raise_no_other_error(tmp_path: Path) -> None:
+    """Files cut off anywhere and with bytes flipped: quantized, or refused as QuarkError."""
+    raw, random = cnn().SerializeToString(), np.random.default_rng(0)
+    feeds, refused = images(1), 0
+    for trial in range(60):
+        damaged = bytearray(raw)
+        if trial % 2:
+            damaged = damaged[: random.integers(1, len(raw))]
+        else:
+            for place in random.integers(0, len(raw), 20):
+                damaged[place] = random.integers(0, 256)
+        (tmp_path / "m.onnx").write_bytes(bytes(damaged))
+        try:
+            ModelQuantizer(SCHEMES["int4 weights"][0]).quantize_model(tmp_path / "m.onnx", tmp_path / "out.onnx", feeds)
+        except QuarkError:
+            refused += 1
+    assert 30 <= refused < 60
+
+
+def test_samples_may_differ_in_size_and_some_be_empty() -> None:
+    feeds = [{"x": images(1)[0]["x"][:size]} for size in (0, 1, 4, 2)]
+    quantizer = ModelQuantizer(SCHEMES["A8W8"][0])
+    done = quantizer.quantize_model(cnn(), None, Reader(feeds))
+    whole = quantizer.quantize_model(cnn(), None, Reader(feeds[2:3]))
+    assert done is not None and done == whole
+    with pytest.raises(CalibrationError, match="x: No values were observed"):
+        quantizer.quantize_model(cnn(), None, Reader(feeds[:1]))
