@@ -48,6 +48,29 @@ FIGURES = [
     Figure("packing", "pack int4 4096 x 4096 per channel", ("layouts", "per_channel", "pack_seconds"), 0.05, " s"),
     Figure("packing", "pack int4 4096 x 4096 per group", ("layouts", "per_group", "pack_seconds"), 0.05, " s"),
     Figure("calibration", "static w8a8 / float forward", ("ratio",), 1.15),
+    Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
+    *(
+        Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)
+        for model in ("resnet50", "encoder")
+        for method, limit in (("MinMax", 1.2), ("Percentile", 1.6), ("Entropy", 1.6))
+    ),
+    *(
+        Figure("onnx_quantize", f"{model}, {method}: {what} / onnxruntime", (model, method, f"{what}_ratio"), limit)
+        for model in ("resnet50", "encoder")
+        for method, seconds in (("MinMax", 0.5), ("Percentile", 0.25), ("Entropy", 0.25))
+        for what, limit in (("seconds", seconds), ("peak_mb", 0.5))
+    ),
+    *(
+        Figure("onnx_quantize", f"{model}, {method}: whole call", (model, method, "quark", "seconds"), limit, " s")
+        for model in ("resnet50", "encoder")
+        for method, limit in (("MinMax", 2.2), ("Percentile", 2.3), ("Entropy", 2.3))
+    ),
+    Figure("onnx_latency", "resnet50, ort_x64: time / float", ("resnet50", "ort_x64", "time"), 1 / 3),
+    Figure("onnx_latency", "encoder, ort_x64: time / float", ("encoder", "ort_x64", "time"), 1 / 1.8),
+    Figure("onnx_latency", "resnet50, BF16: time / float", ("resnet50", "bf16", "time"), 2.0),
+    Figure("onnx_latency", "encoder, BF16: time / float", ("encoder", "bf16", "time"), 2.0),
+    Figure("onnx_weight_only", "int8 of a 2.7 GB model", ("seconds",), 12.0, " s"),
+    Figure("onnx_weight_only", "its anonymous memory", ("anonymous_gb",), 0.5, " GB"),
 ]
 
 

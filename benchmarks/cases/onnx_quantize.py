@@ -77,10 +77,15 @@ def main() -> None:
 
     folder = model_folder()
     tools = ["quark"] + (["onnxruntime"] if any(d.name == "openquark" for d in metadata.distributions()) else [])
-    result = {
-        name: {method: {tool: run(tool, name, method, folder) for tool in tools} for method in METHODS}
-        for name in MODELS
-    }
+    result: dict[str, Any] = {}
+    for name in MODELS:
+        for method in METHODS:
+            figures: dict[str, Any] = {tool: run(tool, name, method, folder) for tool in tools}
+            for what in ("seconds", "peak_mb"):
+                values = [figures[tool].get(what) for tool in tools]
+                if len(values) == 2 and None not in values:
+                    figures[f"{what}_ratio"] = values[0] / values[1]
+            result.setdefault(name, {})[method] = figures
     print(json.dumps({"benchmark": "onnx_quantize", **result}))
 
 

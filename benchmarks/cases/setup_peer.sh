@@ -14,7 +14,7 @@ set -euo pipefail
 TORCH=torch==2.13.0
 PEER='amd-quark>=0.13,<0.14'
 # needed by the peer, but not declared by it
-UNDECLARED=(transformers safetensors accelerate datasets)
+UNDECLARED=(transformers safetensors accelerate datasets onnxruntime)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 venv=${1:-$root/.venv-peer}
