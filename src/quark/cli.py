@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from quark.errors import QuarkError
+from quark.errors import QuarkError, one_line
 from quark.tools import COMMANDS
 
 app = typer.Typer(
@@ -36,7 +36,6 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    # Messages that quote a runtime may have lines of their own.
-    line = f"quark: {' '.join(message.split())}"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(line, style="red", markup=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"quark: {one_line(message)}", style="red", markup=False)
     sys.exit(1)

@@ -60,6 +60,11 @@ class MissingDependencyError(QuarkError, ImportError):
     """An optional package is needed for what was asked."""
 
 
+def one_line(message: object) -> str:
+    """A message as one line: those that quote a runtime have lines of their own."""
+    return " ".join(str(message).split())
+
+
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
     """Return a sentence that names the nearest of `known`, or all of them when none is near.
 

@@ -26,6 +26,7 @@ from quark.onnx.config import Config
 from quark.onnx.presets import get_default_config
 from tests.onnx import odd
 from tests.onnx.zoo import Reader, cnn, images, outputs
+from tests.tools.program import quark
 
 MIN_MAX = UInt8Spec(calibration_method=CalibMethod.MinMax)
 CHANNELS = QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec(quant_granularity=QuantGranularity.Channel))
@@ -195,3 +196,25 @@ def test_samples_may_differ_in_size_and_some_be_empty() -> None:
     assert done is not None and done == whole
     with pytest.raises(CalibrationError, match="x: No values were observed"):
         quantizer.quantize_model(cnn(), None, Reader(feeds[:1]))
+
+
+def test_a_sample_on_which_the_model_fails_is_named() -> None:
+    b = odd.Odd()
+    hidden = b.node("MatMul", ["x", b.weight("w", 8, 8)], "h")
+    b.node("Reshape", [hidden, b.integers("shape", [2, 16])], "y")
+    model = b.finish(odd.ROW, {"y": [2, 16]})
+    with pytest.raises(CalibrationError, match=r"fails on a sample \(x: float32 \[3, 8\]\).*y_node"):
+        ModelQuantizer(SCHEMES["A8W8"][0]).quantize_model(model, None, Reader([odd.sample(model)]))
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if BAD[name][0] is not None])
+def test_the_command_line_says_it_in_one_line(name: str, tmp_path: Path) -> None:
+    model, _, message = BAD[name]
+    (tmp_path / "m ä.onnx").write_bytes(model.SerializeToString())
+    np.savez(tmp_path / "x.npz", x=np.zeros((3, 8), np.float64 if name == "float64" else np.float32))
+    before = sorted(tmp_path.iterdir())
+    line = ["quantize", tmp_path / "m ä.onnx", "--config", "A8W8", "--calib", tmp_path / "x.npz"]
+    done = quark(*line, "-o", tmp_path / "out.onnx")
+    assert done.code == 1 and message in done.err
+    assert done.err.startswith("quark: ") and done.err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before

@@ -17,7 +17,7 @@ from quark.onnx.config import QConfig, QLayerConfig
 from quark.onnx.lowering import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.quantizer import quantize
-from quark.onnx.specs import BFloat16Spec, Int8Spec, UInt8Spec
+from quark.onnx.specs import BFloat16Spec, Int8Spec, UInt8Spec, XInt8Spec
 from quark.onnx.types import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
@@ -206,6 +206,8 @@ def test_weight_scales_under_which_an_int32_bias_fits(granularity: QuantGranular
         )
     )
     assert largest_error(plain) > 1
+    coarse = written(tiny, squares(), XInt8Spec(), XInt8Spec(), EnableNPUCnn=False, Int32Bias=True)
+    assert largest_error(coarse) < 1e-6 and np.frexp(arrays(coarse)["w_scale"])[0] == 0.5
 
 
 def test_a_zero_point_for_the_outputs_of_relu() -> None:

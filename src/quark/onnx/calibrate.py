@@ -25,6 +25,7 @@ from quark.onnx.parameters import make_observer
 from quark.onnx.placement import Placement
 from quark.onnx.random_reader import RandomDataReader
 from quark.onnx.readers import samples
+from quark.onnx.sessions import run_sample
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import EverythingObserver, Statistics, load_or_start
 
@@ -123,7 +124,7 @@ def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, set
     seen: dict[str, Any] = {}
     with _session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
         for feed in progress(samples(reader, inputs, settings.calibration_samples), "calibration"):
-            running = ahead.submit(session.run, wanted, feed) if wanted else None
+            running = ahead.submit(run_sample, session, wanted, feed) if wanted else None
             # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
             # use their memory again.
             _update(observers, seen)

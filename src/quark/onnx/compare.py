@@ -20,7 +20,7 @@ from quark.errors import CalibrationError, ConfigError
 from quark.log import progress
 from quark.onnx.inputs import Array, Feed, model_inputs, read_header
 from quark.onnx.readers import samples
-from quark.onnx.sessions import open_session
+from quark.onnx.sessions import open_session, run_sample
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -97,9 +97,11 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     count, latency = 0, (0.0, 0.0)
     for feed in progress(samples(data, model_inputs(models[0]), limit), "evaluation"):
         latency = latency if count else _latency(plain, feed)
-        _update(outputs.values(), *(session.run(names, feed) for session in plain))
+        _update(outputs.values(), *(run_sample(session, names, feed) for session in plain))
         if layers:
-            _update((layer.damage for layer in found), *(s.run(t, feed) for s, t in zip(inner, tensors, strict=True)))
+            _update(
+                (layer.damage for layer in found), *(run_sample(*s, feed) for s in zip(inner, tensors, strict=True))
+            )
         count += 1
     if not count:
         raise CalibrationError("There is no data: at least one sample is needed.")
@@ -178,7 +180,7 @@ def _latency(sessions: Sequence[onnxruntime.InferenceSession], feed: Feed) -> tu
     while len(times[0]) <= LATENCY_RUNS or (time.perf_counter() < end and len(times[0]) < 100):
         for session, seconds in zip(sessions, times, strict=True):
             start = time.perf_counter()
-            session.run(None, feed)
+            run_sample(session, None, feed)
             seconds.append(time.perf_counter() - start)
     first, second = (float(np.median(seconds[1:])) for seconds in times)
     return first, second

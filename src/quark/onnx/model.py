@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +57,25 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
 
     if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
         raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")
-    model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
+    with _quiet():
+        model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
     name = "The ModelProto" if isinstance(source, onnx.ModelProto) else os.fspath(source)
     check_graph(model, name)
     check_weights(model, name)
     name_nodes(model)
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What onnx_ir logs about a damaged model is said once, by the error; an inference that fails changes nothing."""
+    library = logging.getLogger("onnx_ir")
+    level = library.level
+    library.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
 
 
 def _load_file(path: Path) -> ir.Model:
@@ -119,7 +135,8 @@ def infer_shapes(model: ir.Model) -> None:
     import onnx_ir as ir
     from onnx_ir.passes.common import ShapeInferencePass
 
-    ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    with _quiet():
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for node in model.graph.all_nodes():
         # The pass takes a sequence for a tensor of its elements.
         for value in node.outputs if node.op_type in MAKES_SEQUENCE else ():

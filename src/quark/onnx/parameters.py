@@ -17,6 +17,7 @@ from quark.core.observers import OBSERVERS, Observer
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import QParams, quantize
+from quark.core.scales import ScaleType
 from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, QuarkError
 from quark.onnx.edit import dims
@@ -155,6 +156,8 @@ def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
             largest = largest.reshape(-1, len(params.scale)).max(0)
         # In float32 2^31 - 1 is 2^31: a margin of one step of float32.
         needed = np.asarray(largest, np.float64) / ((2**31 - 2**8) * np.asarray(source.scale, np.float64))
+        if placement.weights[weight].scale_type is ScaleType.pof2:
+            needed = np.exp2(np.ceil(np.log2(np.maximum(needed, params.scale))))
         parameters.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from quark.errors import ConfigError, QuarkError
+from quark.errors import ConfigError, QuarkError, one_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,5 +26,5 @@ def run(parser: Parser, function: Callable[..., None]) -> None:
     try:
         function(**vars(parser.parse_args()))
     except QuarkError as error:
-        sys.stderr.write(f"quark: {error}\n")
+        sys.stderr.write(f"quark: {one_line(error)}\n")
         sys.exit(1)

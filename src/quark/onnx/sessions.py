@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from quark.errors import FormatError
+from quark.errors import CalibrationError, FormatError
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -45,3 +46,14 @@ def open_session(
         return onnxruntime.InferenceSession(source, options, providers=list(PROVIDERS))
     except Exception as error:
         raise FormatError(f"{name} does not load in ONNX Runtime: {error}") from error
+
+
+def run_sample(
+    session: onnxruntime.InferenceSession, names: Sequence[str] | None, feed: Mapping[str, Any]
+) -> list[Any]:
+    """The outputs of a session for one sample. Raises CalibrationError where the model fails on it."""
+    try:
+        return list(session.run(names, feed))
+    except Exception as error:
+        shapes = ", ".join(f"{name}: {array.dtype} {list(array.shape)}" for name, array in feed.items())
+        raise CalibrationError(f"The model fails on a sample ({shapes}): {error}") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quark.errors import ConfigError, QuarkError, did_you_mean
+from quark.errors import ConfigError, QuarkError, did_you_mean, one_line
 from quark.onnx.model import read, save
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> None:
         count = tool.convert(source, target, **values)
         sys.stdout.write(f"{name}: {count} {'place' if count == 1 else 'places'} changed, written to {target}\n")
     except QuarkError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        sys.stderr.write(f"{name}: {one_line(error)}\n")
         sys.exit(1)
 
 
