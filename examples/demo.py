@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quark.core.metrics import decibel, sqnr
 from quark.onnx import (
-    BFloat16Spec,
     CalibMethod,
     Config,
     Int8Spec,
@@ -111,13 +110,12 @@ def images(split: str) -> np.ndarray:
 
 
 def digit_configs() -> dict[str, Config | QConfig]:
-    """Name -> config: three of the NPU's, bfloat16, and integers that ONNX Runtime runs fast on x64."""
-    named = {name: Config(global_quant_config=get_default_config(name)) for name in ("A8W8", "A16W8", "XINT8")}
-    bfloat16 = QConfig(QLayerConfig(input_tensors=BFloat16Spec(), weight=BFloat16Spec()), BF16QDQToCast=True)
+    """Name -> config: four of the NPU's, and integers that ONNX Runtime runs fast on x64."""
+    named = {name: Config(global_quant_config=get_default_config(name)) for name in ("A8W8", "A16W8", "XINT8", "BF16")}
     activation = UInt8Spec(calibration_method=CalibMethod.MinMax)
     weight = Int8Spec(calibration_method=CalibMethod.MinMax, quant_granularity=QuantGranularity.Channel)
     x64 = QConfig(QLayerConfig(input_tensors=activation, weight=weight), Target="ort_x64")
-    return {**named, "BF16": bfloat16, "int8 ort_x64": x64}
+    return {**named, "int8 ort_x64": x64}
 
 
 def digit_costs(folder: Path, runs: int = 50) -> dict[str, Cost]:

@@ -34,7 +34,8 @@ def test_digits_keep_their_accuracy_in_every_scheme(demo: ModuleType, tmp_path: 
     for name, cost in costs.items():
         assert abs(base.accuracy - cost.accuracy) <= (0.02 if name == "XINT8" else 0.01), name
         assert cost.sqnr > least[name], name
-        assert cost.kilobytes < (0.6 if name == "BF16" else 0.45) * base.kilobytes, name
+        # Beside its weights, each file holds its graph: of this small model, 20 kB.
+        assert cost.kilobytes - 20 < (0.51 if name == "BF16" else 0.33) * base.kilobytes, name
     for path in tmp_path.glob("*.onnx"):
         onnx.checker.check_model(str(path), full_check=True)
     kinds = {node.op_type for node in onnx.load(tmp_path / "digits_A8W8.onnx").graph.node}
