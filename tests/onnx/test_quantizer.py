@@ -314,3 +314,15 @@ def test_op_types_without_a_rule_are_quantized_on_request() -> None:
         quantized_tensors(extra_op_types=("Loop",))
     with pytest.raises(ConfigError, match="'Sqr'.*Did you mean 'Sqrt'"):
         quantized_tensors(extra_op_types=("Sqr",))
+
+
+def test_inputs_and_outputs_keep_names_that_constants_would_have() -> None:
+    b = Builder()
+    b.node("Mul", [b.node("Add", ["x", "x_scale"], "sum"), "x"], "sum_zero_point")
+    model = b.model({"x": ["n", 4], "x_scale": ["n", 4]}, {"sum_zero_point": ["n", 4]})
+    random = np.random.default_rng(0)
+    feed = {name: random.normal(size=(64, 4)).astype(np.float32) for name in ("x", "x_scale")}
+    done = to_proto(quantize(load(model), U8S8, Reader([feed])))
+    onnx.checker.check_model(done, full_check=True)
+    assert [i.name for i in done.graph.input] == ["x", "x_scale"] and done.graph.output[0].name == "sum_zero_point"
+    assert sqnr(run(model, feed), run(done, feed)) > 30

@@ -59,6 +59,8 @@ class Rewriter:
         self.ir, self.model, self.graph = ir, model, model.graph
         self.settings, self.parameters, self.placement = settings, parameters, placement
         self.quantized = set(placement.nodes)
+        # Names of the user's that stay; a constant of ours that would have one gets another.
+        self.ends = {value.name for value in (*self.graph.inputs, *self.graph.outputs)}
         self.node_names = {node.name for node in self.graph}
         self.stored: dict[str, tuple[object, ...]] = {}
 
@@ -209,6 +211,8 @@ class Rewriter:
         return self.ir.DataType[spec.dtype.onnx]
 
     def initializer(self, name: str, data: Array | ir.TensorProtocol) -> ir.Value:
+        while name in self.ends:
+            name += "_"
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         tensor = self.ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
