@@ -29,6 +29,7 @@ from quark.core.scales import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.onnx.algorithms import ALGORITHMS
 from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
@@ -108,6 +109,7 @@ def clean() -> Iterator[None]:
         PASSES,
         RULES,
         ON_REQUEST,
+        ALGORITHMS,
         LLMTemplate._registered,
     ]
     before = [dict(entries) for entries in dicts]

@@ -57,8 +57,8 @@ class QuantizationConfig:
         use_external_data_format: Write weights beside the model.
         convert_fp16_to_fp32, convert_nchw_to_nhwc: Not in this version.
         include_sq, include_rotation, include_auto_mp, include_fast_ft: Run the algorithm that the options describe.
-        include_cle: On by default. The default is without effect in this version; asking for CLE by an option that
-            differs from its default, or by a CLEConfig, is passed on to the quantizer.
+        include_cle: On by default. The default is without effect in this version; an option that differs from its
+            default, or a CLEConfig, runs it.
         enable_npu_cnn: The XINT8 path.
         enable_npu_transformer: Gemm and MatMul with a constant operand only.
         crypto_mode: Not in this version.

@@ -14,6 +14,7 @@ from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
+from quark.onnx.algorithms import check_algorithms, run_algorithms
 from quark.onnx.calibrate import activation_params
 from quark.onnx.custom_ops import BLOCK_OPSET
 from quark.onnx.extended import EXTENDED
@@ -74,7 +75,7 @@ class ModelQuantizer:
             calibration_data_reader: Anything with `get_next() -> dict | None`, or an iterable of such dicts; of arrays
                 where the model has one input.
             calibration_data_path: Instead: a folder or a file of samples, for PathDataReader.
-            algorithms: Not in this version.
+            algorithms: Algorithm configs to run after those of the config.
 
         Returns:
             The quantized model if `model_output` is None.
@@ -86,10 +87,9 @@ class ModelQuantizer:
             if calibration_data_reader is not None:
                 raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
             calibration_data_reader = PathDataReader(model_input, calibration_data_path)
-        if algorithms or self.settings.algorithms:
-            names = ", ".join(type(a).__name__ for a in (*(algorithms or ()), *self.settings.algorithms))
-            raise NotSupportedError(f"Algorithms are not part of this version: {names}.")
-        model = quantize(load(model_input), self.settings, calibration_data_reader)
+        settings = replace(self.settings, algorithms=(*self.settings.algorithms, *(algorithms or ())))
+        check_algorithms(settings.algorithms)
+        model = quantize(load(model_input), settings, calibration_data_reader)
         logger.info("Model quantization has been completed.")
         if model_output is None:
             return checked_proto(model)
@@ -106,8 +106,9 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
     refuse_half(model)
     settings = drop_removed(settings, model)
-    if simulate(model, settings) and identity:
-        # Statistics of simulated operators are not those of the float model.
+    changed = run_algorithms(model, settings)
+    if (simulate(model, settings) or changed) and identity:
+        # Statistics of simulated operators, or rescaled layers, are not those of the float model.
         identity = fingerprint(model)
     placement = place(model, settings)
     override_specs(placement, settings)

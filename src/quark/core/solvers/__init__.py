@@ -1,0 +1,1 @@
+"""Algebra that both flows use: matrices in, matrices out; one file each."""
