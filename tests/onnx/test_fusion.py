@@ -323,3 +323,16 @@ def test_float_models_have_no_rows_and_broken_files_are_refused(tmp_path: Path) 
     graph.nodes.append(helper.make_node("Nonsense", [graph.q("x")], ["y"], domain="no.such.domain"))
     with pytest.raises(FormatError, match="does not load in ONNX Runtime"):
         inspect_fusion(graph.write(tmp_path / "custom.onnx", ["y"], ROWS))
+
+
+@pytest.mark.parametrize(("level", "integer"), [(0, False), (1, False), (4, True)])
+def test_matmul_nbits_multiplies_integers_at_level_4_only(level: int, integer: bool, tmp_path: Path) -> None:
+    from quark.onnx import Int8Spec, ModelQuantizer, QConfig, QLayerConfig
+    from tests.onnx.zoo import mlp
+
+    layer = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
+    config = QConfig(layer, UseMatMulNBits=True, MatMulNBitsParams={"GroupSize": 16, "AccuracyLevel": level})
+    ModelQuantizer(config).quantize_model(mlp(), tmp_path / "nbits.onnx")
+    rows = inspect_fusion(tmp_path / "nbits.onnx")
+    assert [row.op_type for row in rows] == ["MatMulNBits"] * 2
+    assert all(row.integer is integer and bool(row.reason) is not integer for row in rows)

@@ -281,7 +281,7 @@ def test_layers_of_their_own_inherit_what_they_do_not_say() -> None:
     )
     layer = settings.layer
     assert settings.by_name == (
-        (("conv1", (("a",), ("b", "c"))), LayerSpec(layer.weight, None, spec("int16"), layer.output)),
+        (("conv1", (("a",), ("b", "c"))), LayerSpec(layer.weight, None, spec("int16"), spec("int16"))),
     )
     assert settings.by_type[0] == (("Softmax",), None)
     assert settings.by_type[1] == (("MatMul",), LayerSpec(spec("int16"), None, layer.input, layer.output))

@@ -112,7 +112,7 @@ BAD: dict[str, tuple[Any, type[QuarkError], str]] = {
     "no nodes": (of_nodes(made={"x": ["n", 8]}), FormatError, "has no operators"),
     "no outputs": (of_nodes(PRODUCT), FormatError, "has no outputs"),
     "only constants": (of_nodes(("RandomNormalLike", ["w"], "y"), made={"y": [8, 8]}), ConfigError, NOTHING),
-    "no rule": (of_nodes(("RandomNormalLike", ["x"], "y"), made=Y), ConfigError, "has RandomNormalLike; with a rule"),
+    "no rule": (of_nodes(("RandomNormalLike", ["x"], "y"), made=Y), ConfigError, "has RandomNormalLike; asked for"),
     "float64": (odd.all_in_float64(), ConfigError, "not in float32"),
     "one name twice": (
         of_nodes(("MatMul", ["x", "w"], "h"), ("MatMul", ["h", "w"], "y"), made=Y, name="same"),

@@ -14,7 +14,16 @@ from onnx import numpy_helper
 from quark.core.granularity import PerChannel
 from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
-from quark.errors import CalibrationError, ConfigError, FormatError, NonFiniteError, NotSupportedError, QuarkError
+from quark.errors import (
+    CalibrationError,
+    ConfigError,
+    FormatError,
+    NonFiniteError,
+    NotSupportedError,
+    OutputExistsError,
+    QuarkError,
+)
+from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.model import load, save, to_proto
 from quark.onnx.passes import PASSES
 from quark.onnx.quantizer import quantize
@@ -326,3 +335,74 @@ def test_inputs_and_outputs_keep_names_that_constants_would_have() -> None:
     onnx.checker.check_model(done, full_check=True)
     assert [i.name for i in done.graph.input] == ["x", "x_scale"] and done.graph.output[0].name == "sum_zero_point"
     assert sqnr(run(model, feed), run(done, feed)) > 30
+
+
+def test_a_layer_of_its_own_type_has_it_at_its_inputs_and_outputs() -> None:
+    """By name, and by op type; its neighbours keep theirs, and nothing shares a scale across the border."""
+    own = LayerSpec(weight=S8, input=spec("int16"), output=spec("int16"))
+
+    def kinds(**settings: Any) -> dict[str, int]:
+        done = quantized(replace(U8S8, fold_relu=False, **settings))
+        assert sqnr(run(cnn(), images()[0]), run(done, images()[0])) > 28
+        types = {i.name: i.data_type for i in done.graph.initializer}
+        return {n.input[0]: types[n.input[2]] for n in done.graph.node if n.op_type == "QuantizeLinear"}
+
+    usual = kinds()
+    assert set(usual.values()) == {onnx.TensorProto.UINT8}
+    named = kinds(by_name=((("a_conv_node",), own),))
+    assert {name for name, kind in named.items() if kind == onnx.TensorProto.INT16} == {"stem", "a"}
+    pooled = kinds(by_name=((("pooled_node",), own),))
+    assert {name for name, kind in pooled.items() if kind == onnx.TensorProto.INT16} == {"both", "pooled"}
+    typed = kinds(by_type=((("Gemm",), own),))
+    assert {name for name, kind in typed.items() if kind == onnx.TensorProto.INT16} == {
+        "flat",
+        "y_QuantizeLinear_Input",
+    }
+
+
+def test_own_types_reach_the_flow_from_the_config() -> None:
+    layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec())
+    wide = QLayerConfig(input_tensors=Int16Spec(), weight=Int8Spec())
+    for exceptions in ({"specific_layer_config": {wide: ["^last_.*"]}}, {"layer_type_config": {wide: ["Gemm"]}}):
+        done = ModelQuantizer(QConfig(layer, **exceptions)).quantize_model(cnn(), None, Reader(images()))
+        assert done is not None
+        types = {i.name: i.data_type for i in done.graph.initializer}
+        found = [n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear" and types[n.input[2]] == 5]
+        assert len(found) == 2
+    with pytest.raises(ConfigError, match="'Convv'.*Did you mean 'Conv'"):
+        ModelQuantizer(QConfig(layer, layer_type_config={None: ["Convv"]})).quantize_model(
+            cnn(), None, Reader(images())
+        )
+
+
+def test_the_float_model_is_not_overwritten(tmp_path: Path) -> None:
+    source = tmp_path / "model.onnx"
+    onnx.save(cnn(), source)
+    before = source.read_bytes()
+    layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec())
+    with pytest.raises(OutputExistsError, match="the float model itself"):
+        ModelQuantizer(QConfig(layer)).quantize_model(
+            source, f"{tmp_path}/../{tmp_path.name}/model.onnx", Reader(images())
+        )
+    assert source.read_bytes() == before
+
+
+def test_silu_stays_in_integers_for_onnxruntime() -> None:
+    """Conv, Sigmoid and Mul all have integer kernels: none is left in float between two convolutions."""
+    b = Builder()
+    first = b.conv("x", "one", (3, 8, 3), norm=False)
+    second = b.conv(b.node("Mul", [first, b.node("Sigmoid", [first], "gate")], "silu"), "two", (8, 4, 3), norm=False)
+    b.node("Flatten", [second], "y")
+    model = b.model({"x": ["n", 3, 16, 16]}, {"y": ["n", 1024]})
+    done = to_proto(quantize(load(model), replace(U8S8, target="ort_x64"), Reader(images())))
+    assert {"one_conv", "gate", "silu"} <= {n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear"}
+    assert sqnr(run(model, images()[0]), run(done, images()[0])) > 33
+
+
+def test_a_dynamically_quantized_model_is_quantized_already() -> None:
+    from quark.onnx import quantize_dynamic
+
+    done = quantize_dynamic(mlp())
+    assert done is not None
+    with pytest.raises(ConfigError, match="quantized already: it holds DynamicQuantizeLinear"):
+        quantize(load(done), U8S8, Reader(vectors()))

@@ -18,6 +18,7 @@ from quark.onnx import ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.model import load, to_proto
 from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
+from quark.onnx.statistics import Statistics, fingerprint
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, vectors
 
 U8 = spec("uint8", symmetric=False)
@@ -50,16 +51,25 @@ def test_methods_are_all_registered() -> None:
     assert set(METHODS) <= set(OBSERVERS)
 
 
+def test_a_file_has_what_any_scheme_of_the_model_needs(tmp_path: Path) -> None:
+    file = str(tmp_path / "statistics.npz")
+    quantize(load(cnn()), replace(BASE, nodes=("stem_conv_node", "stem_node"), statistics=file), Reader(images()))
+    for settings in (BASE, replace(BASE, target="ort_x64"), replace(BASE, fold_relu=False, align=("Concat", "Pool"))):
+        reused = to_proto(quantize(load(cnn()), replace(settings, statistics=file), None))
+        assert_same(reused, to_proto(quantize(load(cnn()), settings, Reader(images()))))
+
+
 def test_tensors_that_a_file_lacks_are_added_to_it(tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
-    few = replace(BASE, nodes=("stem_conv_node", "stem_node"), statistics=file)
-    quantize(load(cnn()), few, Reader(images()))
-    everything = replace(BASE, statistics=file)
-    with pytest.raises(CalibrationError, match="need a calibration"):
-        quantize(load(cnn()), everything, None)
-    first = to_proto(quantize(load(cnn()), everything, Reader(images())))
-    assert_same(first, to_proto(quantize(load(cnn()), everything, None)))
-    assert_same(first, to_proto(quantize(load(cnn()), BASE, Reader(images()))))
+    settings = replace(BASE, statistics=file)
+    first = to_proto(quantize(load(cnn()), settings, Reader(images())))
+    partial = Statistics.load(file, fingerprint(load(cnn())))
+    del partial.states["both"]
+    partial.save(file)
+    with pytest.raises(CalibrationError, match=r"lacks 1 tensors.*\(both, .*once more"):
+        quantize(load(cnn()), settings, None)
+    assert_same(first, to_proto(quantize(load(cnn()), settings, Reader(images()))))
+    assert_same(first, to_proto(quantize(load(cnn()), settings, None)))
 
 
 def test_another_model_or_another_file_is_refused(tmp_path: Path) -> None:

@@ -274,3 +274,28 @@ def test_bad_input_is_one_clear_line(line: str, message: str, places: dict[str, 
 
 def test_a_sample_is_as_large_as_asked(places: dict[str, Path]) -> None:
     assert [len(f["x"]) for f in PathDataReader(places["cnn"], places["samples"], batch_size=5)] == [5, 5, 5, 1]
+
+
+def test_outputs_whose_shape_follows_from_the_values_are_left_out(tmp_path: Path) -> None:
+    """NonMaxSuppression, NonZero: one output may differ in length; the others are compared."""
+    graph = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[n, 4] y, int64[r, m] found) { y = Mul(x, w)  found = NonZero(y) }""")
+    paths = []
+    for index, factor in enumerate(([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0])):
+        model = onnx.ModelProto()
+        model.CopyFrom(graph)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(factor, np.float32), "w"))
+        paths.append(tmp_path / f"{index}.onnx")
+        onnx.save(model, paths[-1])
+    report = compare_models(paths[0], paths[1], [{"x": np.ones((2, 4), np.float32)}])
+    assert list(report.outputs) == ["y"] and report.unlike == ("found",)
+    np.savez(tmp_path / "x.npz", x=np.ones((2, 4), np.float32))
+    done = quark("evaluate", str(paths[0]), str(paths[1]), "--data", str(tmp_path / "x.npz"))
+    assert done.code == 0 and "Not compared, as their shapes differ: found." in done.out
+
+
+def test_mean_and_std_are_for_images(tmp_path: Path, places: dict[str, Path]) -> None:
+    np.savez(tmp_path / "x.npz", x=images(1)[0]["x"])
+    arguments = ("quantize", str(places["cnn"]), "--config", "A8W8", "--calib", str(tmp_path / "x.npz"))
+    done = quark(*arguments, "--mean", "0.5", "--std", "0.5", "-o", str(tmp_path / "out.onnx"))
+    assert done.code == 1 and "mean and std are for images" in done.err and not (tmp_path / "out.onnx").exists()

@@ -19,8 +19,8 @@ from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.inputs import model_inputs
 from quark.onnx.masks import MASK
-from quark.onnx.model import split_weights
-from quark.onnx.operators import rule_of
+from quark.onnx.model import is_constant, split_weights
+from quark.onnx.operators import RULES, rule_of
 from quark.onnx.parameters import make_observer
 from quark.onnx.placement import Placement
 from quark.onnx.random_reader import RandomDataReader
@@ -95,11 +95,25 @@ def _statistics(model: ir.Model, tensors: list[str], reader: Any, settings: Sett
     assert settings.statistics is not None
     statistics = load_or_start(settings.statistics, fingerprint)
     missing = {name: EverythingObserver() for name in tensors if name not in statistics.states}
+    if missing and statistics.states and reader is None and not settings.random_data:
+        raise CalibrationError(
+            f"{settings.statistics} lacks {len(missing)} tensors that this scheme needs ({next(iter(missing))}, ...): "
+            "other passes or targets have other tensors. Possible: pass the calibration data once more."
+        )
     if missing:
+        others = [name for name in _all_tensors(model) if name not in statistics.states]
+        missing = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
         collect(model, missing, reader, settings)
         statistics.add(missing)
         statistics.save(settings.statistics)
     return statistics
+
+
+def _all_tensors(model: ir.Model) -> list[str]:
+    """The float tensors that some scheme may quantize: what the ops with a rule read and write."""
+    values = [value for node in model.graph if node.op_type in RULES for value in (*node.inputs, *node.outputs)]
+    live = [value for value in values if value is not None and not is_constant(value) and value.dtype is not None]
+    return list(dict.fromkeys(value.name for value in live if value.name and str(value.dtype) == "FLOAT"))
 
 
 def _solved(name: str | None, observer: Observer) -> QParams:

@@ -60,12 +60,14 @@ class Report:
         outputs: Name of an output of the model -> its comparison.
         layers: Worst first.
         latency: Seconds for the first sample, median: of the float and of the quantized model.
+        unlike: Outputs that cannot be compared: their shapes follow from the values (NonMaxSuppression), and differ.
     """
 
     samples: int
     outputs: dict[str, Comparison]
     layers: list[Layer]
     latency: tuple[float, float]
+    unlike: tuple[str, ...] = ()
 
 
 def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | None = None, threads: int = 1) -> Report:
@@ -95,18 +97,24 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     inner = [_instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
     outputs, found = {name: Comparison() for name in names}, [layer for _, _, layer in layers]
     count, latency = 0, (0.0, 0.0)
+    unlike: set[int] = set()
     for feed in progress(samples(data, model_inputs(models[0]), limit), "evaluation"):
         latency = latency if count else _latency(plain, feed)
-        _update(outputs.values(), *(run_sample(session, names, feed) for session in plain))
+        _update(outputs.values(), *(run_sample(session, names, feed) for session in plain), unlike=unlike)
         if layers:
             _update(
-                (layer.damage for layer in found), *(run_sample(*s, feed) for s in zip(inner, tensors, strict=True))
+                (layer.damage for layer in found),
+                *(run_sample(*s, feed) for s in zip(inner, tensors, strict=True)),
+                unlike=unlike,
             )
         count += 1
     if not count:
         raise CalibrationError("There is no data: at least one sample is needed.")
     seen = [layer for layer in found if layer.damage.count and math.isfinite(layer.damage.signal)]
-    return Report(count, outputs, sorted(seen, key=lambda layer: layer.sqnr), latency)
+    seen = [layer for layer in seen if id(layer.damage) not in unlike]
+    alike = {name: found for name, found in outputs.items() if id(found) not in unlike}
+    others = tuple(name for name in outputs if name not in alike)
+    return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
 
 
 def _common_outputs(before: onnx.ModelProto, after: onnx.ModelProto) -> list[str]:
@@ -166,9 +174,14 @@ def _instrumented(
     return open_session(model, folder, threads)
 
 
-def _update(comparisons: Iterable[Comparison], before: Sequence[Array], after: Sequence[Array]) -> None:
+def _update(
+    comparisons: Iterable[Comparison], before: Sequence[Array], after: Sequence[Array], *, unlike: set[int]
+) -> None:
+    """Add a sample to each comparison; those whose two tensors differ in shape are noted in `unlike`, by id."""
     for comparison, x, y in zip(comparisons, before, after, strict=True):
-        if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
+        if isinstance(x, np.ndarray) and x.shape != np.shape(y):
+            unlike.add(id(comparison))
+        elif isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
             with np.errstate(invalid="ignore", over="ignore"):
                 comparison.update(x, y)
 

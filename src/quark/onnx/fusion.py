@@ -32,6 +32,10 @@ TAG = r"(\d+)\|"
 """In front of the name of each node: its index in the file."""
 
 
+INT8_LEVEL = 4
+"""accuracy_level of MatMulNBits at which its input is quantized."""
+
+
 @dataclass(frozen=True)
 class Fusion:
     """What became of one quantized node.
@@ -73,9 +77,20 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
     for index in quantized:
         node = model.graph.node[index]
         kernel, integer = fates.of(index)
-        why = ("", "") if integer else explain(sites.site(node))
+        if node.op_type == "MatMulNBits":
+            kernel, integer, *why = _nbits(node)
+        else:
+            why = ["", ""] if integer else list(explain(sites.site(node)))
         found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
     return found
+
+
+def _nbits(node: onnx.NodeProto) -> tuple[str, bool, str, str]:
+    level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
+    if level == INT8_LEVEL:
+        return node.op_type, True, "", ""
+    reason = f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats."
+    return node.op_type, False, reason, f"AccuracyLevel {INT8_LEVEL} multiplies in int8, which costs accuracy."
 
 
 def _is_qdq(node: onnx.NodeProto) -> bool:

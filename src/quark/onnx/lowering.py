@@ -267,7 +267,9 @@ def _own_layer(own: QLayerConfig, base: LayerSpec, options: Mapping[str, Any], i
     if base.input is None:
         return LayerSpec(weight=weight)
     activation = lower_tensor(own.input_tensors, options, weight=False) if own.input_tensors else base.input
-    output = lower_tensor(own.output_tensors, options, weight=False) if own.output_tensors else base.output
+    output = activation if own.input_tensors else base.output
+    if own.output_tensors:
+        output = lower_tensor(own.output_tensors, options, weight=False)
     bias = base.bias
     if own.bias is not None and not (int32_bias and own.bias.data_type == Int32):
         if int32_bias:

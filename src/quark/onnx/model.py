@@ -24,7 +24,8 @@ SMALL = 1024
 """Bytes below which a weight stays inside the model."""
 DATA_SUFFIX = ".data"
 PROTOBUF_LIMIT = 2**31 - 2**20
-QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
+QUANTIZED_OPS = frozenset({"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"})
+QUANTIZED_OPS |= frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
 QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}

@@ -59,6 +59,8 @@ class PathDataReader(CalibrationDataReader):
         if batch_size is None and self._path.is_file():
             self._size = next((entry.batch for entry in self._inputs.values() if entry.batch), 1)
         self._sources = find_samples(self._path, list(self._inputs))
+        if mean is not None and not any(path.suffix.lower() in IMAGES for s in self._sources for path in s.values()):
+            raise ConfigError(f"mean and std are for images, and {self._path} has none: arrays are taken as they are.")
         self.rewind()
 
     def rewind(self) -> None:

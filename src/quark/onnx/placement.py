@@ -50,6 +50,7 @@ class Placement:
         weights: (node, input index) -> spec.
         biases: (node, input index) -> index of the weight.
         added_biases: (Add, input index) of a constant that is the bias of a MatMul -> the MatMul.
+        own: Nodes whose activations have specs of their own, not the global ones: these win over their neighbours'.
         dynamic: Nodes whose input is quantized as it comes.
         nodes: The quantized nodes.
     """
@@ -59,6 +60,7 @@ class Placement:
     weights: dict[tuple[ir.Node, int], TensorSpec] = field(default_factory=dict)
     biases: dict[tuple[ir.Node, int], int] = field(default_factory=dict)
     added_biases: dict[tuple[ir.Node, int], ir.Node] = field(default_factory=dict)
+    own: set[ir.Node] = field(default_factory=set)
     dynamic: list[ir.Node] = field(default_factory=list)
     nodes: list[ir.Node] = field(default_factory=list)
 
@@ -102,6 +104,8 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             continue
         placement.nodes.append(node)
         if not settings.weights_only:
+            if layer.input != settings.layer.input or layer.output != settings.layer.output:
+                placement.own.add(node)
             _place_activations(node, layer, live, placement, _writes_float(node, target, settings))
         _place_constants(node, layer, settings, placement)
         if target.bias_after_matmul:
@@ -109,9 +113,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     if not placement.nodes:
         present = ", ".join(sorted({node.op_type for node in model.graph}))
         other = "; these are not in float32" if any(map(_is_other_float, chosen)) else ""
-        raise ConfigError(
-            f"Nothing to quantize: the model has {present}{other}; with a rule: {', '.join(sorted(RULES))}."
-        )
+        raise ConfigError(f"Nothing to quantize: the model has {present}{other}; asked for: {_asked(settings)}.")
     if not settings.weights_only:
         _fuse(placement, settings)
         _share_scales(placement, settings)
@@ -122,6 +124,11 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             placement.activations.pop(value, None)
     refine_block_axes(placement, settings.refine_block_axis)
     return placement
+
+
+def _asked(settings: Settings) -> str:
+    names = ", ".join(settings.nodes or settings.op_types) or "op types with a rule"
+    return names + (" and a constant weight" if settings.weights_only else "")
 
 
 def _has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
@@ -180,15 +187,14 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
 def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     """The op types to quantize. Raises ConfigError for one that never is, or that nobody has."""
     present = {node.op_type for node in model.graph if node.domain in DOMAINS}
-    if settings.all_op_types:
-        return present - NEVER
     asked = {*settings.op_types, *settings.extra_op_types}
+    named = {name for names, _ in settings.by_type for name in names}
     if asked & NEVER:
         raise ConfigError(f"{', '.join(sorted(asked & NEVER))} cannot be quantized; they stay in float.")
     known = {*RULES, *ON_REQUEST, *present}
-    for name in sorted(asked - known):
+    for name in sorted((asked | named) - known - NEVER):
         raise ConfigError(f"There is no op type {name!r} in the model, nor a rule for it. {did_you_mean(name, known)}")
-    return {*(settings.op_types or RULES), *settings.extra_op_types}
+    return present - NEVER if settings.all_op_types else {*(settings.op_types or RULES), *settings.extra_op_types}
 
 
 def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bool:
@@ -238,8 +244,11 @@ def _place_activations(
         for index in live:
             value = node.inputs[index]
             assert value is not None
-            if _is_float(value, guess):
-                placement.activations.setdefault(value, layer.input)
+            if not _is_float(value, guess):
+                continue
+            if node in placement.own:
+                placement.activations[value] = layer.input
+            placement.activations.setdefault(value, layer.input)
     spec = None if writes_float else layer.output or layer.input
     for value in node.outputs:
         if spec is not None and _is_float(value, guess) and (list(value.uses()) or value.is_graph_output()):
@@ -322,7 +331,9 @@ def _fuse(placement: Placement, settings: Settings) -> None:
                 continue
             alone = len(list(value.uses())) == 1 and not value.is_graph_output()
             if FACTOR in node.meta or (alone and (producer.op_type, node.op_type) in settings.fused):
-                placement.activations.pop(value, None)
+                spec = placement.activations.pop(value, None)
+                if spec is not None and producer in placement.own and node.outputs[0] in placement.activations:
+                    placement.activations[node.outputs[0]] = spec
 
 
 def _share_scales(placement: Placement, settings: Settings) -> None:
@@ -332,11 +343,17 @@ def _share_scales(placement: Placement, settings: Settings) -> None:
         inputs = [v for v in node.inputs if v is not None and v in placement.activations]
         if rule_of(node.op_type).shares_scale and inputs and inputs[0] is node.inputs[0]:
             for value in outputs:
-                placement.join(inputs[0], value)
+                _join(placement, inputs[0], value)
         elif node.op_type in aligned:
             outputs = outputs or _factored(node, placement)
             for value in [*inputs, *outputs][1:]:
-                placement.join((inputs or outputs)[0], value)
+                _join(placement, (inputs or outputs)[0], value)
+
+
+def _join(placement: Placement, one: ir.Value, other: ir.Value) -> None:
+    """Give two tensors one scale, unless a layer of its own asks for another type on one side."""
+    if placement.activations.get(one) == placement.activations.get(other):
+        placement.join(one, other)
 
 
 def _free_relu_zero(placement: Placement) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -12,7 +13,7 @@ import onnx
 from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import ConfigError, NotSupportedError, OutputExistsError
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms, run_algorithms
 from quark.onnx.calibrate import activation_params
@@ -83,6 +84,7 @@ class ModelQuantizer:
         Raises:
             QuarkError: See its children; no file is written then.
         """
+        _refuse_overwriting(model_input, model_output)
         if calibration_data_path is not None:
             if calibration_data_reader is not None:
                 raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
@@ -95,6 +97,13 @@ class ModelQuantizer:
             return checked_proto(model)
         save(model, model_output, self.settings.external_data)
         return None
+
+
+def _refuse_overwriting(source: Any, output: Any) -> None:
+    """Raise OutputExistsError where the output would replace the float model."""
+    paths = [Path(path).resolve() for path in (source, output) if isinstance(path, (str, os.PathLike))]
+    if len(paths) == 2 and paths[0] == paths[1]:
+        raise OutputExistsError(f"{output} is the float model itself. Choose another output.")
 
 
 def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
@@ -165,7 +174,8 @@ def refuse_half(model: ir.Model) -> None:
     """Raise NotSupportedError for a float16 or bfloat16 model: scales and integer kernels are float32."""
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         if value.dtype is not None and value.dtype.name in ("FLOAT16", "BFLOAT16"):
-            advice = "set ConvertFP16ToFP32=True" if value.dtype.name == "FLOAT16" else "convert the model to float32"
+            convert = "set ConvertFP16ToFP32=True, or run `python -m quark.onnx.tools.convert_fp16_to_fp32` first"
+            advice = convert if value.dtype.name == "FLOAT16" else "convert the model to float32"
             raise NotSupportedError(f"{value.name} is {value.dtype.name.lower()}, the model must be float32: {advice}.")
 
 

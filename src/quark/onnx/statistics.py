@@ -86,7 +86,8 @@ class Statistics:
             raise FormatError(f"{path} is not a statistics file of this version ({FORMAT}).")
         if str(arrays["fingerprint"]) != fingerprint:
             raise CalibrationError(
-                f"{path} was collected on another float model. Possible: another file name, or the model it belongs to."
+                f"{path} was collected on another float model, or on this one with layers rescaled (CLEConfig) or "
+                "simulated (SimulateDPU, on in XINT8). Possible: another file name, or the same settings."
             )
         states: dict[str, dict[str, Array]] = {}
         ends = arrays["ends"].tolist()

@@ -38,6 +38,7 @@ class Target:
     bias_after_matmul: bool = False
 
 
+_FOLLOWS = {"Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "Sigmoid", "LeakyRelu"}
 _MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice", "Split", "Resize"}
 TARGETS: Registry[Target] = Registry("target")
 TARGETS.register("generic", Target("generic"))
@@ -46,10 +47,8 @@ TARGETS.register(
     "ort_x64",
     Target(
         "ort_x64",
-        fuses=frozenset(
-            {"Conv", "Gemm", "MatMul", "Add", "Concat", "AveragePool", "GlobalAveragePool", "Relu", "Clip"} | _MOVES
-        ),
-        follows=frozenset({"Add", "Concat", "AveragePool", "GlobalAveragePool", "Relu", "Clip"} | _MOVES),
+        fuses=frozenset({"Conv", "Gemm", "MatMul", "Relu", "Clip"} | _FOLLOWS | _MOVES),
+        follows=frozenset({"Relu", "Clip"} | _FOLLOWS | _MOVES),
         activation="uint8",
         float_output=frozenset({"Gemm", "MatMul"}),
         folds_relu=True,

@@ -23,6 +23,8 @@ def evaluate_onnx(
     console = Console()
     console.print(_summary(sizes, report.latency, threads))
     console.print(_outputs(report.outputs, report.samples))
+    if report.unlike:
+        console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
     console.print(_worst_layers(report.layers[:layers]))
 
 
