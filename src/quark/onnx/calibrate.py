@@ -18,7 +18,7 @@ from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.inputs import model_inputs
-from quark.onnx.masks import MASK
+from quark.onnx.masks import limit
 from quark.onnx.model import is_constant, split_weights
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.parameters import make_observer
@@ -72,7 +72,7 @@ def activation_params(
 def _is_mask(observer: Observer) -> bool:
     """Whether a tensor carries an attention mask: no scale serves both -3e38 and its other values."""
     extremes = [np.asarray(side) for side in (observer.low, observer.high) if side is not None]
-    return any(bool(np.isfinite(side).all() and (abs(side) > MASK).any()) for side in extremes)
+    return any(bool(np.isfinite(side).all() and (abs(side) > limit(observer.model_dtype)).any()) for side in extremes)
 
 
 def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
@@ -113,7 +113,7 @@ def _all_tensors(model: ir.Model) -> list[str]:
     """The float tensors that some scheme may quantize: what the ops with a rule read and write."""
     values = [value for node in model.graph if node.op_type in RULES for value in (*node.inputs, *node.outputs)]
     live = [value for value in values if value is not None and not is_constant(value) and value.dtype is not None]
-    return list(dict.fromkeys(value.name for value in live if value.name and str(value.dtype) == "FLOAT"))
+    return list(dict.fromkeys(value.name for value in live if value.name and str(value.dtype) in ("FLOAT", "FLOAT16")))
 
 
 def _solved(name: str | None, observer: Observer) -> QParams:

@@ -200,6 +200,7 @@ def _settings(request: Request) -> Settings:
         align=_align(options, request.npu_cnn),
         force_pass_through=value_of(options, "ForceQuantizeNoInputCheck"),
         matmul_nbits=None if nbits is None else nbits[1],
+        quantize_fp16=value_of(options, "QuantizeFP16"),
         contrib_domain=_contrib_domain(request, spec),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         clip_bfloat16=value_of(options, "BF16WithClip"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quark.onnx.model import constant
 from quark.onnx.operators import RULES
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 MASK = 1e30
 """Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
+HALF_MASK = 6e4
 
 CARRIES = {"Add", "Sub", "Mul", "Where", "Min", "Max", "Cast", "ScatterND"}
 CARRIES |= {name for name, rule in RULES.items() if rule.shares_scale}
@@ -25,7 +28,14 @@ CARRIES |= {name for name, rule in RULES.items() if rule.shares_scale}
 def is_mask(value: ir.Value) -> bool:
     """Whether a constant is the -3e38 of an attention mask."""
     array = constant(value)
-    return array is not None and array.dtype.kind == "f" and bool(array.size) and bool(abs(array).max() > MASK)
+    if array is None or array.dtype.kind != "f" or not array.size:
+        return False
+    return bool(abs(array.astype(np.float64)).max() > limit(array.dtype.name))
+
+
+def limit(dtype: str) -> float:
+    """The magnitude over which values of a float type are a mask: float16 ends at 65504."""
+    return HALF_MASK if dtype == "float16" else MASK
 
 
 def masked_values(graph: ir.Graph) -> set[ir.Value]:

@@ -155,7 +155,7 @@ _obeyed("Int16Bias", BOOL, False, "bias as int16 with the scale of int32, or a c
 _moot("AdjustBiasScale", BOOL, True, "biases are quantized once, under their final scale")
 _obeyed("AdjustWeightScaleForInt32Bias", BOOL, True, "enlarge weight scales whose int32 bias would not fit")
 _later("Int16Scale", BOOL, False, why="scales of the form M / 2^N are not part of this version")
-_later("QuantizeFP16", BOOL, False, why="convert the model to float32 first")
+_obeyed("QuantizeFP16", BOOL, False, "quantize a float16 model as it is, with float16 scales")
 _later("UseFP32Scale", BOOL, False)
 _obeyed("ActivationScaled", BOOL, False, "BF16: activations are divided by half their largest magnitude first")
 _obeyed("WeightScaled", BOOL, False, "BF16: weights are divided by half their largest magnitude first")

@@ -51,6 +51,7 @@ class Placement:
         biases: (node, input index) -> index of the weight.
         added_biases: (Add, input index) of a constant that is the bias of a MatMul -> the MatMul.
         own: Nodes whose activations have specs of their own, not the global ones: these win over their neighbours'.
+        half: Whether the floats of the model are float16.
         dynamic: Nodes whose input is quantized as it comes.
         nodes: The quantized nodes.
     """
@@ -61,6 +62,7 @@ class Placement:
     biases: dict[tuple[ir.Node, int], int] = field(default_factory=dict)
     added_biases: dict[tuple[ir.Node, int], ir.Node] = field(default_factory=dict)
     own: set[ir.Node] = field(default_factory=set)
+    half: bool = False
     dynamic: list[ir.Node] = field(default_factory=list)
     nodes: list[ir.Node] = field(default_factory=list)
 
@@ -83,11 +85,11 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     Raises:
         ConfigError: A name or pattern matches nothing, or nothing is left to quantize.
     """
-    placement = Placement()
+    placement = Placement(half=settings.quantize_fp16)
     target = TARGETS[settings.target]
     chosen = select_nodes(model, settings)
     for node, layer in chosen.items():
-        if _is_other_float(node) or not _worth_quantizing(node, target, placement):
+        if _is_other_float(node, placement) or not _worth_quantizing(node, target, placement):
             continue
         rule = rule_of(node.op_type)
         if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
@@ -112,7 +114,8 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             _place_added_bias(node, placement)
     if not placement.nodes:
         present = ", ".join(sorted({node.op_type for node in model.graph}))
-        other = "; these are not in float32" if any(map(_is_other_float, chosen)) else ""
+        wrong = any(_is_other_float(node, placement) for node in chosen)
+        other = f"; these are not in {'float16' if placement.half else 'float32'}" if wrong else ""
         raise ConfigError(f"Nothing to quantize: the model has {present}{other}; asked for: {_asked(settings)}.")
     if not settings.weights_only:
         _fuse(placement, settings)
@@ -201,6 +204,9 @@ def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bo
     """Whether the target's runtime gains by quantizing this node, given the nodes before it."""
     if target.fuses is not None and node.op_type not in target.fuses:
         return False
+    if placement.half and node.op_type == "Concat":
+        # Nor does it read decoded tensors then: rewrite.py says why.
+        return False
     if node.op_type in ("Gemm", "MatMul") and target.float_output and constant(node.inputs[1]) is None:
         return False
     if node.op_type not in target.follows:
@@ -244,14 +250,14 @@ def _place_activations(
         for index in live:
             value = node.inputs[index]
             assert value is not None
-            if not _is_float(value, guess):
+            if not _is_float(value, placement, guess):
                 continue
             if node in placement.own:
                 placement.activations[value] = layer.input
             placement.activations.setdefault(value, layer.input)
     spec = None if writes_float else layer.output or layer.input
     for value in node.outputs:
-        if spec is not None and _is_float(value, guess) and (list(value.uses()) or value.is_graph_output()):
+        if spec is not None and _is_float(value, placement, guess) and (list(value.uses()) or value.is_graph_output()):
             placement.activations[value] = spec
 
 
@@ -261,7 +267,7 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
         return
     for index in {*rule.inputs(node), *((rule.weight,) if rule.weight is not None else ())}:
         value = node.inputs[index] if index < len(node.inputs) else None
-        if value is None or constant(value) is None or not _is_float(value):
+        if value is None or constant(value) is None or not _is_float(value, placement):
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = weight_spec(node, layer.weight, settings)
@@ -375,17 +381,19 @@ def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:
     return [value for product in products for value in product.outputs if value in placement.activations]
 
 
-def _is_float(value: ir.Value, guess: bool = True) -> bool:
+def _is_float(value: ir.Value, placement: Placement, guess: bool = True) -> bool:
     """Whether a value is a tensor of float32; of unknown type: what is guessed, by an op that is known."""
     import onnx_ir as ir
 
     if value.type is None:
         return guess
     # A sequence of tensors has an element type too.
-    return isinstance(value.type, ir.TensorType) and value.dtype is ir.DataType.FLOAT
+    kind = ir.DataType.FLOAT16 if placement.half else ir.DataType.FLOAT
+    return isinstance(value.type, ir.TensorType) and value.dtype is kind
 
 
-def _is_other_float(node: ir.Node) -> bool:
-    """Whether a node computes in another float type: there are scales and integer kernels for float32 only."""
-    values = (value for value in (*node.inputs, *node.outputs) if value is not None and not _is_float(value))
+def _is_other_float(node: ir.Node, placement: Placement) -> bool:
+    """Whether a node computes in another float type than the model's, for which there are no scales."""
+    named = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    values = (value for value in named if not _is_float(value, placement))
     return any(value.dtype is not None and value.dtype.is_floating_point() for value in values)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from quark.core.granularity import PerGroup
-from quark.core.scales import QParams
+from quark.core.scales import QParams, ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, OutputExistsError
 from quark.log import logger
@@ -113,7 +113,7 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     settings = pin(settings, model)
     infer_shapes(model)
     run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
-    refuse_half(model)
+    check_float_type(model, settings)
     settings = drop_removed(settings, model)
     changed = run_algorithms(model, settings)
     if (simulate(model, settings) or changed) and identity:
@@ -149,7 +149,7 @@ def _needed_opset(settings: Settings) -> int:
     """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
     specs = _specs(settings)
     grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
-    if grouped and settings.matmul_nbits is None:
+    if settings.quantize_fp16 or (grouped and settings.matmul_nbits is None):
         return GROUP_OPSET
     return BLOCK_OPSET if any(spec.is_block for spec in specs) else MINIMUM_OPSET
 
@@ -170,11 +170,25 @@ def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) 
             step(model, asked)
 
 
-def refuse_half(model: ir.Model) -> None:
-    """Raise NotSupportedError for a float16 or bfloat16 model: scales and integer kernels are float32."""
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+def _half_scale(spec: TensorSpec | None) -> TensorSpec | None:
+    """The spec with scales that float16 holds. Raises NotSupportedError for what has no Q/DQ of float16 tensors."""
+    if spec is None:
+        return None
+    if not spec.has_zero_point or spec.dynamic or spec.dtype.bits > 16:
+        raise NotSupportedError(f"QuantizeFP16=True with {spec.dtype}: possible: static integers of 4 to 16 bits.")
+    return replace(spec, scale_type=ScaleType.float16) if spec.scale_type is ScaleType.float32 else spec
+
+
+def check_float_type(model: ir.Model, settings: Settings) -> None:
+    """Raise NotSupportedError for a half-precision model, and ConfigError for another, where that is not asked for."""
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    if settings.quantize_fp16:
+        if not any(value.dtype is not None and value.dtype.name == "FLOAT16" for value in values):
+            raise ConfigError("QuantizeFP16=True is for float16 models; this one has no float16 input or weight.")
+        return
+    for value in values:
         if value.dtype is not None and value.dtype.name in ("FLOAT16", "BFLOAT16"):
-            convert = "set ConvertFP16ToFP32=True, or run `python -m quark.onnx.tools.convert_fp16_to_fp32` first"
+            convert = "set QuantizeFP16=True or ConvertFP16ToFP32=True, or run quark.onnx.tools.convert_fp16_to_fp32"
             advice = convert if value.dtype.name == "FLOAT16" else "convert the model to float32"
             raise NotSupportedError(f"{value.name} is {value.dtype.name.lower()}, the model must be float32: {advice}.")
 
@@ -226,7 +240,16 @@ def _supported(settings: Settings) -> Settings:
         if layer is None:
             return None
         parts = {name: onnx_range(getattr(layer, name)) for name in ("weight", "bias", "input", "output")}
+        if settings.quantize_fp16:
+            parts = {name: _half_scale(spec) for name, spec in parts.items() if name != "bias"}
         return LayerSpec(**parts)
+
+    if settings.quantize_fp16:
+        if settings.target == "ort_x64" or settings.matmul_nbits is not None:
+            raise ConfigError(
+                "QuantizeFP16=True: ort_x64 and MatMulNBits compute in float32; set ConvertFP16ToFP32=True."
+            )
+        settings = replace(settings, int32_bias=False, int16_bias=False)
 
     return replace(
         settings,

@@ -90,6 +90,9 @@ class Rewriter:
         name = value.name or ""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         uses = [use for use in value.uses() if use.node.graph is self.graph]
+        if self.settings.quantize_fp16:
+            # ONNX Runtime would fuse a Concat of decoded tensors into a QLinearConcat, which refuses float16 scales.
+            uses = [use for use in uses if use.node.op_type != "Concat"]
         # An input that is an output too goes from one to the other as it is.
         is_output = value.is_graph_output() and not value.is_graph_input()
         if self._is_float(value):
@@ -196,13 +199,16 @@ class Rewriter:
                 f"{spec.dtype} Q/DQ is not part of this version; possible: {', '.join(FIRST_OPSET)}."
             )
         blocked = spec.dtype.bits < 8 or isinstance(spec.granularity, PerGroup)
-        contrib = not blocked and (self.settings.contrib_domain or first > opset(self.model))
+        contrib = not (blocked or self.settings.quantize_fp16) and (
+            self.settings.contrib_domain or first > opset(self.model)
+        )
         if contrib:
             self.model.opset_imports[CONTRIB] = 1
         return CONTRIB if contrib else ""
 
     def _scale_and_zero(self, name: str, params: QParams, spec: TensorSpec) -> tuple[ir.Value, ir.Value]:
-        scale = np.asarray(params.scale, np.float32)
+        # The decoded tensor has the type of the scale.
+        scale = np.asarray(params.scale, np.float16 if self.settings.quantize_fp16 else np.float32)
         zero = np.zeros(scale.shape) if params.zero_point is None else params.zero_point
         codes = np.asarray(zero).astype(self._kind(spec).numpy())
         return self.initializer(f"{name}_scale", scale), self.initializer(f"{name}_zero_point", codes)

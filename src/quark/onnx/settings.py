@@ -71,6 +71,7 @@ class Settings:
         force_pass_through: Quantize data-movement ops even where their input is not quantized.
         matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
             weights behind a blocked DequantizeLinear.
+        quantize_fp16: The model is float16, and so are its scales; biases stay float16.
         contrib_domain: Write Q/DQ in the com.microsoft domain.
         cast_bfloat16: Write bfloat16 as pairs of Cast.
         clip_bfloat16: Clip activations to the range of bfloat16 before they are quantized to it.
@@ -137,6 +138,7 @@ class Settings:
     align: tuple[str, ...] = ()
     force_pass_through: bool = False
     matmul_nbits: int | None = None
+    quantize_fp16: bool = False
     contrib_domain: bool = False
     cast_bfloat16: bool = False
     clip_bfloat16: bool = False
