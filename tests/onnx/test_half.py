@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,9 @@ def test_parts_in_float32_stay_float() -> None:
     assert np.abs(run(done, feed).astype(np.float32) - run(half(), feed).astype(np.float32)).max() < 0.05
 
 
-def test_masks_of_float16_stay_float() -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_masks_of_float16_stay_float(saved: bool, tmp_path: Path) -> None:
+    """Also when the ranges come from a file of statistics."""
     model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
         g (float16[n, 8] x, float16[n, 8] mask) => (float16[n, 8] y)
         { scores = MatMul(x, w)  masked = Add(scores, mask)  y = Softmax(masked) }""")
@@ -112,7 +115,9 @@ def test_masks_of_float16_stay_float() -> None:
     feed = {"x": random.normal(size=(32, 8)).astype(np.float16), "mask": np.zeros((32, 8), np.float16)}
     feed["mask"][:, 6:] = -65504
     layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec())
-    done = ModelQuantizer(QConfig(layer, QuantizeFP16=True)).quantize_model(model, None, Reader([feed]))
+    options = {"Statistics": str(tmp_path / "statistics.npz")} if saved else {}
+    config = QConfig(layer, QuantizeFP16=True, **options)
+    done = ModelQuantizer(config).quantize_model(model, None, Reader([feed]))
     assert done is not None
     assert not {"mask", "masked"} & {n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear"}
     assert np.abs(run(done, feed).astype(np.float32) - run(model, feed).astype(np.float32)).max() < 0.05

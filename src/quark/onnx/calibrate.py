@@ -63,16 +63,17 @@ def activation_params(
             part = make_observer(observers[tensors[name]].spec, settings)
             part.restore(statistics.states[name])
             observers[tensors[name]].merge(part)
-    masks = {root for root, observer in observers.items() if _is_mask(observer)}
+    masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
     return {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
 
 
-def _is_mask(observer: Observer) -> bool:
+def _is_mask(observer: Observer, half: bool) -> bool:
     """Whether a tensor carries an attention mask: no scale serves both -3e38 and its other values."""
+    largest = limit("float16" if half else "float32")
     extremes = [np.asarray(side) for side in (observer.low, observer.high) if side is not None]
-    return any(bool(np.isfinite(side).all() and (abs(side) > limit(observer.model_dtype)).any()) for side in extremes)
+    return any(bool(np.isfinite(side).all() and (abs(side) > largest).any()) for side in extremes)
 
 
 def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
