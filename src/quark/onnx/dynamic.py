@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quark.onnx.model import constant
+from quark.onnx.model import constant, is_constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,7 +25,7 @@ PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 def fits_dynamic(node: ir.Node) -> bool:
     """Whether a node has an integer kernel for its form: constant weight, a Gemm without factors."""
-    if node.op_type not in KERNELS or constant(node.inputs[0]) is not None or constant(node.inputs[1]) is None:
+    if node.op_type not in KERNELS or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
         return False
     if node.op_type == "Gemm":
         return all(

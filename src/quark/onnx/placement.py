@@ -21,7 +21,7 @@ from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.matmul_nbits import fits_nbits
-from quark.onnx.model import constant
+from quark.onnx.model import constant, is_constant
 from quark.onnx.operators import ALIGN_GROUPS, NEVER, ON_REQUEST, RULES, rule_of
 from quark.onnx.scopes import nodes_of
 from quark.onnx.settings import Settings
@@ -96,7 +96,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
             _place_dynamic(node, layer, settings, placement)
             continue
         data = rule.inputs(node)
-        live = [i for i in data if node.inputs[i] is not None and constant(node.inputs[i]) is None]
+        live = [i for i in data if node.inputs[i] is not None and not is_constant(node.inputs[i])]
         follows = rule.shares_scale and not settings.force_pass_through
         if follows and (not live or node.inputs[live[0]] not in placement.activations):
             continue
@@ -137,7 +137,7 @@ def _asked(settings: Settings) -> str:
 def _has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
     """Whether a node has a constant weight; one that a MatMulNBits can hold, where these are asked for."""
     weight = rule_of(node.op_type).weight
-    if weight is None or weight >= len(node.inputs) or constant(node.inputs[weight]) is None or layer.weight is None:
+    if weight is None or weight >= len(node.inputs) or not is_constant(node.inputs[weight]) or layer.weight is None:
         return False
     return settings.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
 
@@ -207,12 +207,12 @@ def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bo
     if placement.half and node.op_type == "Concat":
         # Nor does it read decoded tensors then: rewrite.py says why.
         return False
-    if node.op_type in ("Gemm", "MatMul") and target.float_output and constant(node.inputs[1]) is None:
+    if node.op_type in ("Gemm", "MatMul") and target.float_output and not is_constant(node.inputs[1]):
         return False
     if node.op_type not in target.follows:
         return True
     quantized = set(placement.nodes)
-    producers = [v.producer() for v in node.inputs if v is not None and constant(v) is None]
+    producers = [v.producer() for v in node.inputs if v is not None and not is_constant(v)]
     return (
         bool(producers)
         and all(p in quantized and p.op_type not in target.float_output for p in producers if p)
@@ -267,7 +267,7 @@ def _place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placem
         return
     for index in {*rule.inputs(node), *((rule.weight,) if rule.weight is not None else ())}:
         value = node.inputs[index] if index < len(node.inputs) else None
-        if value is None or constant(value) is None or not _is_float(value, placement):
+        if value is None or not is_constant(value) or not _is_float(value, placement):
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = weight_spec(node, layer.weight, settings)
@@ -289,7 +289,7 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     rule = rule_of(node.op_type)
     if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.weights_only:
         return
-    if constant(node.inputs[rule.bias]) is None:
+    if not is_constant(node.inputs[rule.bias]):
         return
     weight = placement.weights.get((node, rule.weight))
     integers = weight is not None and weight.has_zero_point and not isinstance(weight.granularity, PerGroup)
