@@ -157,8 +157,8 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
 def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
     """Scale and zero point of every element of a tensor of `shape`, quantized scales multiplied out; float32.
 
-    For solvers that quantize a tensor piece by piece with `quantize_elements`. Raises ConfigError where codes are quantized
-    once more, because then no element has a grid of its own.
+    For solvers that quantize a tensor piece by piece with `quantize_elements`. Raises ConfigError where codes are
+    quantized once more, because then no element has a grid of its own.
     """
     if spec.code_spec is not None:
         raise ConfigError(f"{spec}: codes that are quantized once more cannot be solved element by element.")

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
@@ -89,8 +89,8 @@ class Stop:
     def _require_tokens(self) -> None:
         if self.count == 0:
             raise CalibrationError(
-                f"{self}: no calibration token reaches these layers (experts that the router never chose?). Use more or "
-                "other data, or exclude them."
+                f"{self}: no calibration token reaches these layers (experts that the router never chose?). "
+                "Use more or other data, or exclude them."
             )
 
 
@@ -165,7 +165,7 @@ def lockstep(
     return [walker.output for walker in first], [walker.output for walker in second]
 
 
-class _Walker(greenlet):
+class _Walker(greenlet):  # type: ignore[misc]
     """One batch on its way through a block.
 
     Attributes:
@@ -191,8 +191,8 @@ class _Walker(greenlet):
         self.switch()
         if not self.dead and self.group <= before:
             raise StructureError(
-                f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more than "
-                "once, or not in the same order for all batches, so it cannot be solved in one sweep."
+                f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more "
+                "than once, or not in the same order for all batches, so it cannot be solved in one sweep."
             )
 
     def arrive(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:

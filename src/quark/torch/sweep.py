@@ -56,7 +56,8 @@ def sweep(
         return
     if data is None:
         raise ConfigError(
-            f"{', '.join(type(a).__name__ for a in stages)}: needs calibration data; pass a dataloader to quantize_model."
+            f"{', '.join(type(a).__name__ for a in stages)} needs calibration data: pass a dataloader to "
+            "quantize_model."
         )
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         calls = record_calls(model, names, data)
@@ -66,9 +67,7 @@ def sweep(
         for name in progress(names, "blocks", total=len(names)):
             own = calls.pop(name)
             module = model.get_submodule(name)
-            block = Block(
-                name, module, _with(own, hidden), _with(own, float_hidden or hidden), shared_scale_groups
-            )
+            block = Block(name, module, _with(own, hidden), _with(own, float_hidden or hidden), shared_scale_groups)
             hidden, float_hidden = sweep_block(block, layers, stages, needs_float)
 
 
