@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quark.errors import NotSupportedError
-from quark.torch.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, ImportanceScaleConfig, QronosConfig
+from quark.torch.algo_configs import (
+    AlgoConfig,
+    AutoRoundConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    ImportanceScaleConfig,
+    QronosConfig,
+)
+from quark.torch.algorithms.autoround import AutoRound
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
 from quark.torch.algorithms.importance import ImportanceScale
@@ -15,6 +23,7 @@ ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     GPTAQConfig: GPTAQ,
     QronosConfig: Qronos,
     ImportanceScaleConfig: ImportanceScale,
+    AutoRoundConfig: AutoRound,
 }
 """Config class -> algorithm."""
 
