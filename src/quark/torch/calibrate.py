@@ -18,6 +18,7 @@ from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer
+from quark.torch.moe import require_tokens, share_expert_ranges
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
@@ -83,8 +84,15 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
             quantizer.store(quantize_scales(first, QParams(largest.clone()), quantizer.spec.scale_spec))
 
 
-def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None) -> None:
+def calibrate_activations(
+    model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None, *, sync_experts: bool = False
+) -> None:
     """Run the data through the float model and fix the static scales of inputs and outputs.
+
+    Args:
+        model, layers: The model and its quantized layers.
+        data: The batches.
+        sync_experts: Whether the experts of a mixture share the range of their inputs.
 
     Raises:
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
@@ -107,6 +115,9 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
         batches = run_batches(model, data)
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    if sync_experts:
+        share_expert_ranges(quantizers)
+    require_tokens(quantizers)
     for name, quantizer in quantizers.items():
         with _naming(name):
             quantizer.finish_observing()

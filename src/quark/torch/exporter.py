@@ -23,8 +23,10 @@ from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
+from quark.torch.hub_names import published_names
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.passes import unconverted
 from quark.torch.quantizer import quantized_layers
 
 LATER_MODES = ("awq", "fp8")
@@ -73,7 +75,9 @@ def export_safetensors(
             f"export_safetensors writes transformers models; {type(model).__name__} has no transformers config. "
             "Possible: quark.torch.save_params, which stores any module."
         )
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode]))
+    publish = published_names(model)
+    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode])
+    items = [(publish(name), make, shapes) for name, make, shapes in made]
     source = _source_folder(model)
     with atomic_folder(output_dir, overwrite) as folder:
         items += _dropped_entries(model, source)
@@ -100,11 +104,7 @@ def quantization_config(model: nn.Module, config: QConfig, weight_format: str, p
     """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
     stored = config.to_dict()
     patterns = stored["exclude"]
-    stored["exclude"] = [
-        name
-        for name, module in model.named_modules()
-        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
-    ]
+    stored["exclude"] = _excluded_names(model)
     export = {
         "kv_cache_group": list(config.kv_cache_group),
         "min_kv_scale": config.min_kv_scale,
@@ -113,6 +113,18 @@ def quantization_config(model: nn.Module, config: QConfig, weight_format: str, p
         "weight_merge_groups": None,
     }
     return {"quant_method": "quark", **stored, "exclude_patterns": patterns, "export": export}
+
+
+def _excluded_names(model: nn.Module) -> list[str]:
+    """Everything that stays in float and could be taken for quantized, as the module and as checkpoints call it."""
+    publish = published_names(model)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
+    ]
+    names += unconverted(model)
+    return list(dict.fromkeys(form for name in names for form in (name, publish(name))))
 
 
 def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:

@@ -19,8 +19,9 @@ from quark.torch.fake_quant import Extras, FakeQuantize
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.plan import make_plan
-from quark.torch.quantizer import set_submodule
+from quark.torch.passes import prepare, undo
+from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.structure import set_submodule
 
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 
@@ -73,10 +74,20 @@ def map_to_stored(
     Returns:
         The float layers that were replaced, by name.
     """
-    plan = make_plan(config, model, strict=False)
-    originals = {}
+    originals = prepare(model, chooser(config, model).wanted)
+    try:
+        _hold_layers(model, make_plan(config, model, strict=False), pack_method, weight_format, originals)
+    except BaseException:
+        undo(model, originals)
+        raise
+    return originals
+
+
+def _hold_layers(
+    model: nn.Module, plan: Plan, pack_method: str, weight_format: str, originals: dict[str, nn.Module]
+) -> None:
     for name, spec in plan.layers.items():
-        module = originals[name] = model.get_submodule(name)
+        module = model.get_submodule(name)
         quantized = layer_class(module)
         assert quantized is not None
         layer = quantized.from_float(module, spec)
@@ -85,7 +96,8 @@ def map_to_stored(
         for role in ("input", "output"):
             _hold_activation(layer, role)
         set_submodule(model, name, layer)
-    return originals
+        if not any(name == done or name.startswith(f"{done}.") for done in originals):
+            originals[name] = module
 
 
 def _hold_stored(layer: QuantLayer, role: str, pack_method: str, real: bool) -> None:

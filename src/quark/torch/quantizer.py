@@ -17,7 +17,10 @@ from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.plan import Plan, make_plan
+from quark.torch.moe import sibling_groups
+from quark.torch.passes import prepare, undo
+from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.structure import set_submodule
 
 
 class ModelQuantizer:
@@ -53,11 +56,10 @@ class ModelQuantizer:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
-            plan = make_plan(self.config, model)
-            with replaced(model, plan) as layers:
+            with prepared(model, self.config), replaced(model, make_plan(self.config, model)) as layers:
                 calibrate_weights(layers)
-                share_scales(layers, self.config.shared_scale_groups)
-                calibrate_activations(model, layers, dataloader)
+                share_scales(layers, sibling_groups(model, self.config.shared_scale_groups))
+                calibrate_activations(model, layers, dataloader, sync_experts=self.config.sync_moe_expert_input_amax)
             model.quant_config = self.config  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
@@ -99,6 +101,17 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
 
 
 @contextmanager
+def prepared(model: nn.Module, config: QConfig) -> Iterator[None]:
+    """Run the passes on what the config quantizes; undo them if the body fails."""
+    originals = prepare(model, chooser(config, model).wanted)
+    try:
+        yield
+    except BaseException:
+        undo(model, originals)
+        raise
+
+
+@contextmanager
 def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
     """Replace the layers of the plan; put the float layers back if the body fails."""
     if "" in plan.layers:
@@ -116,12 +129,6 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
         for name, module in originals.items():
             set_submodule(model, name, module)
         raise
-
-
-def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:
