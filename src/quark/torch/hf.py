@@ -9,7 +9,7 @@ from torch import nn
 
 from quark.errors import NotSupportedError
 from quark.torch.config import QConfig
-from quark.torch.hub_names import is_merged
+from quark.torch.hub_names import merged_names
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.passes import UnfusedExperts
 
@@ -24,9 +24,9 @@ def _map_to_quark(
     if custom_mode != "quark":
         raise NotSupportedError(f"custom_mode={custom_mode!r} checkpoints are loaded by transformers' own quantizers.")
     map_to_stored(model, quantization_config, pack_method, quantization_config.weight_format or REAL_QUANTIZED)
-    for name, module in model.named_modules():
-        if isinstance(module, UnfusedExperts) and is_merged(model, f"{name}.0.{module.names[2]}.weight"):
-            ReceivingExperts.stack(module)
+    blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
+    for name in merged_names(model, blocks):
+        ReceivingExperts.stack(blocks[name])
     return model
 
 

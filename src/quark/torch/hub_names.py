@@ -8,7 +8,7 @@ checkpoint is written under the published names: those are what runtimes read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -62,14 +62,15 @@ def published_names(model: nn.Module) -> Callable[[str], str]:
     return publish
 
 
-def is_merged(model: nn.Module, name: str) -> bool:
-    """Whether transformers merges the tensor that the module calls `name` with others when it loads a checkpoint.
+def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The names of a module's tensors that transformers merges with others when it loads a checkpoint.
 
     It does not where the published name is the module's own: such a tensor is taken as it is.
     """
     publish, known = published_names(model), conversions(model)
-    if not known or publish(name) == name:
-        return False
+    renamed = [name for name in names if publish(name) != name]
+    if not renamed:
+        return set()
     core = sys.modules["transformers.core_model_loading"]
     converters = [c for c in known if isinstance(c, core.WeightConverter)]
-    return core.apply_converters(name, converters)[1] is not None
+    return {name for name in renamed if core.apply_converters(name, converters)[1] is not None}

@@ -113,7 +113,7 @@ def _module_name(stored: str, names: dict[str, str]) -> str | None:
     """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
     if stored in names:
         return names[stored]
-    for role in ROLES:
+    for role in (*ROLES, "prob_output"):
         for kind in ("scale", "zero_point"):
             parent, found, rest = stored.rpartition(f".{role}_{kind}")
             candidate = f"{parent}.{role}_quantizer.{kind}"

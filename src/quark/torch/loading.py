@@ -14,8 +14,9 @@ from torch import nn
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
+from quark.torch.attention import probability_quantizers, quantize_attention
 from quark.torch.config import QConfig
-from quark.torch.fake_quant import Extras, FakeQuantize
+from quark.torch.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
@@ -77,6 +78,7 @@ def map_to_stored(
     originals = prepare(model, chooser(config, model).wanted)
     try:
         _hold_layers(model, make_plan(config, model, strict=False), pack_method, weight_format, originals)
+        _hold_attention(model, config)
     except BaseException:
         undo(model, originals)
         raise
@@ -98,6 +100,19 @@ def _hold_layers(
         set_submodule(model, name, layer)
         if not any(name == done or name.startswith(f"{done}.") for done in originals):
             originals[name] = module
+
+
+def _hold_attention(model: nn.Module, config: QConfig) -> None:
+    """Add what acts inside attention, with buffers for its scales."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+    quantize_attention(model, config, layers)
+    for name, quantizer in probability_quantizers(model).items():
+        device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
+        params = empty_params(quantizer.spec, ())
+        assert params is not None
+        tensors = _on_device(QuarkLayout(quantizer.spec, torch.float32).store_params(params), device)
+        quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
+        quantizer.mode = Mode.quantize
 
 
 def _hold_stored(layer: QuantLayer, role: str, pack_method: str, real: bool) -> None:

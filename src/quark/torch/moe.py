@@ -30,12 +30,7 @@ def share_expert_ranges(quantizers: Mapping[str, FakeQuantize]) -> None:
         if found and found["rest"].endswith(".input"):
             families.setdefault((found["block"], found["rest"]), []).append(quantizer)
     for members in families.values():
-        seen = [member.observer for member in members if member.observer is not None]
-        merged = type(seen[0])(seen[0].spec)
-        for observer in seen:
-            merged.merge(observer)
-        for member in members:
-            member.observer = merged
+        FakeQuantize.share_observed(members)
 
 
 def require_tokens(quantizers: Mapping[str, FakeQuantize]) -> None:

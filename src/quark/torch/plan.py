@@ -12,6 +12,7 @@ from quark.core.patterns import first_match, matches, matches_any, require_match
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, ShapeError
 from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.kv_cache import require_cache_patterns, with_cache
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
 from quark.torch.passes.experts import fused_blocks, layer_names
@@ -66,7 +67,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which layer gets which spec: exclude > layer_quant_config > layer_type_quant_config > global."""
+    """Which layer gets which spec: exclude > layer_quant_config > layer_type_quant_config > global.
+
+    A layer that feeds a quantized cache has its output quantized whatever else is said of it.
+    """
 
     config: QConfig
     patterns: tuple[str, ...]
@@ -78,9 +82,10 @@ class Choice:
 
     def spec(self, name: str, kind: type[nn.Module]) -> LayerSpec:
         """The spec of a layer of this name and class; an empty one leaves it in float."""
-        if self.excludes(name):
-            return LayerSpec()
-        return lower_layer(self._config(name, kind), per_token=issubclass(kind, nn.Linear))
+        linear = issubclass(kind, nn.Linear)
+        chosen = None if self.excludes(name) else self._config(name, kind)
+        spec = lower_layer(chosen, per_token=linear)
+        return with_cache(spec, self.config, name) if linear else spec
 
     def wanted(self, name: str) -> bool:
         """Whether a linear layer of this name is to be quantized."""
@@ -127,6 +132,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
         require_matches(patterns, names, "exclude")
         _require_layers(patterns, names, candidates)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
+        require_cache_patterns(config, candidates)
         _require_types(config, candidates)
     choice = chooser(config, model)
     layers, excluded = {}, []
