@@ -67,7 +67,7 @@ class UnfusedExperts(nn.Module):
             top_k_index: (tokens, k), which experts; an index outside the experts stands for none.
             top_k_weights: (tokens, k).
         """
-        places = [torch.where(top_k_index == index) for index in range(self.count)]
+        places = self._places(top_k_index)
         experts: list[Any] = [self.get_submodule(str(index)) for index in range(self.count)]
         inner = [self._inner(e, hidden_states[token]) for e, (token, _) in zip(experts, places, strict=True)]
         mixed = torch.zeros_like(hidden_states)
@@ -76,6 +76,15 @@ class UnfusedExperts(nn.Module):
             y = y if self.post_expert_norm is None else self.post_expert_norm(y)
             mixed.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(mixed.dtype))
         return mixed
+
+    def _places(self, top_k_index: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Token and slot of everything that is routed to each expert, in the order of the tokens."""
+        flat = top_k_index.reshape(-1)
+        # One sort and one wait for the device, not one for each expert.
+        sizes = torch.bincount(flat, minlength=self.count)[: self.count].tolist()
+        order = flat.argsort(stable=True)[: sum(sizes)]
+        slots = top_k_index.shape[-1]
+        return [(part // slots, part % slots) for part in order.split(sizes)]
 
     def _inner(self, expert: nn.Module, x: torch.Tensor) -> Any:
         """The activations between the two phases, (rows, I)."""
