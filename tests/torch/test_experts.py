@@ -225,4 +225,16 @@ def test_the_written_exclude_list_names_layers_in_both_forms(tmp_path: Path) -> 
     model = quantize(family("mixtral"), "int8", exclude_layers=["*experts*", "@output_head"])
     export_safetensors(model, tmp_path / "out")
     excluded = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["exclude"]
-    assert {"lm_head", "model.layers.0.mlp.experts", "model.layers.0.block_sparse_moe.experts"} <= set(excluded)
+    blocks = {f"model.layers.{index}.{block}" for index in (0, 1) for block in ("mlp", "block_sparse_moe")}
+    parts = {f"{block}.{part}" for block in blocks for part in ("gate", "experts", "experts.*")}
+    assert set(excluded) == parts | {"lm_head"}
+
+
+@pytest.mark.parametrize("scheme", ["uint4_wo_32", "mxfp4", "fp8"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_frozen_views_compute_the_same(name: str, scheme: str) -> None:
+    """Their weights are strided views: a transposed matrix, or every other row of one."""
+    model = quantize(family(name), scheme)
+    expected = model(IDS).logits
+    frozen = ModelQuantizer.freeze(model)
+    torch.testing.assert_close(frozen(IDS).logits, expected, rtol=1e-5, atol=1e-5)

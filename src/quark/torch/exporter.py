@@ -31,6 +31,7 @@ from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.passes import unconverted
 from quark.torch.plan import chooser
 from quark.torch.quantizer import quantized_layers
+from quark.torch.structure import routers
 
 LATER_MODES = ("awq", "fp8")
 SIDE_FILES = re.compile(
@@ -131,9 +132,12 @@ def _excluded_names(model: nn.Module, config: QConfig) -> list[str]:
         for name, module in model.named_modules()
         if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
     ]
+    layers = quantized_layers(model)
+    # Routers are linear layers in runtimes, whatever class transformers has for them.
+    names += sorted(routers(model) - layers.keys() - set(names))
     # A layer without weights to quantize whose output feeds the cache is excluded and quantized at once.
     excludes = chooser(config, model).excludes
-    names += [name for name in quantized_layers(model) if excludes(name)]
+    names += [name for name in layers if excludes(name)]
     if config.softmax_quant_spec is not None:
         quantized = probability_quantizers(model)
         names += [name for name in attention_modules(model) if f"{name}.prob_output" not in quantized]
