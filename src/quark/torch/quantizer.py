@@ -12,6 +12,7 @@ from torch import nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
+from quark.torch.algorithms import algorithms_of
 from quark.torch.attention import attention_quantized
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
@@ -23,6 +24,7 @@ from quark.torch.moe import sibling_groups
 from quark.torch.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.structure import set_submodule
+from quark.torch.sweep import sweep
 
 
 class ModelQuantizer:
@@ -59,13 +61,18 @@ class ModelQuantizer:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
+            algorithms = algorithms_of(self.config.algo_config or [])
             with (
                 prepared(model, self.config),
                 replaced(model, make_plan(self.config, model)) as layers,
                 attention_quantized(model, self.config, layers),
             ):
+                groups = sibling_groups(model, self.config.shared_scale_groups)
+                if algorithms:
+                    sync = self.config.sync_moe_expert_input_amax
+                    sweep(model, layers, algorithms, dataloader, groups, sync_experts=sync)
                 calibrate_weights(layers)
-                share_scales(layers, sibling_groups(model, self.config.shared_scale_groups))
+                share_scales(layers, groups)
                 calibrate_activations(model, layers, dataloader, self.config)
             model.quant_config = self.config  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
@@ -166,7 +173,6 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
     later = {
-        "algo_config": config.algo_config,
         "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
         "quant_flow": config.quant_flow is not QuantFlow.standard,
         "gpu_resident_blocks": config.gpu_resident_blocks,
