@@ -100,18 +100,23 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def input_groups(block: nn.Module, layers: Sequence[str], call: Call) -> list[tuple[str, ...]]:
-    """Names of the layers (relative to the block) that read the same tensor, in the order in which they run."""
-    groups: dict[Any, list[str]] = {}
+    """Names of the layers (relative to the block) that read the same tensor one after the other, in running order.
+
+    A layer that reads it after others have run (kv_a_proj of DeepSeek, after q_b_proj) is a group of its own.
+    """
+    groups: list[tuple[Any, list[str]]] = []
     alive = []  # a freed tensor's address may be given to another one
 
     def note(name: str, x: torch.Tensor) -> None:
         alive.append(x)
         place = (x.data_ptr(), tuple(x.shape), x.stride(), x._version) if x.numel() else id(x)
-        groups.setdefault(place, []).append(name)
+        if not groups or groups[-1][0] != place:
+            groups.append((place, []))
+        groups[-1][1].append(name)
 
     with _hooked(block, layers, note):
         call.run(block)
-    return [tuple(dict.fromkeys(names)) for names in groups.values()]
+    return [tuple(dict.fromkeys(names)) for _, names in groups]
 
 
 def lockstep(
