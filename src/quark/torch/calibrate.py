@@ -32,14 +32,14 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     for name, layer in progress(layers.items(), "weights", total=len(layers)):
         for role in ("weight", "bias"):
             quantizer = layer.quantizer(role)
-            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic:
+            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.params is not None:
                 continue
             tensor = getattr(layer, role).detach()
             if tensor.is_meta:
                 raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
             if quantizer.spec.is_cast:
                 continue
-            with _naming(f"{name}.{role}"):
+            with naming(f"{name}.{role}"):
                 quantizer.store(tensor_qparams(tensor, quantizer.spec))
 
 
@@ -71,6 +71,8 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
         quantizer = layer.quantizer("weight")
         if not isinstance(quantizer, FakeQuantize) or quantizer.spec.scale_spec is None or quantizer.scale_2 is None:
             continue
+        if quantizer.mode is Mode.baked:
+            continue  # solved on scales that were shared before
         for index, group in enumerate(groups):
             if leaf in group:
                 families.setdefault((parent, index), []).append((layer, quantizer))
@@ -94,7 +96,7 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
         f"{name}.{role}": quantizer
         for name, layer in layers.items()
         for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and quantizer.spec.needs_calibration
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and needs_range(quantizer)
     }
     if not quantizers:
         return
@@ -108,24 +110,39 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
     for name, quantizer in quantizers.items():
-        with _naming(name):
+        with naming(name):
             quantizer.finish_observing()
+
+
+def needs_range(quantizer: FakeQuantize) -> bool:
+    """Whether a quantizer waits for calibration data."""
+    missing = quantizer.scale_2 if quantizer.spec.dynamic else quantizer.scale
+    return quantizer.spec.needs_calibration and missing is None
 
 
 @contextmanager
 def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
     """Within: the quantizers given observe, all others are off, so that the float model runs."""
-    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    with quantizers_off(layers.values()):
+        for quantizer in quantizers.values():
+            quantizer.start_observing()
+        yield
+
+
+@contextmanager
+def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
+    """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
+    everything = [m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]
     modes = [(quantizer, quantizer.mode) for quantizer in everything]
     for quantizer in everything:
-        quantizer.mode = Mode.off
-    for quantizer in quantizers.values():
-        quantizer.start_observing()
+        if quantizer.mode is not Mode.baked:
+            quantizer.mode = Mode.off
     try:
         yield
     finally:
         for quantizer, mode in modes:
-            quantizer.mode = mode
+            if quantizer.mode in (Mode.off, Mode.observe):
+                quantizer.mode = mode
 
 
 def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
@@ -175,7 +192,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """Prefix the message of a quark error with the tensor it is about."""
     try:
         yield
