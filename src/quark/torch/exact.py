@@ -99,7 +99,7 @@ def difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
 def _widened(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.double() if x.dtype in NARROW else x
-    return torch.float64 if x in NARROW else x
+    return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
 
 
 @contextmanager

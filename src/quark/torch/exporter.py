@@ -25,6 +25,7 @@ from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.online import record_rotations
 from quark.torch.quantizer import quantized_layers
 
 LATER_MODES = ("awq", "fp8")
@@ -98,7 +99,7 @@ def check_options(custom_mode: str, weight_format: str, pack_method: str, max_sh
 
 def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
     """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
-    stored = config.to_dict()
+    stored = record_rotations(config.to_dict(), model)
     patterns = stored["exclude"]
     stored["exclude"] = [
         name

@@ -19,6 +19,7 @@ from quark.torch.fake_quant import Extras, FakeQuantize
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.online import hold_rotations
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import set_submodule
 
@@ -85,6 +86,9 @@ def map_to_stored(
         for role in ("input", "output"):
             _hold_activation(layer, role)
         set_submodule(model, name, layer)
+    rotation = config.get_rotation_config()
+    if rotation is not None:
+        hold_rotations(model, rotation)
     return originals
 
 

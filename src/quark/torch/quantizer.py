@@ -18,6 +18,7 @@ from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.online import undo_input_rotation
 from quark.torch.plan import Plan, make_plan
 from quark.torch.sweep import sweep
 
@@ -119,6 +120,8 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
         yield layers
     except BaseException:
         for name, module in originals.items():
+            undo_input_rotation(layers[name])
+            module._parameters = layers[name]._parameters
             set_submodule(model, name, module)
         raise
 

@@ -181,6 +181,21 @@ class Trace:
         """Chains of additions, the longest first. A model whose norms stand before its layers has one long chain, its
         residual stream; one whose norms stand on the stream (BERT) has a short chain for each.
         """
+        links, roots = self._links
+        chains: dict[int, set[int]] = defaultdict(set)
+        for value, root in enumerate(roots):
+            chains[root].add(value)
+        sums = Counter(roots[self.nodes[i].outputs[0]] for i in links if self.nodes[i].kind in SUMS)
+        return [self._chain(chains[root], links) for root, _ in sums.most_common()]
+
+    def stream(self, value: int) -> Stream:
+        """The chain of additions that holds a value, if only the value itself."""
+        links, roots = self._links
+        return self._chain({v for v, root in enumerate(roots) if root == roots[value]}, links)
+
+    @cached_property
+    def _links(self) -> tuple[set[int], list[int]]:
+        """Nodes that pass a chain on, and for each value one that stands for its chain."""
         parent = list(range(len(self.values)))
 
         def root(value: int) -> int:
@@ -192,11 +207,7 @@ class Trace:
         for index, carried in links.items():
             for value in carried:
                 parent[root(value)] = root(self.nodes[index].outputs[0])
-        chains: dict[int, set[int]] = defaultdict(set)
-        for value in range(len(self.values)):
-            chains[root(value)].add(value)
-        sums = Counter(root(self.nodes[i].outputs[0]) for i in links if self.nodes[i].kind in SUMS)
-        return [self._chain(chains[r], set(links)) for r, _ in sums.most_common()]
+        return set(links), [root(value) for value in range(len(self.values))]
 
     def _chain(self, values: set[int], links: set[int]) -> Stream:
         writers = {n.index: n for v in values if (n := self.producer(v)) and n.index not in links}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quark.errors import NotSupportedError
-from quark.torch.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
+from quark.torch.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig, RotationConfig
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
+from quark.torch.algorithms.rotation import QuaRot
 
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     GPTQConfig: GPTQ,
     GPTAQConfig: GPTAQ,
     QronosConfig: Qronos,
+    RotationConfig: QuaRot,
 }
 """Config class -> algorithm."""
 
