@@ -158,10 +158,11 @@ class _Search:
             return f"{name!r} is read by {', '.join(map(repr, alien))} as well"
         factors = torch.ones(self.graph.values[node.outputs[0]].shape[-1], dtype=torch.float64)
         factors[rows] = torch.linspace(1.5, 3.0, len(rows), dtype=torch.float64)[_shuffled(len(rows))]
-        _, after = self.exact.run(outputs={name: factors}, watch=(*layers, *others))
-        followed = [_followed(self.before[1][reader], after[reader], factors) for reader in (*layers, *others)]
-        channels = _agreed([f for f in followed if f is not None], len(factors))
-        if len(followed) > sum(f is not None for f in followed) or channels is None or bool((channels < 0).all()):
+        # The readers go on with the input that they had, so that all else (the choice of experts) stays as it was.
+        before, reading = self.before[1], (*layers, *others)
+        _, after = self.exact.run(outputs={name: factors}, watch=reading, instead=before)
+        channels = _agreed([_followed(before[reader], after.get(reader), factors) for reader in reading], len(factors))
+        if channels is None or bool((channels < 0).all()):
             return f"the input does not scale with {name!r}"
         return Fold(name, layers, others, channels, offsets)
 
@@ -213,8 +214,10 @@ def _shuffled(count: int) -> torch.Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))
 
 
-def _followed(before: torch.Tensor, after: torch.Tensor, factors: torch.Tensor) -> torch.Tensor | None:
+def _followed(before: torch.Tensor, after: torch.Tensor | None, factors: torch.Tensor) -> torch.Tensor | None:
     """For each input channel the index of the factor that it took on; -1: unchanged; -2: always 0; None: neither."""
+    if after is None or after.shape != before.shape:
+        return None
     strong = before.abs() > 1e-6 * before.abs().amax()
     ratio = torch.where(strong, after / torch.where(strong, before, 1.0), float("nan"))
     low, high = ratio.nan_to_num(float("inf")).amin(0), ratio.nan_to_num(-float("inf")).amax(0)
@@ -231,12 +234,11 @@ def _followed(before: torch.Tensor, after: torch.Tensor, factors: torch.Tensor) 
     return torch.where(seen, torch.where(same, -1, index), -2)
 
 
-def _agreed(followed: Sequence[torch.Tensor], count: int) -> torch.Tensor | None:
+def _agreed(followed: Sequence[torch.Tensor | None], count: int) -> torch.Tensor | None:
     """One channel map of all readers. A channel that was always 0 is known from the others, or if all go one to one."""
-    if not followed:
-        return None
-    channels = torch.stack(list(followed)).amax(0)
-    if any(bool(((f != channels) & (f != -2)).any()) for f in followed):
+    maps = [f for f in followed if f is not None]
+    channels = torch.stack(maps).amax(0) if maps else None
+    if channels is None or len(maps) < len(followed) or any(bool(((f != channels) & (f != -2)).any()) for f in maps):
         return None
     unknown = channels == -2
     straight = torch.arange(len(channels))
@@ -266,7 +268,7 @@ def _offsets(norm: nn.Module, channels: int) -> dict[str, float]:
     if len(gains) != 1:
         return {}
     offset = float((start / moved[gains[0]]).nanmedian())
-    return dict.fromkeys(own, 0.0) | {gains[0]: round(offset, 6)}
+    return dict.fromkeys(own, 0.0) | {gains[0]: round(offset, 6) + 0.0}
 
 
 # Experts that no token of the recorded forward reached

@@ -16,7 +16,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quark.torch.recorder import float_forward
+from quark.torch.calibrate import quantizers_off
+from quark.torch.recorder import quantized_modules
 
 Tensors = Mapping[str, torch.Tensor]
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,6 +32,8 @@ class Float64(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if name in ("float", "half", "bfloat16"):
             func = torch.Tensor.double
+        if name.endswith("grouped_mm"):
+            func = _grouped_mm  # torch has none for float64
         args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -52,6 +55,7 @@ class Exact:
         inputs: Tensors | None = None,
         outputs: Tensors | None = None,
         watch: Sequence[str] = (),
+        instead: Tensors | None = None,
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """One forward.
 
@@ -59,6 +63,7 @@ class Exact:
             parameters: Full name -> value to use instead.
             inputs, outputs: Name of a submodule -> factors that its first input (its output) is multiplied by.
             watch: Submodules whose first input is wanted (of several calls, the rows of all).
+            instead: Watched submodule -> the rows that it reads instead of its input.
 
         Returns:
             All floating-point tensors that the module returns, and the watched inputs as (rows, channels).
@@ -72,9 +77,9 @@ class Exact:
             for name, factors in (outputs or {}).items():
                 stack.enter_context(_on_output(self.module, name, lambda x, f=factors: x * f))
             for name, rows in seen.items():
-                stack.enter_context(_on_input(self.module, name, lambda x, r=rows: r.append(x.flatten(0, -2))))
+                stack.enter_context(_on_input(self.module, name, _watcher(rows, (instead or {}).get(name))))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(float_forward(self.module))
+            stack.enter_context(quantizers_off(quantized_modules(self.module)))
             stack.enter_context(_default_float64())
             stack.enter_context(Float64())
             result = functional_call(self.module, dict(parameters or {}), args, kwargs)
@@ -94,6 +99,23 @@ def difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     return max(
         (float((x - y).abs().max() / x.abs().max().clamp_min(1e-300)) for x, y in zip(a, b, strict=True)), default=0.0
     )
+
+
+def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def watch(x: torch.Tensor) -> torch.Tensor | None:
+        start = sum(map(len, rows))
+        rows.append(x.flatten(0, -2))
+        given = None if instead is None else instead[start : start + len(rows[-1])]
+        return given.view_as(x) if given is not None and given.shape == rows[-1].shape else None
+
+    return watch
+
+
+def _grouped_mm(x: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """x[offs[i - 1] : offs[i]] @ matrices[i], one below the other: experts that are kept in one tensor."""
+    rows = [end - start for start, end in zip([0, *offs.tolist()], offs.tolist(), strict=False)]
+    made = [part @ matrix for part, matrix in zip(x[: sum(rows)].split(rows), matrices, strict=True)]
+    return torch.cat([*made, x.new_zeros(len(x) - sum(rows), matrices.shape[-1])])
 
 
 def _widened(x: Any) -> Any:

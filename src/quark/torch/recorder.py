@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.calibrate import quantizers_off
 from quark.torch.layers import QuantLayer
 from quark.torch.trace import MOVES, Node, Trace, Value
 
@@ -32,22 +32,14 @@ def record(model: nn.Module, run: Callable[[], object]) -> Trace:
         Whatever the forward raises.
     """
     recorder = _Recorder(model)
-    with torch.no_grad(), float_forward(model), recorder.hooked(), recorder:
+    with torch.no_grad(), quantizers_off(quantized_modules(model)), recorder.hooked(), recorder:
         run()
     return recorder.finished()
 
 
-@contextmanager
-def float_forward(model: nn.Module) -> Iterator[None]:
-    """Within: fake quantizers let every tensor pass."""
-    modes = [(module, module.mode) for module in model.modules() if isinstance(module, FakeQuantize)]
-    for module, _ in modes:
-        module.mode = Mode.off
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.mode = mode
+def quantized_modules(model: nn.Module) -> list[QuantLayer]:
+    """The quantized layers of a model."""
+    return [module for module in model.modules() if isinstance(module, QuantLayer)]
 
 
 def is_linear(module: nn.Module) -> bool:
