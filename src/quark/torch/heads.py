@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.recorder import float_forward, is_linear
+from quark.torch.calibrate import quantizers_off
+from quark.torch.recorder import is_linear, quantized_modules
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
 
     handles = [m.register_forward_hook(note(name)) for name, m in block.named_modules() if is_linear(m)]
     try:
-        with torch.no_grad(), float_forward(block):
+        with torch.no_grad(), quantizers_off(quantized_modules(block)):
             run()
     finally:
         for handle in handles:

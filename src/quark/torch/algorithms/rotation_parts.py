@@ -19,8 +19,8 @@ from quark.core.patterns import matches
 from quark.errors import ConfigError, QuarkError, StructureError, did_you_mean
 from quark.torch.algo_configs import RotationConfig
 from quark.torch.blocks import WHOLE, Call, _as_call, _form, evaluating, find_blocks
-from quark.torch.calibrate import forward_batch
-from quark.torch.recorder import float_forward, record
+from quark.torch.calibrate import forward_batch, quantizers_off
+from quark.torch.recorder import quantized_modules, record
 from quark.torch.residual import Norm, Residual, find_residual, hidden_values, measure_norm
 from quark.torch.trace import Trace
 
@@ -102,7 +102,8 @@ class _Passing:
     def run(self, tokens: int) -> None:
         ids = torch.randint(0, self._vocabulary(), (1, tokens), generator=torch.Generator().manual_seed(0))
         device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
-        with torch.no_grad(), evaluating(self.model), float_forward(self.model), self._passing():
+        quiet = quantizers_off(quantized_modules(self.model))
+        with torch.no_grad(), evaluating(self.model), quiet, self._passing():
             try:
                 output = forward_batch(self.model, ids, device)
             except (TypeError, ValueError, RuntimeError) as error:
