@@ -107,6 +107,16 @@ def test_online_r1_needs_no_residual_stream(name: str) -> None:
     assert not any("attention.output" in full or "o_proj" in full for full, _ in input_rotations(model))
 
 
+def test_signs_are_each_layers_own_unless_shared() -> None:
+    options: dict[str, Any] = {"online_r1_rotation": True, "random_r1": True}
+    own = dict(input_rotations(rotate(model_of("llama"), **options)))
+    shared = OnlineRotationConfig(shared_parallel=True)
+    same = dict(input_rotations(rotate(model_of("llama"), **options, online_config=shared)))
+    first = [name for name in own if name.startswith("model.layers.0")]
+    assert len({own[name].seed for name in first}) == len(first) == 5
+    assert len({same[name].seed for name in first}) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

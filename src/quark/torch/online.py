@@ -66,10 +66,11 @@ def stored_matrix(rotation: Rotation, device: str = "cpu") -> torch.Tensor:
 def hold_rotations(model: nn.Module, config: RotationConfig) -> None:
     """Make room for the stored matrices of a checkpoint, and rotate with them once they are loaded."""
     listed = config.online_config.online_rotation_layers if config.online_config else None
+    modules = dict(model.named_modules())
     for name in listed or []:
-        layer = model.get_submodule(name)
+        layer = modules.get(name)
         if not isinstance(layer, nn.Linear):
-            raise ConfigError(f"online_rotation_layers: {name} is a {type(layer).__name__}, not a linear layer.")
+            raise ConfigError(f"online_rotation_layers: {name!r} is no linear layer of this model.")
         size = config.rotation_size or layer.in_features
         dtype = torch.int8 if is_hadamard(size) else torch.float64
         layer.register_buffer(BUFFER, torch.empty(size, size, dtype=dtype, device=layer.weight.device))
@@ -110,7 +111,7 @@ def _recognised(stored: torch.Tensor) -> Rotation | torch.Tensor:
     matrix = matrix / matrix[0].norm()
     if type(stored) is torch.Tensor:
         own = torch.from_numpy(plain.matrix()).to(matrix.device)
-        # 2e-3: what float16, to which a loader may have rounded the matrix, leaves of it.
+        # 2e-3: what bfloat16, to which a loader may have rounded the matrix, changes at most.
         if bool(((matrix - own).abs() <= 2e-3 * own.abs().amax()).all()):
             return plain
     return matrix

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -244,13 +244,19 @@ def _times(x: Array, n: int, transpose: bool) -> Array:
 
 
 def _like(order: int, x: Array) -> Array:
-    return _on_device(order, dtype_name(x), x.device) if is_torch(x) else _factor(order).astype(x.dtype, copy=False)
+    """The factor as an array like x. Tensors are kept, but for those that stand for others while a graph is traced."""
+    if not is_torch(x):
+        return _factor(order).astype(x.dtype, copy=False)
+    key = (order, x.dtype, x.device)
+    if key not in _TENSORS:
+        made = like(_factor(order), x, dtype_name(x))
+        if type(made) is not sys.modules["torch"].Tensor:
+            return made
+        _TENSORS[key] = made
+    return _TENSORS[key]
 
 
-@lru_cache(maxsize=64)
-def _on_device(order: int, dtype: str, device: Any) -> Array:
-    torch = sys.modules["torch"]
-    return torch.as_tensor(_factor(order), dtype=getattr(torch, dtype), device=device)
+_TENSORS: dict[Any, Array] = {}
 
 
 def _float32(x: Array) -> Array:

@@ -6,6 +6,7 @@ Names are relative to the block. A block is all that must be in memory.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -219,11 +220,14 @@ def _online(
 
 
 def _input_rotation(name: str, layer: nn.Module, config: RotationConfig, r1: bool) -> Rotation:
+    """The rotation of a layer's input. Signs are its own, or the same for all layers with `shared_parallel`."""
     features = int(layer.in_features)  # type: ignore[arg-type]
     size = config.rotation_size or features
     if features % size:
         raise ConfigError(f"rotation_size={size} does not divide the {features} inputs of {name}.")
-    return Rotation(size, R1_SEED if r1 and config.random_r1 else None)
+    shared = config.online_config is not None and config.online_config.shared_parallel
+    seed = R1_SEED if shared else zlib.crc32(name.encode())
+    return Rotation(size, seed if r1 and config.random_r1 else None)
 
 
 def _no_rotary() -> None:
