@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
@@ -25,6 +26,7 @@ from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.loading import empty_params
+from quark.torch.online import BUFFER, input_rotations, stored_matrix
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
 
@@ -61,6 +63,8 @@ def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout]
     for name, quantizer in probabilities.items():
         assert quantizer.params is not None
         yield _entry(name, layout(quantizer.spec, torch.float32).store_params(quantizer.params))
+    for name, rotation in input_rotations(model):
+        yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
@@ -77,6 +81,10 @@ def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout
         return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
 
     return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
+
+
+def _rotation_entry(name: str, rotation: Rotation) -> Entry:
+    return name, lambda: {"": stored_matrix(rotation)}, {"": stored_matrix(rotation, "meta")}
 
 
 def _activation_entries(name: str, layer: QuantLayer, layout_class: type[Layout]) -> Iterator[Entry]:

@@ -28,6 +28,7 @@ from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.hub_names import published_names
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.online import record_rotations
 from quark.torch.passes import unconverted
 from quark.torch.plan import chooser
 from quark.torch.quantizer import quantized_layers
@@ -106,7 +107,7 @@ def check_options(custom_mode: str, weight_format: str, pack_method: str, max_sh
 
 def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
     """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
-    stored = config.to_dict()
+    stored = record_rotations(config.to_dict(), model)
     patterns = stored["exclude"]
     stored["exclude"] = _excluded_names(model, config)
     # Readers look for the patterns of the cache among the layers, too.

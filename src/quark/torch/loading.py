@@ -20,6 +20,7 @@ from quark.torch.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.online import hold_rotations
 from quark.torch.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.structure import set_submodule
@@ -79,6 +80,9 @@ def map_to_stored(
     try:
         _hold_layers(model, make_plan(config, model, strict=False), pack_method, weight_format, originals)
         _hold_attention(model, config)
+        rotation = config.get_rotation_config()
+        if rotation is not None:
+            hold_rotations(model, rotation)
     except BaseException:
         undo(model, originals)
         raise

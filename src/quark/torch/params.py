@@ -18,6 +18,7 @@ from quark.torch.config import QConfig
 from quark.torch.enums import QuantizationMode
 from quark.torch.importer import load_into
 from quark.torch.loading import FAKE_QUANTIZED, REAL_QUANTIZED
+from quark.torch.online import record_rotations
 from quark.torch.quantizer import quantized_layers
 
 
@@ -57,7 +58,7 @@ def save_params(
         for suffix, tensor in make().items()
     }
     description = {
-        "config": config.to_dict(),
+        "config": record_rotations(config.to_dict(), model),
         "export": {"pack_method": pack_method, "weight_format": REAL_QUANTIZED if compressed else FAKE_QUANTIZED},
         "structure": _structure(model),
     }

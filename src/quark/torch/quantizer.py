@@ -21,6 +21,7 @@ from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.kv_cache import check_cache_config
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.moe import sibling_groups
+from quark.torch.online import undo_input_rotation
 from quark.torch.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.structure import set_submodule
@@ -141,6 +142,8 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
         yield layers
     except BaseException:
         for name, module in originals.items():
+            undo_input_rotation(layers[name])
+            module._parameters = layers[name]._parameters
             set_submodule(model, name, module)
         raise
 

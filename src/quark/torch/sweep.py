@@ -51,7 +51,7 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    names = find_blocks(model, _blocks_path(algorithms))
+    names = find_blocks(model, _blocks_path(model, algorithms))
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
     stages = [algorithm for algorithm in algorithms if algorithm.visits]
@@ -146,8 +146,8 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tup
     return input_groups(block.module, linear, block.calls[0])
 
 
-def _blocks_path(algorithms: Sequence[Algorithm]) -> str | None:
-    paths = {path for a in algorithms if (path := getattr(a.config, "model_decoder_layers", None))}
+def _blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
+    paths = {path for algorithm in algorithms if (path := algorithm.blocks_path(model))}
     if len(paths) > 1:
         raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
     return paths.pop() if paths else None

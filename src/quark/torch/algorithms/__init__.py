@@ -12,11 +12,13 @@ from quark.torch.algo_configs import (
     GPTQConfig,
     ImportanceScaleConfig,
     QronosConfig,
+    RotationConfig,
 )
 from quark.torch.algorithms.autoround import AutoRound
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
 from quark.torch.algorithms.importance import ImportanceScale
+from quark.torch.algorithms.rotation import QuaRot
 
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     GPTQConfig: GPTQ,
@@ -24,6 +26,7 @@ ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     QronosConfig: Qronos,
     ImportanceScaleConfig: ImportanceScale,
     AutoRoundConfig: AutoRound,
+    RotationConfig: QuaRot,
 }
 """Config class -> algorithm."""
 

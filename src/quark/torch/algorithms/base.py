@@ -61,6 +61,10 @@ class Algorithm:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    def blocks_path(self, model: nn.Module) -> str | None:
+        """Name of the list of blocks that the config gives; None: it is found."""
+        return getattr(self.config, "model_decoder_layers", None) or None
+
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         """Once, before the first block, on the whole float model."""
 
