@@ -32,6 +32,7 @@ __all__ = [
     "compute_qparams",
     "dequantize",
     "fake_quantize",
+    "fake_quantize_traceable",
     "quantize",
     "range_of",
     "recover_codes",
@@ -134,8 +135,7 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
         out = namespace(x).empty_like(x)
     source, target = spec.split.blocks(x), spec.split.blocks(out)
     if spec.code_spec is not None or source.ndim == 0 or not (_is_view(source, x) and _is_view(target, out)):
-        y = dequantize(quantize(x, params, spec), params, spec)  # type: ignore[arg-type]
-        out[...] = astype(_saturate(y, x), dtype_name(x))
+        out[...] = fake_quantize_traceable(x, params, spec)
         return out
     scale = zero = None
     if params is not None:
@@ -149,6 +149,14 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
     for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:])):
         target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
     return out
+
+
+def fake_quantize_traceable(x: Array, params: QParams | None, spec: TensorSpec) -> Array:
+    """The same values without views, chunks or `out`: slower, and torch.export can trace it."""
+    if params is None and not spec.is_cast:
+        params = compute_qparams(x, spec)
+    y = dequantize(quantize(x, params, spec), params, spec)  # type: ignore[arg-type]
+    return astype(_saturate(y, x), dtype_name(x))
 
 
 def _saturate(y: Array, x: Array) -> Array:

@@ -65,11 +65,12 @@ class ModelQuantizer:
 
     @staticmethod
     def freeze(model: nn.Module, quantize: bool | None = None, runtime_options: object | None = None) -> nn.Module:
-        """Write the quantized values into the weights and biases, so that a forward no longer quantizes them.
+        """End training, and write the quantized values into the weights and biases: a forward no longer quantizes them.
 
         Args:
             model: A model from `quantize_model`.
-            quantize: None or True: write them. False: keep the float weights and quantize in each forward.
+            quantize: None or True: write them. False: keep the float weights and quantize in each forward. Learned
+                scales (LSQ, TQT) stay as they are from now on, either way.
             runtime_options: Native kernels; not in this version.
 
         Returns:
@@ -80,6 +81,9 @@ class ModelQuantizer:
         layers = quantized_layers(model)
         if not layers:
             raise ConfigError("freeze needs a model from quantize_model; this one has no quantized layer.")
+        for module in model.modules():
+            if isinstance(module, FakeQuantize):
+                module.settle()
         if quantize is False:
             return model
         shared = _shared_parameters(model)
