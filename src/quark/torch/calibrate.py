@@ -32,15 +32,19 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     for name, layer in progress(layers.items(), "weights", total=len(layers)):
         for role in ("weight", "bias"):
             quantizer = layer.quantizer(role)
-            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic:
-                continue
-            tensor = getattr(layer, role).detach()
-            if tensor.is_meta:
-                raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
-            if quantizer.spec.is_cast:
-                continue
-            with _naming(f"{name}.{role}"):
-                quantizer.store(tensor_qparams(tensor, quantizer.spec))
+            if isinstance(quantizer, FakeQuantize):
+                calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
+
+
+def calibrate_tensor(name: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
+    """Find the scale of one known tensor. Raises NonFiniteError, which names it."""
+    if quantizer.spec.dynamic:
+        return
+    if x.is_meta:
+        raise CalibrationError(f"{name} is on the meta device (offloaded or not loaded): load it first.")
+    if not quantizer.spec.is_cast:
+        with _naming(name):
+            quantizer.store(tensor_qparams(x, quantizer.spec))
 
 
 def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
@@ -94,8 +98,24 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
         f"{name}.{role}": quantizer
         for name, layer in layers.items()
         for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and quantizer.spec.needs_calibration
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize)
     }
+    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    calibrate_tensors(model, quantizers, everything, data)
+
+
+def calibrate_tensors(
+    model: nn.Module, quantizers: Mapping[str, FakeQuantize], everything: Sequence[FakeQuantize], data: Any
+) -> None:
+    """Fix the static scales of live tensors.
+
+    Args:
+        model: Holds the quantizers; runs in float.
+        quantizers: Those of live tensors, by the names that messages have.
+        everything: These and those of the weights.
+        data: Batches.
+    """
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if quantizer.spec.needs_calibration}
     if not quantizers:
         return
     if data is None:
@@ -103,7 +123,7 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with _observing(layers, quantizers):
+    with _observing(everything, quantizers):
         batches = run_batches(model, data)
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
@@ -113,9 +133,8 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
 
 
 @contextmanager
-def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+def _observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
     """Within: the quantizers given observe, all others are off, so that the float model runs."""
-    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
     modes = [(quantizer, quantizer.mode) for quantizer in everything]
     for quantizer in everything:
         quantizer.mode = Mode.off
@@ -148,7 +167,8 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
 def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
     try:
         forward_batch(model, batch, device)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
+        # An exported graph asserts the shapes that it was exported with.
         raise CalibrationError(
             f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
         ) from error

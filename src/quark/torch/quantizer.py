@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
@@ -16,6 +16,7 @@ from quark.torch.calibrate import calibrate_activations, calibrate_weights, shar
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import Plan, make_plan
 
@@ -53,6 +54,8 @@ class ModelQuantizer:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
+            if self.config.quant_mode is QuantizationMode.fx_graph_mode:
+                return quantize_graph(model, self.config, dataloader)
             plan = make_plan(self.config, model)
             with replaced(model, plan) as layers:
                 calibrate_weights(layers)
@@ -78,6 +81,8 @@ class ModelQuantizer:
         """
         if runtime_options is not None:
             raise NotSupportedError("freeze(runtime_options=...): native kernels are not part of this version.")
+        if isinstance(model, fx.GraphModule):
+            return freeze_graph(model, quantize is not False)
         layers = quantized_layers(model)
         if not layers:
             raise ConfigError("freeze needs a model from quantize_model; this one has no quantized layer.")
@@ -159,7 +164,6 @@ def _refuse_unsupported(config: QConfig) -> None:
         "algo_config": config.algo_config,
         "kv_cache_quant_config": config.kv_cache_quant_config,
         "softmax_quant_spec": config.softmax_quant_spec,
-        "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
         "quant_flow": config.quant_flow is not QuantFlow.standard,
         "kv_cache_post_rope": config.kv_cache_post_rope,
         "min_kv_scale": config.min_kv_scale,
