@@ -56,6 +56,8 @@ class ModelQuantizer:
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
             if self.config.quant_mode is QuantizationMode.fx_graph_mode:
                 return quantize_graph(model, self.config, dataloader)
+            if isinstance(model, fx.GraphModule):
+                raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
             plan = make_plan(self.config, model)
             with replaced(model, plan) as layers:
                 calibrate_weights(layers)
