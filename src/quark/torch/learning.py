@@ -101,7 +101,7 @@ def _of_each_value(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> to
 
 
 def _factor(x: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """ds / d(learned value), times LSQ's g; the shape of the scale."""
+    """The derivative of the scale by the learned value, times LSQ's g; the shape of the scale."""
     if spec.learning is Learning.tqt:
         return scale * math.log(2)
     shared = x.numel() / scale.numel() / (1 if isinstance(x, nn.Parameter) or x.ndim == 0 else x.shape[0])

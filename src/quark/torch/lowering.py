@@ -19,7 +19,7 @@ from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
 from quark.core.scales import ScaleRule, ScaleType
-from quark.core.spec import Learning, LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, Learning, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config import QLayerConfig, QTensorConfig, TensorConfigs
 from quark.torch.config_rules import SCALE_FORMATS, kind_of

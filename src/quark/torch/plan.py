@@ -162,9 +162,7 @@ def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:
             )
 
 
-def check_shapes(
-    name: str, kind: str, weight: tuple[int, ...] | None, features: int | None, spec: LayerSpec
-) -> None:
+def check_shapes(name: str, kind: str, weight: tuple[int, ...] | None, features: int | None, spec: LayerSpec) -> None:
     """Raise ShapeError, naming the layer, where a granularity does not fit its weight or its input features."""
     try:
         if spec.weight is not None and weight is not None:

@@ -35,13 +35,12 @@ class Kind:
     only_named: bool = False
 
 
-CONVOLUTION = {"weight": 1, "bias": 2}
 KINDS: dict[str, Kind] = {
-    "aten.linear.default": Kind("linear", nn.Linear, **CONVOLUTION),
-    "aten.conv1d.default": Kind("conv1d", nn.Conv1d, **CONVOLUTION),
-    "aten.conv2d.default": Kind("conv2d", nn.Conv2d, **CONVOLUTION),
-    "aten.conv2d.padding": Kind("conv2d", nn.Conv2d, **CONVOLUTION),
-    "aten.conv_transpose2d.input": Kind("conv_transpose2d", nn.ConvTranspose2d, **CONVOLUTION),
+    "aten.linear.default": Kind("linear", nn.Linear, weight=1, bias=2),
+    "aten.conv1d.default": Kind("conv1d", nn.Conv1d, weight=1, bias=2),
+    "aten.conv2d.default": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
+    "aten.conv2d.padding": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
+    "aten.conv_transpose2d.input": Kind("conv_transpose2d", nn.ConvTranspose2d, weight=1, bias=2),
     "aten.embedding.default": Kind("embedding", nn.Embedding, inputs=(), weight=0, only_named=True),
     "aten.matmul.default": Kind("matmul", inputs=(0, 1)),
     "aten.bmm.default": Kind("matmul", inputs=(0, 1)),
@@ -57,13 +56,13 @@ KINDS: dict[str, Kind] = {
     "aten.upsample_nearest2d.vec": Kind("upsample", nn.Upsample, same_scale="all"),
 }
 
-MOVES = frozenset(
-    f"aten.{name}"
-    for name in """flatten.using_ints view.default reshape.default unflatten.int permute.default transpose.int t.default
-    unsqueeze.default squeeze.default squeeze.dim squeeze.dims slice.Tensor select.int expand.default
-    contiguous.default clone.default detach.default alias.default dropout.default pixel_shuffle.default
-    pixel_unshuffle.default""".split()
+_MOVES = (
+    *("flatten.using_ints", "view.default", "reshape.default", "unflatten.int", "permute.default", "transpose.int"),
+    *("t.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor", "select.int"),
+    *("expand.default", "contiguous.default", "clone.default", "detach.default", "alias.default", "dropout.default"),
+    *("pixel_shuffle.default", "pixel_unshuffle.default"),
 )
+MOVES = frozenset(f"aten.{name}" for name in _MOVES)
 """Operators whose output holds values of their first argument: one scale serves both sides."""
 
 ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("relu", "relu6", "hardtanh", "clamp"))

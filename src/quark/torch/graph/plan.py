@@ -127,8 +127,9 @@ def find_sites(model: fx.GraphModule) -> dict[str, Site]:
         kind = kind_of(node)
         if kind is None or not is_float(node) or not (activations_of(node) or parameter_of(node, kind.weight)):
             continue
-        layer = _layer_name(node, kind)
-        name = layer or _operator_name(node, modules)
+        name = _layer_name(node, kind)
+        if name is None or (name in sites and sites[name].kind.name != kind.name):
+            name = _operator_name(node, modules)
         sites.setdefault(name, Site(name, kind, [])).nodes.append(node)
     return sites
 
@@ -140,21 +141,23 @@ def unsupported(model: fx.GraphModule) -> dict[str, str]:
         if node.op != "call_function" or kind_of(node) or is_call(node, *MOVES, *ACTIVATIONS, QUANT_STUB, DEQUANT_STUB):
             continue
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            found[node.name] = f"control flow: {node.target}"
+            found[node.name] = f"a graph of its own: {node.target}"
         elif is_float(node) and isinstance(node.target, torch._ops.OpOverload) and foldable(node) is None:
             found[node.name] = target_name(node)
     return found
 
 
 def _layer_name(node: fx.Node, kind: Kind) -> str | None:
-    """The module that this operator is the whole of, or None."""
+    """The module that this operator is the whole of, or that holds its `weight`; else None."""
     weight, stack = parameter_of(node, kind.weight), list(node.meta.get("nn_module_stack", {}).values())
-    if weight is None or not stack:
+    if weight is None:
         return None
-    path, module = stack[-1]
+    path, module = stack[-1] if stack else ("", "")
     type_name = module if isinstance(module, str) else f"{module.__module__}.{module.__qualname__}"
-    whole = kind.module is not None and type_name == f"{kind.module.__module__}.{kind.module.__qualname__}"
-    return str(path) if whole or weight.target == f"{path}.weight" else None
+    if kind.module is not None and type_name == f"{kind.module.__module__}.{kind.module.__qualname__}":
+        return str(path)
+    parent, _, leaf = str(weight.target).rpartition(".")
+    return parent if leaf == "weight" and parent else None
 
 
 def _operator_name(node: fx.Node, modules: set[str]) -> str:
@@ -225,11 +228,14 @@ def _require_types(config: QConfig, sites: dict[str, Site]) -> None:
 
 
 def _selected(config: QConfig, model: fx.GraphModule, sites: dict[str, Site]) -> set[str]:
-    """Names that the selectors of `exclude` stand for. A graph has no classes: the head is found by its shape."""
+    """Names that the selectors of `exclude` stand for. A graph has no classes: the head is a linear layer at the top
+    of the model with as many rows as an embedding.
+    """
     selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
     found = resolve_selectors([s for s in selectors if s != "@output_head"], model)
     if "@output_head" in selectors:
         weights = {name: site.weight for name, site in sites.items() if site.weight is not None}
         tables = {len(weights[name]) for name in weights if sites[name].kind.name == "embedding"}
-        found |= {name for name in weights if sites[name].kind.name == "linear" and len(weights[name]) in tables}
+        top = [name for name in weights if "." not in name and sites[name].kind.name == "linear"]
+        found |= {name for name in top if len(weights[name]) in tables}
     return found

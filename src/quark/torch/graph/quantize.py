@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -132,7 +131,7 @@ def _restored_on_error(model: fx.GraphModule) -> Iterator[None]:
     tables = ("_parameters", "_buffers", "_modules")
     before = [(m, {table: dict(getattr(m, table)) for table in tables}, m.training) for m in model.modules()]
     original, methods = model.graph, {name: model.__dict__.get(name) for name in ("train", "eval")}
-    model.graph = copy.deepcopy(original)
+    model.graph = _copied(original)
     try:
         yield
     except BaseException:
@@ -145,3 +144,11 @@ def _restored_on_error(model: fx.GraphModule) -> Iterator[None]:
         model.meta.pop(PRESERVED, None)
         model.graph = original
         raise
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes are its own."""
+    copied = fx.Graph(tracer_cls=graph._tracer_cls)
+    copied.output(copied.graph_copy(graph, {}))
+    copied._codegen = graph._codegen
+    return copied

@@ -37,7 +37,7 @@ def save_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     finally:
         set_training(model, training)
     with atomic_file(path) as file, file.open("wb") as stream:
-        torch.export.save(program, stream)  # type: ignore[arg-type]
+        torch.export.save(program, stream)
     return path
 
 
@@ -49,7 +49,7 @@ def load_graph(path: str | os.PathLike[str]) -> fx.GraphModule:
     """
     try:
         with Path(path).open("rb") as stream:
-            model = torch.export.load(stream).module()  # type: ignore[arg-type]
+            model = torch.export.load(stream).module()
     except OSError as error:
         raise FormatError(f"{path!s} cannot be read: {error.strerror}.") from None
     except Exception as error:  # noqa: BLE001 - torch documents no error for a damaged file

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("quark_quant", "DEF")
+_LIBRARY = torch.library.Library("quark_quant", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _identity(input: torch.Tensor) -> torch.Tensor:
@@ -23,8 +23,10 @@ def _identity(input: torch.Tensor) -> torch.Tensor:
 
 
 for _name in ("QuantStub", "DeQuantStub"):
-    _LIBRARY.define(f"{_name}(Tensor(a) input) -> Tensor(a)")
-    _LIBRARY.impl(_name, _identity, "CompositeExplicitAutograd")
+    _LIBRARY.define(f"{_name}(Tensor(a) input) -> Tensor(a)")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_name, _identity, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    # The gradient is that of the view, which is recorded when the kernel runs.
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 
 QuantStub: Any = torch.ops.quark_quant.QuantStub
 DeQuantStub: Any = torch.ops.quark_quant.DeQuantStub

@@ -49,6 +49,5 @@ def drop_counters(model: fx.GraphModule) -> None:
     """Remove what a graph exported in training mode counts: batches seen by its norms."""
     for node in reversed(list(model.graph.nodes)):
         counter = node.args[0] if is_call(node, "aten.add_.Tensor") else None
-        if isinstance(counter, fx.Node) and counter.op == "get_attr" and not node.users:
-            if str(counter.target).endswith("num_batches_tracked"):
-                model.graph.erase_node(node)
+        if isinstance(counter, fx.Node) and str(counter.target).endswith("num_batches_tracked") and not node.users:
+            model.graph.erase_node(node)
