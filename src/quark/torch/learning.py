@@ -105,5 +105,4 @@ def _factor(x: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) -> torch.Ten
     if spec.learning is Learning.tqt:
         return scale * math.log(2)
     shared = x.numel() / scale.numel() / (1 if isinstance(x, nn.Parameter) or x.ndim == 0 else x.shape[0])
-    largest = spec.dtype.max if spec.dtype.signed else (spec.dtype.max - spec.dtype.min) / 2
-    return torch.full_like(scale, 1 / math.sqrt(max(1.0, shared * largest)))
+    return torch.full_like(scale, 1 / math.sqrt(max(1.0, shared * spec.dtype.max)))
