@@ -11,12 +11,13 @@ from torch import nn
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import QParams, compute_qparams, fake_quantize
 from quark.core.scales import ScaleType
-from quark.core.spec import Learning, TensorSpec, spec
+from quark.core.spec import LayerSpec, Learning, TensorSpec, spec
 from quark.errors import ConfigError
-from quark.torch.config import QTensorConfig
+from quark.torch import ModelQuantizer
+from quark.torch.config import QConfig, QTensorConfig
 from quark.torch.enums import Dtype, QSchemeType, RoundType
 from quark.torch.fake_quant import FakeQuantize
-from quark.torch.lowering import lower_tensor
+from quark.torch.lowering import lower_tensor, raise_layer
 from quark.torch.observer import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
 from quark.torch.specs import Int8PerTensorSpec, TQTSpec
 
@@ -166,6 +167,22 @@ def test_training_and_settling() -> None:
     with torch.no_grad():
         restored.learned.fill_(-1.0)  # type: ignore[union-attr]
     assert bool(torch.isfinite(restored(x)).all()) and float(restored.scale) > 0  # type: ignore[arg-type]
+
+
+def test_compiled_and_exported_models_compute_the_same_and_a_compiled_one_trains() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layer = LayerSpec(weight=spec("int4"), input=spec("int4"))
+    x = values(4, 8)
+    model = ModelQuantizer(QConfig(global_quant_config=raise_layer(layer))).quantize_model(model, [x])
+    model(x).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    compiled(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 def trained(observer: type[ObserverBase], dtype: Dtype = Dtype.int8, **options: object) -> QTensorConfig:

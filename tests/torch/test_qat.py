@@ -74,9 +74,7 @@ def quantized(mode: QuantizationMode) -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", list(QuantizationMode), ids=lambda mode: mode.name)
-def test_a_step_moves_weights_and_scales_and_files_hold_the_result(
-    mode: QuantizationMode, tmp_path: Path
-) -> None:
+def test_a_step_moves_weights_and_scales_and_files_hold_the_result(mode: QuantizationMode, tmp_path: Path) -> None:
     model, x = quantized(mode)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     assert len([name for name in before if name.endswith("_quantizer.learned")]) == 4

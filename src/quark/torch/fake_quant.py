@@ -74,7 +74,7 @@ class FakeQuantize(nn.Module):
             self.observer.update(x.detach())
             return x
         params = self.params_for(x, second_level_of(extras or {}))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():
             return fake_quantize_traceable(x, params, self.spec)
         if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
             y: torch.Tensor = TrainableFakeQuantize.apply(x, self.learned, params, self.spec)  # type: ignore[no-untyped-call]

@@ -96,9 +96,8 @@ class Placement:
         """The quantizer of a tensor: that of its class, or a new one with the name of who asks first."""
         key = (self._classes.get(tensor, tensor) if shares(spec) else tensor, spec)
         if key not in self._shared:
-            path = f"{site.name}.{role}_quantizer" + (f"_{index}" if index else "")
-            while path in self.activations:
-                path += "_"
+            while (path := f"{site.name}.{role}{f'_{index}' if index else ''}_quantizer") in self.activations:
+                index += 1
             self._shared[key] = path
             self.activations[path] = self._module(path, spec)
         return self._shared[key]
