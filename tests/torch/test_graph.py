@@ -17,7 +17,7 @@ from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError, FormatError, NonFiniteError, NotSupportedError, ShapeError
-from quark.torch import LLMTemplate, ModelQuantizer, load_params, save_params
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, load_params, save_params
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.graph.plan import make_graph_plan
@@ -248,6 +248,45 @@ def test_a_tied_weight_is_written_for_its_quantized_reader_only() -> None:
     assert torch.equal(graph.one.weight, model.one.weight)
 
 
+class Positions(nn.Module):
+    """Adds a table to its input, on both sides of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.one = nn.Parameter(torch.randn(8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(x + self.table) + self.table) @ self.table.outer(self.table)
+
+
+def test_a_parameter_that_is_read_as_an_input_is_quantized_in_each_forward() -> None:
+    torch.manual_seed(0)
+    model, x = Positions().eval(), torch.randn(4, 8)
+    graph = quantize(exported(model, x), LayerSpec(weight=INT8, input=INT8), x)
+    found = quantizers(graph)
+    assert {"x", "table"} <= set(found["add.input_quantizer"]) and "matmul.input_1_quantizer" in found
+    before = graph(x)
+    assert torch.equal(ModelQuantizer.freeze(graph)(x), before)
+    assert float((before - model(x)).norm() / model(x).norm()) < 0.03
+
+
+def test_an_input_that_is_written_in_place_stays_float() -> None:
+    class Writer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.one(x)
+            x += 1
+            return self.two(y) + x
+
+    graph = exported(Writer(), torch.randn(4, 8), dynamic=False)
+    config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=INT8, input=INT8)), quant_mode=FX)
+    plan = make_graph_plan(config, graph)
+    assert plan.reasons["one"] == "x is written in place" and "two" in plan.layers
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     graph = quantize(exported(block(), images(2)), W8A8, images(8))
     path = save_params(graph, "block", args=(images(2),), export_dir=tmp_path, quant_mode=FX)
@@ -266,6 +305,10 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         load_params(pth_path=str(path))
     with pytest.raises(ConfigError, match="needs args"):
         save_params(graph, "block", export_dir=tmp_path, quant_mode=FX)
+    with pytest.raises(ConfigError, match="pass quant_mode=QuantizationMode.fx_graph_mode"):
+        save_params(graph, "block", args=(images(2),), export_dir=tmp_path)
+    with pytest.raises(ConfigError, match="A graph has no safetensors layout"):
+        export_safetensors(graph, tmp_path / "folder")
     with pytest.raises(ConfigError, match="needs a graph"):
         save_params(mlp(), "block", args=(), export_dir=tmp_path, quant_mode=FX)
 
@@ -321,8 +364,9 @@ def test_models_that_are_no_exported_graph() -> None:
         quantize(mlp(), W8)
     with pytest.raises(ConfigError, match=f"got an ExportedProgram.*{line}"):
         quantize(torch.export.export(mlp(), (rows(),)), W8)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"not from torch.export.*{line}"):
-        quantize(fx.symbolic_trace(mlp()), W8)
+    for traced in (fx.symbolic_trace(mlp()), fx.symbolic_trace(lambda x: torch.relu(x) + 1)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"not from torch.export.*{line}"):
+            quantize(traced, W8)
     graph = exported(mlp(), rows())
     with pytest.raises(ConfigError, match=r"pass quant_mode=QuantizationMode\.fx_graph_mode"):
         ModelQuantizer(QConfig(global_quant_config=raise_layer(W8))).quantize_model(graph)

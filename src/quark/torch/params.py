@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.files import atomic_file
@@ -53,6 +53,8 @@ def save_params(
         if compressed:
             raise NotSupportedError("save_params(compressed=True): fx_graph_mode stores float values.")
         return save_graph(model, args, kwargs, folder / f"{model_type}_quantized.pth")
+    if isinstance(model, fx.GraphModule):
+        raise ConfigError("save_params of a graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
     config = getattr(model, "quant_config", None)
     if not isinstance(config, QConfig) or not quantized_layers(model):
         raise ConfigError("save_params needs a model from ModelQuantizer.quantize_model; this one is not quantized.")

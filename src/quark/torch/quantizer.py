@@ -44,7 +44,7 @@ class ModelQuantizer:
 
         Args:
             model: Float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place;
-                on any error it is as it was.
+                on any error it is as it was. In fx_graph_mode: what `torch.export.export(...).module()` made.
             dataloader: Batches for static activations: tensors, dicts, BatchEncodings, tuples. May be None otherwise.
 
         Returns:

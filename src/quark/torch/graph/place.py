@@ -40,7 +40,7 @@ class Placement:
         self._shared: dict[tuple[fx.Node, TensorSpec], str] = {}
         self._quantized: dict[fx.Node, str] = {}
         heads = [n for n in model.graph.nodes if n.op == "placeholder" or (n.op == "call_module" and not n.users)]
-        self._first = heads[-1]
+        self._after_arguments = heads[-1:]
 
     def run(self) -> None:
         """Insert all of them: parameters, then outputs, so that who reads an output finds it quantized."""
@@ -109,7 +109,7 @@ class Placement:
 
     def _call(self, path: str, tensor: fx.Node) -> fx.Node:
         # Arguments come first, with the check of their shapes.
-        place = self._first if tensor.op == "placeholder" else tensor
+        (place,) = self._after_arguments if tensor.op == "placeholder" else [tensor]
         with self.model.graph.inserting_after(place):
             called = self.model.graph.call_module(path, (tensor,))
         called.meta = {key: tensor.meta[key] for key in ("val", "nn_module_stack") if key in tensor.meta}

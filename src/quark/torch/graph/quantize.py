@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,8 +61,10 @@ def exported(model: nn.Module) -> fx.GraphModule:
 
 
 def _is_exported(target: Any) -> bool:
-    known = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
-    return isinstance(target, known) or target is operator.getitem or getattr(target, "__module__", "") != "torch"
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return True
+    # Sizes are Python numbers, which Python's own functions and torch.sym_* compute.
+    return getattr(target, "__module__", "") in ("_operator", "math") or target.__name__.startswith(("sym_", "_check"))
 
 
 def refuse_unsupported(config: QConfig) -> None:
@@ -94,16 +95,18 @@ def freeze_graph(model: fx.GraphModule, write: bool = True) -> fx.GraphModule:
         raise ConfigError("freeze needs a model from quantize_model; this one has no quantizers.")
     for node, quantizer in quantizers:
         quantizer.settle()
-        source = node.args[0]
-        if write and quantizer.mode is Mode.quantize and isinstance(source, fx.Node) and source.op == "get_attr":
-            value = attribute(model, str(source.target))
-            if isinstance(value, nn.Parameter):
-                _bake(model, node, source, value, quantizer)
+        # A parameter that is read as an input, added for one, may share its quantizer with live tensors.
+        own = str(node.target).endswith(("weight_quantizer", "bias_quantizer"))
+        if write and own and quantizer.mode is Mode.quantize:
+            _bake(model, node, quantizer)
     model.recompile()
     return model
 
 
-def _bake(model: fx.GraphModule, node: fx.Node, source: fx.Node, value: nn.Parameter, quantizer: FakeQuantize) -> None:
+def _bake(model: fx.GraphModule, node: fx.Node, quantizer: FakeQuantize) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = attribute(model, str(source.target))
     with torch.no_grad():
         baked = fake_quantize(value.detach().contiguous(), quantizer.params, quantizer.spec)
     name = str(source.target)
