@@ -36,15 +36,19 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     for name, layer in progress(layers.items(), "weights", total=len(layers)):
         for role in ("weight", "bias"):
             quantizer = layer.quantizer(role)
-            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.params is not None:
-                continue
-            tensor = getattr(layer, role).detach()
-            if tensor.is_meta:
-                raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
-            if quantizer.spec.is_cast:
-                continue
-            with naming(f"{name}.{role}"):
-                quantizer.store(tensor_qparams(tensor, quantizer.spec))
+            if isinstance(quantizer, FakeQuantize):
+                calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
+
+
+def calibrate_tensor(name: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
+    """Find the scale of one known tensor, unless it has one. Raises NonFiniteError, which names it."""
+    if quantizer.spec.dynamic or quantizer.params is not None:
+        return
+    if x.is_meta:
+        raise CalibrationError(f"{name} is on the meta device (offloaded or not loaded): load it first.")
+    if not quantizer.spec.is_cast:
+        with naming(name):
+            quantizer.store(tensor_qparams(x, quantizer.spec))
 
 
 def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
@@ -107,8 +111,29 @@ def calibrate_activations(
         f"{name}.{role}": quantizer
         for name, layer in layers.items()
         for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and needs_range(quantizer)
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize)
     } | probability_quantizers(model)
+    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    calibrate_tensors(model, quantizers, everything, data, config)
+
+
+def calibrate_tensors(
+    model: nn.Module,
+    quantizers: Mapping[str, FakeQuantize],
+    everything: Sequence[FakeQuantize],
+    data: Iterable[Any] | None,
+    config: QConfig,
+) -> None:
+    """Fix the static scales of live tensors.
+
+    Args:
+        model: Holds the quantizers; runs in float.
+        quantizers: Those of live tensors, by the names that messages have.
+        everything: These and those of the weights.
+        data: Batches.
+        config: Which quantizers share a range or have a least scale.
+    """
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if needs_range(quantizer)}
     if not quantizers:
         return
     if data is None:
@@ -116,7 +141,7 @@ def calibrate_activations(
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with _observing(layers, quantizers):
+    with _observing(everything, quantizers):
         batches = run_batches(model, data)
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
@@ -135,9 +160,9 @@ def needs_range(quantizer: FakeQuantize) -> bool:
 
 
 @contextmanager
-def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+def _observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
     """Within: the quantizers given observe, all others are off, so that the float model runs."""
-    with quantizers_off(layers.values()):
+    with _off(everything):
         for quantizer in quantizers.values():
             quantizer.start_observing()
         yield
@@ -146,7 +171,12 @@ def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQu
 @contextmanager
 def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
     """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
-    everything = [m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]
+    with _off([m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]):
+        yield
+
+
+@contextmanager
+def _off(everything: Sequence[FakeQuantize]) -> Iterator[None]:
     modes = [(quantizer, quantizer.mode) for quantizer in everything]
     for quantizer in everything:
         if quantizer.mode is not Mode.baked:
@@ -179,7 +209,8 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
 def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
     try:
         forward_batch(model, batch, device)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
+        # An exported graph asserts the shapes that it was exported with.
         raise CalibrationError(
             f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
         ) from error
