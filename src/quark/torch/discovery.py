@@ -135,7 +135,7 @@ class _Search:
             readers = self.graph.readers(value)
             moves = [reader for reader in readers if reader.move is not None]
             if len(moves) < len(readers) and channels.numel():
-                parts.setdefault(tuple(channels.unique().tolist()), []).append(value)
+                parts.setdefault(tuple(torch.unique(channels).tolist()), []).append(value)
             for reader in moves:
                 assert reader.move is not None
                 moved = reader.move(channels)

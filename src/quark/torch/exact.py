@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +74,9 @@ class Exact:
         args, kwargs = copy.deepcopy((self.args, self.kwargs))
         with ExitStack() as stack:
             for name, factors in (inputs or {}).items():
-                stack.enter_context(_on_input(self.module, name, lambda x, f=factors: x * f))
+                stack.enter_context(_on_input(self.module, name, partial(torch.mul, factors)))
             for name, factors in (outputs or {}).items():
-                stack.enter_context(_on_output(self.module, name, lambda x, f=factors: x * f))
+                stack.enter_context(_on_output(self.module, name, partial(torch.mul, factors)))
             for name, rows in seen.items():
                 stack.enter_context(_on_input(self.module, name, _watcher(rows, (instead or {}).get(name))))
             stack.enter_context(torch.no_grad())
@@ -114,7 +115,7 @@ def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable
 def _grouped_mm(x: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, **options: Any) -> torch.Tensor:
     """x[offs[i - 1] : offs[i]] @ matrices[i], one below the other: experts that are kept in one tensor."""
     rows = [end - start for start, end in zip([0, *offs.tolist()], offs.tolist(), strict=False)]
-    made = [part @ matrix for part, matrix in zip(x[: sum(rows)].split(rows), matrices, strict=True)]
+    made = [part @ matrix for part, matrix in zip(torch.split(x[: sum(rows)], rows), matrices, strict=True)]
     return torch.cat([*made, x.new_zeros(len(x) - sum(rows), matrices.shape[-1])])
 
 

@@ -46,6 +46,7 @@ class ModelQuantizer:
             raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
         _refuse_unsupported(config)
         check_cache_config(config)
+        algorithms_of(config.algo_config or [])
         self.config = config
 
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
