@@ -1,0 +1,181 @@
+"""GPTQ, GPTAQ, Qronos and coordinate descent against independent formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.quantize import compute_qparams, elementwise, fake_quantize, quantize_elements, range_of
+from quark.core.scales import qparams_from_range
+from quark.core.solvers import gptq
+from quark.core.solvers.importance import weighted_qparams
+from quark.core.spec import TensorSpec, spec
+from quark.errors import CalibrationError, ConfigError
+
+ROWS, COLUMNS, TOKENS = 12, 24, 200
+
+
+def problem(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """W (rows, columns), X (columns, tokens) with correlated channels, and what really arrives, X~."""
+    random = np.random.default_rng(seed)
+    mixing = random.normal(size=(COLUMNS, COLUMNS)) * (1 + 3 * random.random(COLUMNS))[:, None]
+    x = mixing @ random.normal(size=(COLUMNS, TOKENS))
+    return random.normal(size=(ROWS, COLUMNS)), x, x + 0.3 * random.normal(size=x.shape) + 0.2 * np.roll(x, 1, 0)
+
+
+def grid_of(weight: np.ndarray, rule: TensorSpec, order: np.ndarray | None = None) -> gptq.Rounder:
+    """Rounds columns on the scales of the float weight."""
+    params = compute_qparams(np.float32(weight), rule)
+    scale, zero = elementwise(params, rule, weight.shape)
+    columns = np.arange(weight.shape[1]) if order is None else order
+    return lambda i, work: quantize_elements(
+        work[i], scale[:, columns[i]], None if zero is None else zero[:, columns[i]], rule
+    )
+
+
+def textbook(weight: np.ndarray, hessian: np.ndarray, rounder: gptq.Rounder) -> np.ndarray:
+    """Optimal brain quantization, as its definition has it: the inverse Hessian of what is left, at every column."""
+    work, result = weight.T.copy(), np.zeros_like(weight.T)
+    for i in range(len(work)):
+        inverse = np.linalg.inv(hessian[i:, i:])
+        result[i] = rounder(i, work)
+        error = (work[i] - result[i]) / inverse[0, 0]
+        work[i:] -= inverse[0][:, None] * error
+    return result.T
+
+
+def loss(weight: np.ndarray, quantized: np.ndarray, x: np.ndarray, real: np.ndarray) -> float:
+    return float(((weight @ x - quantized @ real) ** 2).sum())
+
+
+RULES = [
+    spec("int4", PerChannel(0)),
+    spec("uint4", PerGroup(-1, 8), symmetric=False),
+    spec("int2", PerGroup(-1, 12), symmetric=False),
+    spec("int8", PerTensor()),
+    spec("fp8_e4m3", PerChannel(0)),
+    spec("fp4_e2m1", PerGroup(-1, 8)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_gptq_is_optimal_brain_quantization(rule: TensorSpec) -> None:
+    weight, x, _ = problem()
+    rounder, hessian = grid_of(weight, rule), gptq.damped(x @ x.T, 0.01)
+    upper, damp = gptq.inverse_factor(x @ x.T, 0.01)
+    assert damp == 0.01
+    solved = gptq.solve(np.float32(weight.T), upper, rounder).T
+    expected = textbook(weight, hessian, rounder)
+    # The same codes, but for values within float32 of a tie: at most one such here.
+    assert (~np.isclose(solved, expected, rtol=1e-5, atol=1e-6)).sum() <= 1
+    plain = fake_quantize(np.float32(weight), compute_qparams(np.float32(weight), rule), rule)
+    assert loss(weight, solved, x, x) < 0.8 * loss(weight, plain, x, x)
+
+
+def test_numpy_and_torch_solve_alike() -> None:
+    weight, x, _ = problem()
+    upper, _ = gptq.inverse_factor(x @ x.T, 0.01)
+    other, _ = gptq.inverse_factor(torch.from_numpy(x @ x.T), 0.01)
+    assert np.allclose(upper, other.numpy(), rtol=1e-9)
+    assert np.allclose(upper.T @ upper, np.linalg.inv(gptq.damped(x @ x.T, 0.01)), rtol=1e-7)
+    rounder = grid_of(weight, RULES[0])
+    solved = gptq.solve(np.float32(weight.T), upper, rounder)
+    params = compute_qparams(torch.from_numpy(np.float32(weight)), RULES[0])
+    scale, zero = elementwise(params, RULES[0], weight.shape)
+    assert zero is not None
+    again = gptq.solve(
+        torch.from_numpy(np.float32(weight.T).copy()),
+        other,
+        lambda i, work: quantize_elements(work[i], scale[:, i], zero[:, i], RULES[0]),
+    )
+    assert np.array_equal(solved, again.numpy())
+
+
+def test_gptaq_and_qronos_make_up_for_the_drift_of_the_inputs() -> None:
+    weight, x, real = problem()
+    rounder = grid_of(weight, RULES[1])
+    hessian, cross = real @ real.T, real @ x.T
+    upper, _ = gptq.inverse_factor(hessian, 0.001)
+    columns = np.float32(weight.T)
+    plain = gptq.solve(columns, upper, rounder).T
+    drift = gptq.drift_matrix((x - real) @ real.T, upper, 1.0)
+    gptaq = gptq.solve(columns, upper, rounder, drift).T
+    target = gptq.best_target(columns, hessian, cross, 0.001)
+    qronos = gptq.solve(target, upper, rounder).T
+    assert loss(weight, gptaq, x, real) < 0.9 * loss(weight, plain, x, real)
+    assert loss(weight, qronos, x, real) < 0.9 * loss(weight, plain, x, real)
+    # Nearly without damping, W' is least squares.
+    exact = np.linalg.lstsq(real.T, (weight @ x).T, rcond=None)[0]
+    assert np.allclose(gptq.best_target(columns, hessian, cross, 1e-9), exact, atol=1e-4)
+
+
+def test_the_drift_of_gptaq_is_what_later_columns_can_project_away() -> None:
+    """Row i of P: w_i (x_i - x~_i) written as a combination of the later columns of X~, by least squares."""
+    _, x, real = problem()
+    upper, _ = gptq.inverse_factor(real @ real.T, 1e-12)
+    found = gptq.drift_matrix((x - real) @ real.T, upper, 1.0)
+    for i in (0, 7, COLUMNS - 2):
+        expected = np.linalg.lstsq(real[i + 1 :].T, (x - real)[i], rcond=None)[0]
+        assert np.allclose(found[i, i + 1 :], expected, atol=1e-6)
+        assert not found[i, : i + 1].any()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
+    weight, x, _ = problem(3)
+    rounder, hessian = grid_of(weight, rule), gptq.damped(x @ x.T, 0.01)
+    columns = np.float32(weight.T)
+
+    def objective(quantized: np.ndarray) -> float:
+        error = columns - quantized
+        return float((error * (hessian @ error)).sum())
+
+    first = gptq.solve(columns, gptq.inverse_factor(x @ x.T, 0.01)[0], rounder)
+    once = gptq.refine(columns, first, hessian, rounder, 1, block=5)
+    twice = gptq.refine(columns, first, hessian, rounder, 2, block=7)
+    assert objective(twice) <= objective(once) * (1 + 1e-6) <= objective(first) * (1 + 2e-6)
+    if rule.dtype.bits < 8:
+        assert objective(twice) < 0.99 * objective(first)
+
+
+def test_order_by_importance_keeps_groups_together() -> None:
+    hessian = np.diag([1.0, 9.0, 2.0, 3.0, 8.0, 7.0])
+    assert gptq.importance_order(hessian).tolist() == [1, 4, 5, 3, 2, 0]
+    assert gptq.importance_order(hessian, 2).tolist() == [4, 5, 1, 0, 3, 2]
+    assert gptq.importance_order(torch.from_numpy(hessian), 3).tolist() == [4, 5, 3, 1, 2, 0]
+
+
+def test_a_hessian_that_is_not_positive_definite_is_damped_more_then_refused() -> None:
+    x = np.ones((6, 3))
+    upper, damp = gptq.inverse_factor(x @ x.T, 0.01)
+    assert damp == 0.01
+    assert np.isfinite(upper).all()
+    indefinite = np.diag([1.0, 1.0, 1.0, -0.05])
+    assert gptq.inverse_factor(indefinite, 0.01)[1] == pytest.approx(0.1)
+    with pytest.raises(CalibrationError, match="not positive definite, even with damp_percent=1"):
+        gptq.inverse_factor(np.diag([1.0, -9.0]), 0.01)
+    with pytest.raises(CalibrationError, match="NaN or Inf"):
+        gptq.inverse_factor(np.full((2, 2), np.nan), 0.01)
+    with pytest.raises(ConfigError, match="quantized once more"):
+        elementwise(compute_qparams(x, spec("int8")), spec("fp8_e4m3", code_spec=spec("int4")), x.shape)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_weighted_scales_never_lose_more_than_the_full_range(rule: TensorSpec) -> None:
+    weight, _, _ = problem(1)
+    weight = np.float32(weight)
+    importance = np.float32(np.random.default_rng(2).random(COLUMNS) ** 4)
+
+    def error(params: object) -> float:
+        return float(((fake_quantize(weight, params, rule) - weight) ** 2 * importance).sum())  # type: ignore[arg-type]
+
+    found = weighted_qparams(weight, importance, rule)
+    full = error(compute_qparams(weight, rule))
+    assert error(found) <= full
+    if rule.dtype.bits <= 4:
+        assert error(found) < 0.9 * full
+        low, high = range_of(weight, rule)
+        shares = np.linspace(0.4, 1.0, 61)
+        assert error(found) < 1.02 * min(error(qparams_from_range(low * a, high * a, rule)) for a in shares)
