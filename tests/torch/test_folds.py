@@ -10,6 +10,7 @@ from quark.errors import ConfigError
 from quark.torch.blocks import Call, find_blocks, record_calls
 from quark.torch.discovery import Discovery
 from quark.torch.folds import Fold, Refusal
+from quark.torch.passes import prepare
 from tests.torch.architectures import build, token_ids
 
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
@@ -19,6 +20,15 @@ LLAMA = {QKV: ("input_layernorm", 32), "mlp.gate_proj mlp.up_proj": ("post_atten
 GEMMA2 = {
     QKV: ("input_layernorm", 32), "mlp.gate_proj mlp.up_proj": ("pre_feedforward_layernorm", 32)
 } | VALUES | GATED  # fmt: skip
+
+
+def experts(gate: str, up: str, down: str, width: int) -> dict[str, tuple[str, int] | str]:
+    """Four experts behind one norm, each with a fold of its own."""
+    names = [f"mlp.experts.{index}" for index in range(4)]
+    readers = " ".join(f"{name}.{leaf}" for name in names for leaf in (gate, up))
+    inner = {f"{name}.{down}": (f"{name}.{up}", width) for name in names}
+    return {QKV: ("input_layernorm", 32), readers: ("post_attention_layernorm", 32)} | VALUES | inner
+
 
 TABLE: dict[str, dict[str, tuple[str, int] | str]] = {
     "llama": LLAMA,
@@ -68,9 +78,14 @@ TABLE: dict[str, dict[str, tuple[str, int] | str]] = {
         "intermediate.dense": "'attention.output.LayerNorm' is read by 'output.LayerNorm' as well",
         "output.dense": "does not scale with 'intermediate.dense'",
     },
-    # Experts held as one tensor are no linear layers; the attention around them is as ever.
-    "mixtral": {QKV: ("input_layernorm", 32)} | VALUES,
-    "qwen3_moe": {QKV: ("input_layernorm", 32)} | VALUES,
+    "gpt2": {
+        "attn.c_attn": ("ln_1", 32),
+        "attn.c_proj": ("attn.c_attn", 32),
+        "mlp.c_fc": ("ln_2", 32),
+        "mlp.c_proj": "does not scale with 'mlp.c_fc'",
+    },
+    "mixtral": experts("w1", "w3", "w2", 64),
+    "qwen3_moe": experts("gate_proj", "up_proj", "down_proj", 32),
 }
 """Architecture -> layers -> (producer, its channels that carry a scale), or a part of the reason."""
 
@@ -78,6 +93,7 @@ TABLE: dict[str, dict[str, tuple[str, int] | str]] = {
 @pytest.mark.parametrize("name", TABLE)
 def test_folds_of_each_architecture_keep_its_outputs(name: str) -> None:
     model, ids = build(name), token_ids()
+    prepare(model, lambda layer: True)
     blocks = find_blocks(model)
     calls = record_calls(model, blocks, [ids])
     before = model(ids).logits.detach()
@@ -85,12 +101,17 @@ def test_folds_of_each_architecture_keep_its_outputs(name: str) -> None:
     for block in blocks:
         (call,), module = calls[block], model.get_submodule(block)
         found = discovery.folds(module, call.args, call.kwargs)
-        assert {" ".join(item.layers): summary(item) for item in found} == described(TABLE[name], found)
+        assert {key(item): summary(item) for item in found} == described(TABLE[name], found)
         for item in found:
             if isinstance(item, Fold):
                 s = item.feasible(torch.rand(len(item.rows)) * 3 + 0.3)
                 item.apply(module, s)
     assert torch.allclose(model(ids).logits, before, atol=2e-4 * float(before.abs().max()))
+
+
+def key(item: Fold | Refusal) -> str:
+    """The layers, experts in the order of their number."""
+    return " ".join(sorted(item.layers) if "experts" in item.layers[0] else item.layers)
 
 
 def summary(item: Fold | Refusal) -> tuple[str, int] | str:
@@ -101,7 +122,7 @@ def summary(item: Fold | Refusal) -> tuple[str, int] | str:
 
 def described(table: dict, found: list) -> dict:
     """The table, with the whole reason where a part of it is what was found."""
-    reasons = {" ".join(item.layers): item.reason for item in found if isinstance(item, Refusal)}
+    reasons = {key(item): item.reason for item in found if isinstance(item, Refusal)}
     return {
         layers: reasons[layers] if isinstance(expected, str) and expected in reasons.get(layers, "") else expected
         for layers, expected in table.items()

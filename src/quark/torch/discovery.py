@@ -9,7 +9,7 @@ output as it was, to 1e-9; else there is a reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -105,7 +105,7 @@ class _Search:
         groups = self.graph.groups()
         found = [self.candidate(group) for group in groups]
         for name in self.graph.uncalled:
-            sibling = _sibling(name, self.graph.calls)
+            sibling = _sibling(name, set(self.graph.calls) - set(self.graph.uncalled))
             if sibling is None:
                 return [Refusal(group, f"{name!r} read no token in the recorded forward") for group in groups]
             found = [copied for item in found for copied in _like_sibling(item, sibling, name)]
@@ -152,7 +152,7 @@ class _Search:
         if not is_linear(module) and not offsets:
             return f"{name!r} ({node.kind}) has no gain for each channel"
         readers = {reader.module or reader.kind: reader for value in values for reader in self.graph.targets(value)}
-        others = tuple(reader for reader in readers if reader not in layers)
+        others = tuple(reader for reader in readers if reader not in (*layers, *self.graph.uncalled))
         alien = [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
         if alien:
             return f"{name!r} is read by {', '.join(map(repr, alien))} as well"
@@ -274,10 +274,10 @@ def _offsets(norm: nn.Module, channels: int) -> dict[str, float]:
 # Experts that no token of the recorded forward reached
 
 
-def _sibling(name: str, called: Mapping[str, Any]) -> str | None:
+def _sibling(name: str, called: Iterable[str]) -> str | None:
     """A called layer whose name differs only in numbers."""
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
-    return next((other for other in called if pattern.match(other)), None)
+    return next((other for other in sorted(called) if pattern.match(other)), None)
 
 
 def _like_sibling(item: Fold | Refusal, sibling: str, name: str) -> list[Fold | Refusal]:

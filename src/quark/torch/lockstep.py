@@ -175,16 +175,18 @@ class _Walker(greenlet):  # type: ignore[misc]
 
     Attributes:
         group: Index of the group that it has reached.
-        x: The input of that group; what its layers get.
-        passed: How many of its layers have read it.
+        x: The input of that group while it halts.
+        held: Group -> what its layers get, and how many of them are still to read it. A block whose attention and MLP
+            read one norm side by side runs other groups in between.
         output: What the block returned, in the end.
     """
 
     def __init__(self, block: nn.Module, call: Call) -> None:
         super().__init__()
         self.block, self.call = block, call
-        self.group, self.passed = -1, 0
+        self.group = -1
         self.x: Any = None
+        self.held: dict[int, tuple[torch.Tensor, int]] = {}
         self.output: Any = None
 
     def run(self) -> None:
@@ -202,13 +204,14 @@ class _Walker(greenlet):  # type: ignore[misc]
 
     def arrive(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
         """Halt at the first layer of a group; hand the input as it is then to all of its layers."""
-        if self.group != group:
-            self.group, self.x, self.passed = group, x, 0
+        if group not in self.held:
+            self.group, self.x = group, x
             del x
             self.parent.switch()
-        result, self.passed = self.x, self.passed + 1
-        if self.passed == size:
-            self.x = None
+            self.held[group], self.x = (self.x, size), None
+        result, left = self.held.pop(group)
+        if left > 1:
+            self.held[group] = (result, left - 1)
         return result
 
 

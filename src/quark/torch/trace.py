@@ -116,8 +116,12 @@ class Trace:
 
     @cached_property
     def uncalled(self) -> tuple[str, ...]:
-        """Linear layers that this forward did not reach: experts without tokens."""
-        return tuple(name for name in self.linears if name not in self.calls)
+        """Linear layers that read nothing in this forward: experts without tokens."""
+
+        def reads(node: Node) -> bool:
+            return 0 not in self.values[node.inputs[0]].shape
+
+        return tuple(name for name in self.linears if not any(map(reads, self.calls.get(name, []))))
 
     @cached_property
     def _readers(self) -> dict[int, list[Node]]:
@@ -146,7 +150,7 @@ class Trace:
         """Linear layers (all, or those named) that read the same channels: q/k/v, gate/up of every expert."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name in self.linears if names is None else names:
-            for node in self.calls.get(name, [])[:1]:
+            for node in self.calls.get(name, [])[: name not in self.uncalled]:
                 groups[self.origin(node.inputs[0])].append(name)
         return [tuple(group) for group in groups.values()]
 

@@ -8,19 +8,28 @@ from quark.errors import NotSupportedError
 from quark.torch.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
+    AutoSmoothQuantConfig,
+    AWQConfig,
     GPTAQConfig,
     GPTQConfig,
     ImportanceScaleConfig,
     QronosConfig,
     RotationConfig,
+    SmoothQuantConfig,
 )
 from quark.torch.algorithms.autoround import AutoRound
+from quark.torch.algorithms.autosmooth import AutoSmoothQuant
+from quark.torch.algorithms.awq import AWQ
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
 from quark.torch.algorithms.importance import ImportanceScale
 from quark.torch.algorithms.rotation import QuaRot
+from quark.torch.algorithms.smooth import SmoothQuant
 
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
+    SmoothQuantConfig: SmoothQuant,
+    AutoSmoothQuantConfig: AutoSmoothQuant,
+    AWQConfig: AWQ,
     GPTQConfig: GPTQ,
     GPTAQConfig: GPTAQ,
     QronosConfig: Qronos,

@@ -1,0 +1,161 @@
+"""Scales of input channels and steps of weight groups, from activation statistics.
+
+    y = x W^T    G = X^T X / n, the second moments of the input    loss(E) = tr(E G E^T), the mean of |x E^T|^2
+
+    SmoothQuant   s = max|x|^a / max|W|^(1 - a)                            Xiao et al. 2022 (arXiv:2211.10438)
+    AWQ           s = mean|x|^r / sqrt(max s * min s), r = 0, 1/20 ...     Lin et al. 2023 (arXiv:2306.00978)
+                  of least loss(Q(W s) / s - W)
+    steps         a factor c for the range [min, max] of each group of each row, of least loss(Q_c(W) - W)
+
+G replaces the data exactly: no candidate runs the layer again. The steps of one row depend on each other through G, so
+they are found by coordinate descent: group by group, given the errors of all others in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from quark.core.array import Array, like, namespace
+
+SMALLEST = 1e-4
+"""Floor of an AWQ scale before it is normalised."""
+
+STEPS = 20
+"""Candidates between exponent 0 and 1."""
+
+WORTH = 0.95
+"""A scale is kept if it brings the loss below this share of what it is without it; less is noise."""
+
+FACTORS = tuple((44 - i) / 40 for i in range(29))
+"""Candidates for the factor of a group's range, 1.1 to 0.4."""
+
+
+def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: float = 1e-3) -> Array:
+    """SmoothQuant's scale of each input channel, which divides the activation and multiplies the weight.
+
+    Args:
+        act_max: Largest |x| of each channel, (channels,).
+        weight_max: Largest |W| of each channel over all layers that read it, (channels,).
+        alpha: Share of the difficulty that moves to the weights, 0 to 1.
+        floor: Smallest scale. A channel without activations or weights keeps scale 1.
+    """
+    xp = namespace(act_max)
+    dead = (act_max <= 0) | (weight_max <= 0)
+    act, weight = xp.where(dead, 1.0, act_max), xp.where(dead, 1.0, weight_max)
+    return xp.where(dead, 1.0, xp.clip(act**alpha / weight ** (1 - alpha), floor, None))
+
+
+def salience_scale(mean_abs: Array, ratio: float) -> Array:
+    """AWQ's scale for one exponent: mean|x|^ratio, its largest and smallest value reciprocal."""
+    xp = namespace(mean_abs)
+    s = xp.clip(mean_abs**ratio, SMALLEST, None)
+    return s / (xp.amax(s) * xp.amin(s)) ** 0.5
+
+
+def gram_loss(error: Array, gram: Array) -> Array:
+    """Mean squared output error of each row, tr(E G E^T) in parts: (out,) for E (out, in) and G (in, in)."""
+    return ((error @ gram) * error).sum(-1)
+
+
+def search(loss: Callable[[int], float], count: int = STEPS) -> int:
+    """The index in [0, count) of least loss: every second one, then the neighbours of the best.
+
+    Ends early where the loss has risen for two steps to twice the least.
+    """
+    found: dict[int, float] = {}
+    rising = 0
+    for index in range(0, count, 2):
+        found[index] = loss(index)
+        rising = rising + 1 if index and found[index] > found[index - 2] else 0
+        if rising >= 2 and found[index] > 2 * min(found.values()):
+            break
+    best = min(found, key=lambda i: found[i])
+    found |= {i: loss(i) for i in (best - 1, best + 1) if 0 <= i < count}
+    return min(found, key=lambda i: found[i])
+
+
+def best_scale(
+    weights: Sequence[Array],
+    quantizers: Sequence[Callable[[Array], Array]],
+    gram: Array,
+    mean_abs: Array,
+    allowed: Callable[[Array], Array],
+) -> Array | None:
+    """AWQ's scale for layers that read one input.
+
+    Args:
+        weights: (out, in) each, float32; some of the rows are enough.
+        quantizers: For each weight, what quantizes and dequantizes it.
+        gram: Second moments of the input, (in, in).
+        mean_abs: Mean |x| of each channel, (in,).
+        allowed: Nearest scale that can be folded away.
+
+    Returns:
+        The scale, (in,), or None where none is worth it.
+    """
+
+    def loss(index: int) -> float:
+        s = allowed(salience_scale(mean_abs, index / STEPS))
+        errors = [quantize(w * s) / s - w for w, quantize in zip(weights, quantizers, strict=True)]
+        return float(sum(gram_loss(error, gram).sum() for error in errors))
+
+    losses: dict[int, float] = {}
+    best = search(lambda i: losses.setdefault(i, loss(i)))
+    if best == 0 or losses[best] > WORTH * losses[0]:
+        return None
+    return allowed(salience_scale(mean_abs, best / STEPS))
+
+
+def best_steps(
+    weight: Array, gram: Array, quantize: Callable[..., Array], groups: int, sweeps: int = 2, rows: int = 256
+) -> Array:
+    """The factor of the range of each group of each row that leaves the least output error.
+
+    Args:
+        weight: (out, in), float32; every row has `groups` groups of equal size.
+        gram: Second moments of the input, (in, in).
+        quantize: (factors (rows, groups), rows) -> those rows of the weight, quantized with their ranges times factors.
+        groups: Groups in a row.
+        sweeps: Passes of the coordinate descent.
+        rows: Rows done at a time (they are independent); bounds the memory.
+
+    Returns:
+        Factors, (out, groups); 1 is round to nearest. No row has a larger loss than with all factors 1.
+    """
+    xp = namespace(weight)
+    parts = []
+    for start in range(0, len(weight), rows):
+        part = slice(start, min(start + rows, len(weight)))
+        parts.append(_descend(weight[part], gram, partial(quantize, rows=part), groups, sweeps))
+    return xp.concatenate(parts)
+
+
+def _descend(weight: Array, gram: Array, quantize: Callable[[Array], Array], groups: int, sweeps: int) -> Array:
+    xp, (rows, width) = namespace(weight), weight.shape
+    size = width // groups
+    own = xp.stack([gram[i : i + size, i : i + size] for i in range(0, width, size)])
+
+    def split(x: Array) -> Array:
+        """Turn (rows, width) into (groups, rows, size)."""
+        return xp.swapaxes(x.reshape(rows, groups, size), 0, 1)
+
+    def joined(x: Array) -> Array:
+        """Turn (groups, rows, size) into (rows, width)."""
+        return xp.swapaxes(x, 0, 1).reshape(rows, width)
+
+    candidates = xp.stack([split(quantize(xp.ones_like(weight[:, :groups]) * c) - weight) for c in FACTORS])
+    alone = gram_loss(candidates, own)
+    chosen = alone.argmin(0)
+    row = like(list(range(rows)), weight, "int64")
+    error = xp.stack([candidates[chosen[g], g, row] for g in range(groups)])
+    pulled = split(joined(error) @ gram)
+    for g in list(range(groups)) * sweeps:
+        rest = pulled[g] - error[g] @ own[g]
+        chosen[g] = (alone[:, g] + 2 * (candidates[:, g] * rest).sum(-1)).argmin(0)
+        change = candidates[chosen[g], g, row] - error[g]
+        error[g] += change
+        pulled += split(change @ gram[g * size : (g + 1) * size])
+    plain = joined(candidates[FACTORS.index(1.0)])
+    better = gram_loss(joined(error), gram) < gram_loss(plain, gram)
+    return xp.where(better[:, None], like(FACTORS, weight)[chosen].T, 1.0)
