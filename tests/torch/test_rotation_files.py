@@ -16,7 +16,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.algo_configs import RotationConfig
 from quark.torch.config import QConfig
 from quark.torch.importer import import_model_from_safetensors
-from quark.torch.online import input_rotations
+from quark.torch.online import RotatedAttention, input_rotations
 from quark.torch.params import load_params, save_params
 from tests.zoo import tiny_llama, token_batches
 
@@ -82,9 +82,12 @@ def test_reloaded_models_compute_the_same(
         "params": lambda: load_params(fresh(), tmp_path / "model.json", tmp_path / "model.safetensors"),
     }
     for reader, read in readers.items():
+        loaded = read()
+        rotated = [m for m in loaded.modules() if isinstance(m.__dict__.get("forward"), RotatedAttention)]
+        assert len(rotated) == (2 if options.get("r3") else 0), reader
         # A matrix with random signs is applied as a matrix, in another order of sums.
         tolerance = 1e-4 if "random_r1" in options else 0.0
-        assert float((logits(read()) - before).abs().max()) <= tolerance, reader
+        assert float((logits(loaded) - before).abs().max()) <= tolerance, reader
 
 
 def test_a_stored_matrix_is_what_rotates(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_failure_after_the_rotation_leaves_a_float_model_that_computes_the_sam
     model = tiny_llama(tie_word_embeddings=True)
     before = logits(model)
     with pytest.raises(CalibrationError, match="calibration data"):
-        ModelQuantizer(config("int8", r2=True, r4=True)).quantize_model(model, None)
+        ModelQuantizer(config("int8", [], r2=True, r4=True)).quantize_model(model, None)
     assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
     assert not list(input_rotations(model))
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
