@@ -23,6 +23,8 @@ def quantize_folder(
     samples: int | None,
     exclude: list[str] | None,
     layer: list[str] | None,
+    kv_cache: str | None,
+    attention: str | None,
     device: str,
     dtype: str,
     weight_format: str,
@@ -32,7 +34,7 @@ def quantize_folder(
 ) -> None:
     """Load, quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.tools.models import folder_bytes, load_model, load_tokenizer
+    from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
     from quark.tools.text import token_windows
     from quark.torch import ModelQuantizer, export_safetensors
     from quark.torch.exporter import check_options
@@ -40,8 +42,9 @@ def quantize_folder(
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
     check_options("quark", weight_format, pack_method, max_shard_size)
-    config = scheme_config(scheme, exclude, layer)
-    _require_calibration(scheme, layer, calib)
+    kind = check_folder(model)["model_type"] if kv_cache or attention else "auto"
+    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention)
+    _require_calibration(scheme, layer, [kv_cache, attention], calib)
     float_model = load_model(model, device, dtype)
     data = (
         token_windows(load_tokenizer(model), calib, _length(float_model), samples or CALIBRATION_WINDOWS)
@@ -61,18 +64,26 @@ def quantize_folder(
     )
 
 
-def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
+def _require_calibration(scheme: str, layers: list[str] | None, inside: list[str | None], calib: Path | None) -> None:
     """Raise before anything is loaded when a scheme has static activations and there is no text."""
     from quark.core.schemes import SCHEMES
 
-    static = [n for n in (scheme, *(item.rpartition("=")[2] for item in layers or [])) if SCHEMES[n].needs_data]
+    names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
+    static = [name for name in names if SCHEMES[name].needs_data] + [name for name in inside if name]
     if static and calib is None:
         raise CalibrationError(
             f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
         )
 
 
-def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | None) -> Any:
+def scheme_config(
+    scheme: str,
+    exclude: list[str] | None,
+    layers: list[str] | None,
+    kind: str = "auto",
+    kv_cache: str | None = None,
+    attention: str | None = None,
+) -> Any:
     """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
     from quark.torch import LLMTemplate
 
@@ -82,9 +93,15 @@ def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | No
         if not separator:
             raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
         rules[pattern] = name
-    template = LLMTemplate.get("auto")
+    template = LLMTemplate.get(kind)
     default = list(template.exclude_layers_name)
-    return template.get_config(scheme, layer_config=rules, exclude_layers=default + (exclude or []))
+    return template.get_config(
+        scheme,
+        kv_cache_scheme=kv_cache,
+        attention_scheme=attention,
+        layer_config=rules,
+        exclude_layers=default + (exclude or []),
+    )
 
 
 def _length(model: Any) -> int:

@@ -20,6 +20,7 @@ from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
+from quark.torch.attention import probability_quantizers
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
@@ -37,7 +38,9 @@ Entry = tuple[str, Callable[[], Tensors], Tensors]
 def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout] = QuarkLayout) -> Iterator[Entry]:
     """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once."""
     layers = quantized_layers(model)
+    probabilities = probability_quantizers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
+    quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.startswith(quantizer_names):
@@ -57,6 +60,9 @@ def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout]
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
         yield from _activation_entries(name, layer, layout)
+    for name, quantizer in probabilities.items():
+        assert quantizer.params is not None
+        yield _entry(name, layout(quantizer.spec, torch.float32).store_params(quantizer.params))
     for name, rotation in input_rotations(model):
         yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 

@@ -26,6 +26,7 @@ from quark.torch.calibrate import naming, needs_range, quantizers_off
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import input_groups, lockstep
+from quark.torch.moe import settle_experts
 
 
 def sweep(
@@ -34,6 +35,7 @@ def sweep(
     algorithms: Sequence[Algorithm],
     data: Iterable[Any] | None,
     shared_scale_groups: Sequence[Sequence[str]] = (),
+    sync_experts: bool = False,
 ) -> None:
     """Run the algorithms on a model whose layers are replaced and not yet calibrated.
 
@@ -43,6 +45,7 @@ def sweep(
         algorithms: In the order in which they run.
         data: Calibration batches; may be None if no algorithm needs activations.
         shared_scale_groups: Leaf names of layers with one second-level weight scale.
+        sync_experts: Whether the experts of a mixture share the range of their inputs.
 
     Raises:
         ConfigError: No data for an algorithm that needs it.
@@ -56,7 +59,8 @@ def sweep(
         return
     if data is None:
         raise ConfigError(
-            f"{', '.join(type(a).__name__ for a in stages)}: needs calibration data; pass a dataloader to quantize_model."
+            f"{', '.join(type(a).__name__ for a in stages)} needs calibration data: pass a dataloader to "
+            "quantize_model."
         )
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         calls = record_calls(model, names, data)
@@ -67,11 +71,15 @@ def sweep(
             own = calls.pop(name)
             module = model.get_submodule(name)
             block = Block(name, module, _with(own, hidden), _with(own, float_hidden or hidden), shared_scale_groups)
-            hidden, float_hidden = sweep_block(block, layers, stages, needs_float)
+            hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
 
 
 def sweep_block(
-    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], needs_float: bool = False
+    block: Block,
+    layers: Mapping[str, QuantLayer],
+    stages: Sequence[Algorithm],
+    needs_float: bool = False,
+    sync_experts: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run the algorithms on one block; its outputs and, if `needs_float`, those of the float block."""
     block.groups = quantized_groups(block, layers)
@@ -82,7 +90,7 @@ def sweep_block(
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
             original = copy.deepcopy(block.module)
-        with _observing_inputs(block, layers) if index == len(stages) - 1 else nullcontext():
+        with _observing_inputs(block, layers, sync_experts) if index == len(stages) - 1 else nullcontext():
             hidden, beside = _run(block, stage, original)
         float_hidden = beside or float_hidden
     return hidden, float_hidden
@@ -104,7 +112,7 @@ def _run(block: Block, stage: Algorithm, original: nn.Module | None) -> tuple[li
 
 
 @contextmanager
-def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterator[None]:
+def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_experts: bool) -> Iterator[None]:
     """Within: the block's static input quantizers collect what their layers really get; then their scales are fixed.
 
     A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
@@ -118,6 +126,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterato
     for quantizer in waiting.values():
         quantizer.start_observing()
     yield
+    settle_experts(waiting, sync_experts)
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()

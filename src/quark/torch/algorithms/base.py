@@ -43,7 +43,7 @@ class Block:
 
 
 class Algorithm:
-    """One accuracy algorithm with its settings. The sweep calls, for each block: `enter`, `visit` at each stop, `leave`.
+    """One accuracy algorithm with its settings: for each block, `enter`, then `visit` at each stop, then `leave`.
 
     Subclasses override what they need; registered in `quark.torch.algorithms` under their config class.
 
