@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.algo_configs import RotationConfig
+from quark.torch.algo_configs import GPTQConfig, RotationConfig
 from quark.torch.algorithms.rotation import ModelRotation
 from quark.torch.exact import Exact, difference
 from quark.torch.online import input_rotations
@@ -74,6 +74,26 @@ def test_r3_spreads_outlying_keys_in_the_cache(tmp_path: Path) -> None:
         with torch.no_grad():
             errors.append(float((model(ids).logits - expected).norm()))
     assert errors[1] < errors[0] / 3
+    export_safetensors(model, tmp_path / "quark")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "quark")
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, model(ids).logits)
+
+
+def test_gptq_solves_what_the_rotated_layers_read(tmp_path: Path) -> None:
+    """GPTQ after R4 sees rotated inputs: it beats rounding to nearest in the output of the down projection."""
+    from transformers import AutoModelForCausalLM
+
+    config = LLMTemplate.get("llama").get_config("uint4_wo_128")
+    ids = torch.randint(0, 64, (4, 48), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = tiny_llama()(ids).logits
+    errors = []
+    for algorithms in ([RotationConfig(r2=True, r4=True)], [RotationConfig(r2=True, r4=True), GPTQConfig()]):
+        model = ModelQuantizer(replace(config, algo_config=algorithms)).quantize_model(tiny_llama(), [ids])
+        with torch.no_grad():
+            errors.append(float((model(ids).logits - expected).norm()))
+    assert errors[1] < 0.9 * errors[0]
     export_safetensors(model, tmp_path / "quark")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "quark")
     with torch.no_grad():
