@@ -87,6 +87,7 @@ def test_signs_follow_from_the_seed() -> None:
 @pytest.mark.parametrize("size", [16, 48, 92])
 def test_keeping_the_mean_commutes_with_a_layer_norm(size: int) -> None:
     rotation = Rotation(size, keep_mean=True)
+    np.testing.assert_allclose(rotation.matrix().sum(axis=1), 1)
     x = torch.randn(4, 2 * size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 3
     norm = torch.nn.functional.layer_norm
     torch.testing.assert_close(norm(rotation.apply(x), [2 * size]), rotation.apply(norm(x, [2 * size])))

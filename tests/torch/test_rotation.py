@@ -219,6 +219,19 @@ def test_a_wrong_description_of_the_head_fails_its_proof_and_nothing_changes() -
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
 
 
+def test_a_failed_proof_ties_embedding_and_head_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise StructureError("no proof")
+
+    model = model_of("gemma")
+    before = state(model)
+    monkeypatch.setattr(ModelRotation, "_prove_frame", fail)
+    with pytest.raises(StructureError, match="no proof"):
+        rotate(model)
+    assert unchanged(model, before)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
+
+
 def test_target_modules_and_listed_layers_are_rotated_online() -> None:
     layers = {"first_layer": [{"target_modules": MLP}], "middle_layers": [{"target_modules": MLP[:1]}]}
     model = rotate(model_of("llama"), scaling_layers=layers, online_r1_rotation=True)

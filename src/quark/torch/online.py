@@ -91,30 +91,39 @@ def record_rotations(stored: dict[str, Any], model: nn.Module) -> dict[str, Any]
 
 def _rotated(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Forward pre-hook: the first argument, rotated."""
-    rotation = getattr(layer, "online_rotation", None)
+    rotation: Any = getattr(layer, "online_rotation", None)
     if rotation is None:
-        rotation = _recognised(layer.get_buffer(BUFFER))
-        if isinstance(rotation, Rotation) and not torch.compiler.is_compiling():
-            layer.online_rotation = rotation  # type: ignore[assignment]
-    if isinstance(rotation, Rotation):
-        return (rotation.apply(args[0]), *args[1:])
-    x = args[0]
-    wide = rotation.to(torch.promote_types(x.dtype, torch.float32))
-    blocks = x.reshape(*x.shape[:-1], -1, len(wide)).to(wide.dtype)
-    return ((blocks @ wide).reshape(x.shape).to(x.dtype), *args[1:])
+        stored = layer.get_buffer(BUFFER)
+        rotation = StoredRotation(stored)
+        if type(stored) is torch.Tensor:
+            layer.online_rotation = rotation
+    return (rotation.apply(args[0]), *args[1:])
 
 
-def _recognised(stored: torch.Tensor) -> Rotation | torch.Tensor:
-    """The rotation without signs, which is applied fast, if that is what was stored; else the matrix, orthonormal."""
-    plain = Rotation(len(stored))
-    matrix = stored.double()
-    matrix = matrix / matrix[0].norm()
-    if type(stored) is torch.Tensor:
-        own = torch.from_numpy(plain.matrix()).to(matrix.device)
-        # 2e-3: what bfloat16, to which a loader may have rounded the matrix, changes at most.
-        if bool(((matrix - own).abs() <= 2e-3 * own.abs().amax()).all()):
-            return plain
-    return matrix
+class StoredRotation:
+    """The rotation of a loaded checkpoint, applied as fast as one of this session where it has the same matrix.
+
+    Args:
+        stored: The matrix, its rows of any one length. While a graph is traced its values are not known.
+    """
+
+    def __init__(self, stored: torch.Tensor) -> None:
+        self.matrix = stored.double()
+        self.matrix = self.matrix / self.matrix[0].norm()
+        self.signs: torch.Tensor | None = None
+        if type(stored) is torch.Tensor:
+            own = torch.from_numpy(Rotation(len(stored)).matrix()).to(stored.device)
+            # The first column of ours is positive. 2e-3: what bfloat16, to which a loader may have rounded, changes.
+            signs = self.matrix[:, 0].sign()
+            if bool(((self.matrix - signs[:, None] * own).abs() <= 2e-3 * own.abs().amax()).all()):
+                self.signs = signs
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x rotated, in blocks of the size of the matrix; the dtype stays."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, len(self.matrix))
+        if self.signs is not None:
+            return Rotation(len(self.matrix)).apply(wide * self.signs.to(wide)).reshape(x.shape).to(x.dtype)
+        return (wide @ self.matrix.to(wide)).reshape(x.shape).to(x.dtype)
 
 
 # Queries and keys -----------------------------------------------------------------------------------------------------
