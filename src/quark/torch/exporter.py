@@ -8,26 +8,27 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import nn
 
-from quark import __version__
+from quark.core.patterns import matches_any
+from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import atomic_folder
 from quark.log import logger
 from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
-from quark.torch.formats import FORMATS
+from quark.torch.formats import FORMATS, Folder
 from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.quantizer import quantized_layers
 
-LATER_MODES = ("awq", "fp8")
 SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
 )
@@ -50,9 +51,9 @@ def export_safetensors(
     Args:
         model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not; not changed.
         output_dir: Folder to make. It appears when all of it is written.
-        custom_mode: "quark".
-        weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values).
-        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order".
+        custom_mode: The format: "quark" (takes every scheme), "awq", "fp8" or "compressed-tensors".
+        weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values; quark only).
+        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order" (quark only).
         tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
         max_shard_size: Largest safetensors file.
         overwrite: Replace `output_dir` if it is there.
@@ -62,57 +63,68 @@ def export_safetensors(
 
     Raises:
         ConfigError: An unknown option, or a model that was not quantized or is no transformers model.
+        NotSupportedError: The format has no place for what is quantized; names the schemes that it takes.
         OutputExistsError, OutputError: See there.
         ShapeError: A weight that the layout cannot pack; names it.
     """
     config = _quantized_config(model)
     weight_format = weight_format or REAL_QUANTIZED
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
-    if not hasattr(model, "config") or not hasattr(model.config, "to_json_file"):
-        raise ConfigError(
-            f"export_safetensors writes transformers models; {type(model).__name__} has no transformers config. "
-            "Possible: quark.torch.save_params, which stores any module."
-        )
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode]))
+    _require_transformers(model, "export_safetensors")
+    form, content = FORMATS[custom_mode], folder_of(model, config, weight_format, pack_method)
+    form.check(dict(model.named_modules()), content)
+    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
     source = _source_folder(model)
+
+    def named(name: str, suffix: str) -> str:
+        return form.stored_name(name, suffix, content.specs.get(name.rpartition(".")[0]))
+
     with atomic_folder(output_dir, overwrite) as folder:
         items += _dropped_entries(model, source)
-        write_shards(folder, items, max_shard_size)
-        quantization = quantization_config(model, config, weight_format, pack_method)
-        _write_config(model, quantization, folder)
+        write_shards(folder, items, max_shard_size, named)
+        _write_config(model, form.describe(content), folder)
         _write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 
 
 def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
-    """Raise ConfigError for an option of `export_safetensors` that does not exist, NotSupportedError for a later."""
+    """Raise ConfigError for an option of `export_safetensors` that does not exist, or not in this format."""
     _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
-    _check_choice("custom_mode", custom_mode, (*FORMATS, *LATER_MODES))
+    _check_choice("custom_mode", custom_mode, FORMATS)
     _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
+    if not FORMATS[custom_mode].options and (weight_format, pack_method) != (REAL_QUANTIZED, "reorder"):
+        raise ConfigError(
+            f"weight_format={weight_format!r}, pack_method={pack_method!r}: the {custom_mode} format has one form "
+            "only. Possible: 'real_quantized' and 'reorder', or the quark format."
+        )
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
-    if custom_mode in LATER_MODES:
-        raise NotSupportedError(f"custom_mode={custom_mode!r} is not part of this version; 'quark' is.")
+
+
+def folder_of(
+    model: nn.Module, config: QConfig, weight_format: str = REAL_QUANTIZED, pack_method: str = "reorder"
+) -> Folder:
+    """What a `quantization_config` says of a quantized model."""
+    specs, cache = {}, {}
+    for name, layer in quantized_layers(model).items():
+        spec = layer.spec
+        if spec.output is not None and matches_any(name, config.kv_cache_quant_config):
+            cache[name] = LayerSpec(output=spec.output)
+            spec = replace(spec, output=None)
+        if spec != LayerSpec():
+            specs[name] = spec
+    ignored = [
+        name
+        for name, module in model.named_modules()
+        if (name in cache or layer_class(module)) and name not in specs and not isinstance(module, ONLY_WHEN_NAMED)
+    ]
+    return Folder(specs, ignored, config, cache, pack_method, weight_format)
 
 
 def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
-    """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
-    stored = config.to_dict()
-    patterns = stored["exclude"]
-    stored["exclude"] = [
-        name
-        for name, module in model.named_modules()
-        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
-    ]
-    export = {
-        "kv_cache_group": list(config.kv_cache_group),
-        "min_kv_scale": config.min_kv_scale,
-        "pack_method": pack_method,
-        "weight_format": weight_format,
-        "weight_merge_groups": None,
-    }
-    return {"quant_method": "quark", **stored, "exclude_patterns": patterns, "export": export}
+    """The `quantization_config` of a quark folder: the config with excludes resolved, what the user wrote beside it."""
+    return FORMATS["quark"].describe(folder_of(model, config, weight_format, pack_method))
 
 
 def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:
@@ -182,6 +194,14 @@ def _quantized_config(model: nn.Module) -> QConfig:
     return config
 
 
+def _require_transformers(model: nn.Module, function: str) -> None:
+    if not hasattr(getattr(model, "config", None), "to_json_file"):
+        raise ConfigError(
+            f"{function} writes transformers models; {type(model).__name__} has no transformers config. "
+            "Possible: quark.torch.save_params, which stores any module."
+        )
+
+
 def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{option}={value!r} is unknown. {did_you_mean(value, choices)}")
@@ -219,7 +239,7 @@ def _write_config(model: Any, quantization: dict[str, Any], folder: Path) -> Non
     config.save_pretrained(folder)
     path = folder / "config.json"
     stored = json.loads(path.read_text())
-    stored["quantization_config"] = {**quantization, "version": quantization.get("version", __version__)}
+    stored["quantization_config"] = quantization
     path.write_text(json.dumps(stored, indent=2) + "\n")
 
 

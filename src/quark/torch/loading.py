@@ -16,8 +16,8 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import Extras, FakeQuantize
-from quark.torch.formats.layout import Tensors
-from quark.torch.formats.quark import QuarkLayout
+from quark.torch.formats import FORMATS, Format
+from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import set_submodule
@@ -37,7 +37,7 @@ class StoredTensor(nn.Module):
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
 
-    def __init__(self, layout: QuarkLayout, shape: tuple[int, ...], tensors: Tensors) -> None:
+    def __init__(self, layout: Layout, shape: tuple[int, ...], tensors: Tensors) -> None:
         super().__init__()
         self.layout = layout
         self.shape = shape
@@ -60,7 +60,11 @@ class StoredTensor(nn.Module):
 
 
 def map_to_stored(
-    model: nn.Module, config: QConfig, pack_method: str = "reorder", weight_format: str = REAL_QUANTIZED
+    model: nn.Module,
+    config: QConfig,
+    pack_method: str = "reorder",
+    weight_format: str = REAL_QUANTIZED,
+    form: Format = FORMATS["quark"],
 ) -> dict[str, nn.Module]:
     """Replace the layers that a checkpoint quantizes by modules with its tensors' shapes, on the device of the model.
 
@@ -69,6 +73,7 @@ def map_to_stored(
         config: The config stored in the checkpoint; its excludes are resolved names.
         pack_method: Nibble order of the checkpoint.
         weight_format: "real_quantized" (codes) or "fake_quantized" (float values).
+        form: Format of the checkpoint.
 
     Returns:
         The float layers that were replaced, by name.
@@ -81,31 +86,31 @@ def map_to_stored(
         assert quantized is not None
         layer = quantized.from_float(module, spec)
         for role in ("weight", "bias"):
-            _hold_stored(layer, role, pack_method, weight_format == REAL_QUANTIZED)
+            _hold_stored(layer, role, form, pack_method, weight_format == REAL_QUANTIZED)
         for role in ("input", "output"):
-            _hold_activation(layer, role)
+            _hold_activation(layer, role, form)
         set_submodule(model, name, layer)
     return originals
 
 
-def _hold_stored(layer: QuantLayer, role: str, pack_method: str, real: bool) -> None:
+def _hold_stored(layer: QuantLayer, role: str, form: Format, pack_method: str, real: bool) -> None:
     quantizer = layer.quantizer(role)
     if not isinstance(quantizer, FakeQuantize):
         return
     parameter: torch.Tensor = getattr(layer, role)
-    layout = QuarkLayout(quantizer.spec, parameter.dtype, pack_method, real)
+    layout = form.make_layout(quantizer.spec, layer.spec, parameter.dtype, pack_method, real)
     tensors = _empty_tensors(layout, parameter)
     setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
     layer.add_module(f"{role}_quantizer", StoredTensor(layout, tuple(parameter.shape), tensors))
     _register_extras(layer, role, tensors)
 
 
-def _hold_activation(layer: QuantLayer, role: str) -> None:
+def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:
     quantizer = layer.quantizer(role)
     if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
         return
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    layout = QuarkLayout(quantizer.spec, _float_dtype(layer, weight), real=True)
+    layout = form.make_layout(quantizer.spec, layer.spec, _float_dtype(layer, weight), "reorder", True)
     tensors = _on_device(_empty_activation(layer, role, layout), weight.device)
     if not quantizer.spec.dynamic:
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
@@ -118,7 +123,7 @@ def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
             layer.register_buffer(f"{role}_{suffix}", tensors[suffix])
 
 
-def _empty_tensors(layout: QuarkLayout, parameter: torch.Tensor) -> Tensors:
+def _empty_tensors(layout: Layout, parameter: torch.Tensor) -> Tensors:
     """What `layout` stores for a tensor like `parameter`: the store itself runs on the meta device."""
     meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return _on_device(layout.store(meta, empty_params(layout.spec, tuple(parameter.shape))), parameter.device)
@@ -139,7 +144,7 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
     return QParams(scale, zero, second)
 
 
-def _empty_activation(layer: QuantLayer, role: str, layout: QuarkLayout) -> Tensors:
+def _empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
     spec = layout.spec
     if spec.dynamic:
         # Only the scale of the scales is static.
