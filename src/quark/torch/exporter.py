@@ -25,6 +25,8 @@ from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.formats import FORMATS, Folder
 from quark.torch.formats.quark import PACK_METHODS
+from quark.torch.gguf.blocks import GgufFormat
+from quark.torch.gguf.writer import write_gguf
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.quantizer import quantized_layers
@@ -134,9 +136,37 @@ def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args
     )
 
 
-def export_gguf(model: nn.Module, output_dir: str | os.PathLike[str], model_type: str, tokenizer_path: str) -> None:
-    """GGUF export; not in this version."""
-    raise NotSupportedError("export_gguf is not part of this version. Possible: export_safetensors.")
+def export_gguf(
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_type: str,
+    tokenizer_path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write one GGUF file, tokenizer included, that llama.cpp and transformers load.
+
+    Args:
+        model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not, its weights quantized in groups
+            that are whole blocks of 32: int4, uint4 (asymmetric), int8 or MXFP4; not changed.
+        output_dir: Folder of the file.
+        model_type: Name of the file without ".gguf".
+        tokenizer_path: Folder that holds the tokenizer.
+        overwrite: Replace the file if it is there.
+
+    Returns:
+        The file.
+
+    Raises:
+        NotSupportedError: A model, scheme or tokenizer that GGUF has no place for; names what is possible.
+        ConfigError, FormatError, ShapeError, OutputExistsError, OutputError: See there.
+    """
+    config = _quantized_config(model)
+    _require_transformers(model, "export_gguf")
+    GgufFormat().check(dict(model.named_modules()), folder_of(model, config))
+    file = Path(output_dir) / f"{model_type}.gguf"
+    write_gguf(model, file, tokenizer_path, overwrite)
+    return file
 
 
 class ModelExporter:
@@ -179,9 +209,9 @@ class ModelExporter:
         """ONNX export; not in this version."""
         export_onnx(model, self.export_dir, input_args)
 
-    def export_gguf_model(self, model: nn.Module, tokenizer_path: str, model_type: str) -> None:
-        """GGUF export; not in this version."""
-        export_gguf(model, self.export_dir, model_type, tokenizer_path)
+    def export_gguf_model(self, model: nn.Module, tokenizer_path: str | os.PathLike[str], model_type: str) -> Path:
+        """Write one GGUF file; see `export_gguf`."""
+        return export_gguf(model, self.export_dir, model_type, tokenizer_path)
 
 
 def _quantized_config(model: nn.Module) -> QConfig:
