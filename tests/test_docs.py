@@ -286,8 +286,6 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
     trained = QConfig(global_quant_config=QLayerConfig(weight=replace(weight, qat_spec=TQTSpec())))
     model = ModelQuantizer(template.get_config("int8_wo")).quantize_model(mlp())
     calls: list[Callable[[], object]] = [
-        lambda: ModelQuantizer(template.get_config("int8", kv_cache_scheme="fp8")),
-        lambda: ModelQuantizer(template.get_config("int8", attention_scheme="fp8")),
         lambda: ModelQuantizer(replace(trained, quant_mode=QuantizationMode.fx_graph_mode)),
         lambda: ModelQuantizer(replace(trained, quant_flow=QuantFlow.file2file)),
         lambda: ModelQuantizer(trained).quantize_model(float_model),

@@ -23,6 +23,8 @@ def quantize_folder(
     samples: int | None,
     exclude: list[str] | None,
     layer: list[str] | None,
+    kv_cache: str | None,
+    attention: str | None,
     device: str,
     dtype: str,
     export: Export,
@@ -36,10 +38,11 @@ def quantize_folder(
     output = export.output
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
-    config = scheme_config(scheme, exclude, layer)
+    kind = check_folder(model)["model_type"] if kv_cache or attention else "auto"
+    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention)
     check_folder(model)
     export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
-    _require_calibration(scheme, layer, calib)
+    _require_calibration(scheme, layer, [kv_cache, attention], calib)
     float_model = load_model(model, device, dtype)
     data = (
         token_windows(load_tokenizer(model), calib, _length(float_model), samples or CALIBRATION_WINDOWS)
@@ -56,18 +59,26 @@ def quantize_folder(
     )
 
 
-def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
+def _require_calibration(scheme: str, layers: list[str] | None, inside: list[str | None], calib: Path | None) -> None:
     """Raise before anything is loaded when a scheme has static activations and there is no text."""
     from quark.core.schemes import SCHEMES
 
-    static = [n for n in (scheme, *(item.rpartition("=")[2] for item in layers or [])) if SCHEMES[n].needs_data]
+    names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
+    static = [name for name in names if SCHEMES[name].needs_data] + [name for name in inside if name]
     if static and calib is None:
         raise CalibrationError(
             f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
         )
 
 
-def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | None) -> Any:
+def scheme_config(
+    scheme: str,
+    exclude: list[str] | None,
+    layers: list[str] | None,
+    kind: str = "auto",
+    kv_cache: str | None = None,
+    attention: str | None = None,
+) -> Any:
     """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
     from quark.torch import LLMTemplate
 
@@ -77,9 +88,15 @@ def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | No
         if not separator:
             raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
         rules[pattern] = name
-    template = LLMTemplate.get("auto")
+    template = LLMTemplate.get(kind)
     default = list(template.exclude_layers_name)
-    return template.get_config(scheme, layer_config=rules, exclude_layers=default + (exclude or []))
+    return template.get_config(
+        scheme,
+        kv_cache_scheme=kv_cache,
+        attention_scheme=attention,
+        layer_config=rules,
+        exclude_layers=default + (exclude or []),
+    )
 
 
 def _length(model: Any) -> int:

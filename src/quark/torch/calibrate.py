@@ -16,8 +16,12 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
+from quark.torch.attention import probability_quantizers
+from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.kv_cache import floor_cache_scales, share_cache_ranges
 from quark.torch.layers import QuantLayer
+from quark.torch.moe import require_tokens, share_expert_ranges
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
@@ -83,8 +87,15 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
             quantizer.store(quantize_scales(first, QParams(largest.clone()), quantizer.spec.scale_spec))
 
 
-def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None) -> None:
+def calibrate_activations(
+    model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None, config: QConfig
+) -> None:
     """Run the data through the float model and fix the static scales of inputs and outputs.
+
+    Args:
+        model, layers: The model and its quantized layers.
+        data: The batches.
+        config: Of the model: it says which of them share a range.
 
     Raises:
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
@@ -95,7 +106,7 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
         for name, layer in layers.items()
         for role in ("input", "output")
         if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and quantizer.spec.needs_calibration
-    }
+    } | probability_quantizers(model)
     if not quantizers:
         return
     if data is None:
@@ -107,9 +118,14 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
         batches = run_batches(model, data)
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    if config.sync_moe_expert_input_amax:
+        share_expert_ranges(quantizers)
+    share_cache_ranges(config, quantizers)
+    require_tokens(quantizers)
     for name, quantizer in quantizers.items():
         with _naming(name):
             quantizer.finish_observing()
+    floor_cache_scales(config, quantizers)
 
 
 @contextmanager

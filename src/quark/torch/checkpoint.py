@@ -21,6 +21,7 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
+from quark.torch.attention import probability_quantizers
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
@@ -45,7 +46,9 @@ def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMA
         form: The format.
     """
     layers = quantized_layers(model)
+    probabilities = probability_quantizers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
+    quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.startswith(quantizer_names):
@@ -64,6 +67,10 @@ def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMA
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
         yield from _activation_entries(name, layer, form)
+    for name, quantizer in probabilities.items():
+        assert quantizer.params is not None
+        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+        yield _entry(name, layout.store_params(quantizer.params))
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:

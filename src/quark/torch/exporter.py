@@ -8,26 +8,24 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import nn
 
-from quark.core.patterns import matches_any
-from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import atomic_folder
 from quark.log import logger
 from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
-from quark.torch.formats import FORMATS, Folder
+from quark.torch.folder import folder_of
+from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.gguf.blocks import GgufFormat
 from quark.torch.gguf.writer import write_gguf
-from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
+from quark.torch.hub_names import published_names
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.quantizer import quantized_layers
 
@@ -75,11 +73,14 @@ def export_safetensors(
     _require_transformers(model, "export_safetensors")
     form, content = FORMATS[custom_mode], folder_of(model, config, weight_format, pack_method)
     form.check(dict(model.named_modules()), content)
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
+    publish = published_names(model)
+    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, form)
+    items = [(publish(name), make, shapes) for name, make, shapes in made]
+    specs = {publish(name): spec for name, spec in content.specs.items()}
     source = _source_folder(model)
 
     def named(name: str, suffix: str) -> str:
-        return form.stored_name(name, suffix, content.specs.get(name.rpartition(".")[0]))
+        return form.stored_name(name, suffix, specs.get(name.rpartition(".")[0]))
 
     with atomic_folder(output_dir, overwrite) as folder:
         items += _dropped_entries(model, source)
@@ -102,31 +103,6 @@ def check_options(custom_mode: str, weight_format: str, pack_method: str, max_sh
         )
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
-
-
-def folder_of(
-    model: nn.Module, config: QConfig, weight_format: str = REAL_QUANTIZED, pack_method: str = "reorder"
-) -> Folder:
-    """What a `quantization_config` says of a quantized model."""
-    specs, cache = {}, {}
-    for name, layer in quantized_layers(model).items():
-        spec = layer.spec
-        if spec.output is not None and matches_any(name, config.kv_cache_quant_config):
-            cache[name] = LayerSpec(output=spec.output)
-            spec = replace(spec, output=None)
-        if spec != LayerSpec():
-            specs[name] = spec
-    ignored = [
-        name
-        for name, module in model.named_modules()
-        if (name in cache or layer_class(module)) and name not in specs and not isinstance(module, ONLY_WHEN_NAMED)
-    ]
-    return Folder(specs, ignored, config, cache, pack_method, weight_format)
-
-
-def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
-    """The `quantization_config` of a quark folder: the config with excludes resolved, what the user wrote beside it."""
-    return FORMATS["quark"].describe(folder_of(model, config, weight_format, pack_method))
 
 
 def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:

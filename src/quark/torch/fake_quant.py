@@ -5,7 +5,7 @@ The gradient is straight-through: dL/dx = dL/dy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -128,6 +128,16 @@ class FakeQuantize(nn.Module):
         else:
             self.store(self.observer.qparams())
         self.observer, self.mode = None, Mode.quantize
+
+    @staticmethod
+    def share_observed(quantizers: Sequence[FakeQuantize]) -> None:
+        """Let quantizers that observe have one statistic: that of all values that any of them saw."""
+        seen = [quantizer.observer for quantizer in quantizers if quantizer.observer is not None]
+        merged = type(seen[0])(seen[0].spec)
+        for observer in seen:
+            merged.merge(observer)
+        for quantizer in quantizers:
+            quantizer.observer = merged
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.mode.value}"

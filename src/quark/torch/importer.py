@@ -17,9 +17,11 @@ from quark.torch.checkpoint import read_names, read_tensors, shard_files
 from quark.torch.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
+from quark.torch.hub_names import published_names
 from quark.torch.layers import ROLES, layer_class
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
-from quark.torch.quantizer import quantized_layers, set_submodule
+from quark.torch.quantizer import quantized_layers
+from quark.torch.structure import set_submodule
 
 
 def import_model_from_safetensors(
@@ -65,10 +67,11 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
     """The config of a checkpoint. In formats of other programs the tensors say which layers are quantized."""
     if not form.marker:
         return form.read(stored, set(), model)
-    present = layers_in(read_names(files), form.marker)
+    present, publish = layers_in(read_names(files), form.marker), published_names(model)
+    result = form.read(stored, present, model)
     candidates = [name for name, module in model.named_modules() if layer_class(module)]
-    result = form.read(stored, present & set(candidates), model)
-    return replace(result, config=replace(result.config, exclude=[n for n in candidates if n not in present]))
+    absent = [name for name in candidates if name not in present and publish(name) not in present]
+    return replace(result, config=replace(result.config, exclude=absent))
 
 
 def read_quantization_config(folder: Path) -> dict[str, Any]:
@@ -118,10 +121,13 @@ def load_stored(model: nn.Module, form: Format, stored: Stored, tensors: Iterabl
 def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     layers = quantized_layers(model)
     own = dict(model.state_dict(keep_vars=True))
+    publish = published_names(model)
+    # A checkpoint may use the names of the module or the published ones.
+    names = {name: name for name in own} | {publish(name): name for name in own}
     loaded: dict[str, torch.Tensor] = {}
     for stored, held in tensors:
         received = form.received(stored, held)
-        name = _module_name(received[0], own) if received else None
+        name = _module_name(received[0], names) if received else None
         if received is None or name is None:
             continue
         tensor = received[1]
@@ -139,16 +145,16 @@ def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Ten
         _assign(model.get_submodule(parent), leaf, tensor, quantized=parent in layers)
 
 
-def _module_name(stored: str, own: dict[str, torch.Tensor]) -> str | None:
+def _module_name(stored: str, names: dict[str, str]) -> str | None:
     """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
-    if stored in own:
-        return stored
-    for role in ROLES:
+    if stored in names:
+        return names[stored]
+    for role in (*ROLES, "prob_output"):
         for kind in ("scale", "zero_point"):
             parent, found, rest = stored.rpartition(f".{role}_{kind}")
             candidate = f"{parent}.{role}_quantizer.{kind}"
-            if found and not rest and candidate in own:
-                return candidate
+            if found and not rest and candidate in names:
+                return names[candidate]
     return None
 
 

@@ -10,10 +10,12 @@ from torch import nn
 
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError, ShapeError
+from quark.errors import ConfigError, ShapeError
 from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.kv_cache import require_cache_patterns, with_cache
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
+from quark.torch.passes.experts import fused_blocks, layer_names
 from quark.torch.structure import resolve_selectors
 
 if TYPE_CHECKING:
@@ -63,6 +65,49 @@ class Plan:
         return table
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which layer gets which spec: exclude > layer_quant_config > layer_type_quant_config > global.
+
+    A layer that feeds a quantized cache has its output quantized whatever else is said of it.
+    """
+
+    config: QConfig
+    patterns: tuple[str, ...]
+    selected: frozenset[str]
+
+    def excludes(self, name: str) -> bool:
+        """Whether the exclude list names the layer."""
+        return name in self.selected or matches_any(name, self.patterns)
+
+    def spec(self, name: str, kind: type[nn.Module]) -> LayerSpec:
+        """The spec of a layer of this name and class; an empty one leaves it in float."""
+        linear = issubclass(kind, nn.Linear)
+        chosen = None if self.excludes(name) else self._config(name, kind)
+        spec = lower_layer(chosen, per_token=linear)
+        return with_cache(spec, self.config, name) if linear else spec
+
+    def wanted(self, name: str) -> bool:
+        """Whether a linear layer of this name is to be quantized."""
+        return self.spec(name, nn.Linear) != LayerSpec()
+
+    def _config(self, name: str, kind: type[nn.Module]) -> QLayerConfig | None:
+        by_name = first_match(name, self.config.layer_quant_config)
+        if by_name is not None:
+            return by_name
+        for layer_type, by_type in self.config.layer_type_quant_config.items():
+            if issubclass(kind, layer_type):
+                return by_type
+        return None if issubclass(kind, ONLY_WHEN_NAMED) else self.config.global_quant_config
+
+
+def chooser(config: QConfig, model: nn.Module) -> Choice:
+    """The choices that a config makes on a model."""
+    selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
+    patterns = tuple(pattern for pattern in config.exclude if not pattern.startswith("@"))
+    return Choice(config, patterns, frozenset(resolve_selectors(selectors, model)))
+
+
 def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     """Decide what happens to each layer: exclude > layer_quant_config > layer_type_quant_config > global.
 
@@ -82,16 +127,17 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
     if strict:
         names = {name for name, _ in model.named_modules()}
+        # Experts that are kept fused may be excluded by the names that their layers would have.
+        names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
         require_matches(patterns, names, "exclude")
         _require_layers(patterns, names, candidates)
-        _refuse_fused_experts(model, patterns)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
+        require_cache_patterns(config, candidates)
         _require_types(config, candidates)
-    selected = resolve_selectors((p for p in config.exclude if p.startswith("@")), model)
+    choice = chooser(config, model)
     layers, excluded = {}, []
     for name, module in candidates.items():
-        chosen = None if name in selected or matches_any(name, patterns) else _layer_config(config, name, module)
-        spec = lower_layer(chosen, per_token=isinstance(module, nn.Linear))
+        spec = choice.spec(name, type(module))
         if spec == LayerSpec():
             excluded.append(name)
             continue
@@ -110,16 +156,6 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     return Plan(layers, tuple(excluded), unknown)
 
 
-def _layer_config(config: QConfig, name: str, module: nn.Module) -> QLayerConfig | None:
-    by_name = first_match(name, config.layer_quant_config)
-    if by_name is not None:
-        return by_name
-    for layer_type, by_type in config.layer_type_quant_config.items():
-        if isinstance(module, layer_type):
-            return by_type
-    return None if isinstance(module, ONLY_WHEN_NAMED) else config.global_quant_config
-
-
 def _require_layers(patterns: list[str], names: set[str], candidates: dict[str, nn.Module]) -> None:
     """Raise for an exclude pattern that names a block but none of the layers in it: it would exclude nothing."""
     for pattern in patterns:
@@ -130,17 +166,6 @@ def _require_layers(patterns: list[str], names: set[str], candidates: dict[str, 
                 f"exclude: {pattern!r} matches the module {found[0]!r} but none of the layers in it. "
                 f"Possible: {pattern + '.*'!r}."
             )
-
-
-def _refuse_fused_experts(model: nn.Module, patterns: list[str]) -> None:
-    """Raise for experts held as one 3-D parameter, which no layer class here replaces, unless they are excluded."""
-    for name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and "expert" in f"{name}.{leaf}".lower() and not matches_any(name, patterns):
-                raise NotSupportedError(
-                    f"{name}.{leaf} of shape {tuple(parameter.shape)} holds fused experts, which this version cannot "
-                    "quantize. Possible: keep them in float, with '*experts*' in the exclude list."
-                )
 
 
 def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:

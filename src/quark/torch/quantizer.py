@@ -12,12 +12,17 @@ from torch import nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
+from quark.torch.attention import attention_quantized
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.kv_cache import check_cache_config
 from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.plan import Plan, make_plan
+from quark.torch.moe import sibling_groups
+from quark.torch.passes import prepare, undo
+from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.structure import set_submodule
 
 
 class ModelQuantizer:
@@ -36,6 +41,7 @@ class ModelQuantizer:
         if not isinstance(config, QConfig):
             raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
         _refuse_unsupported(config)
+        check_cache_config(config)
         self.config = config
 
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
@@ -53,11 +59,14 @@ class ModelQuantizer:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
-            plan = make_plan(self.config, model)
-            with replaced(model, plan) as layers:
+            with (
+                prepared(model, self.config),
+                replaced(model, make_plan(self.config, model)) as layers,
+                attention_quantized(model, self.config, layers),
+            ):
                 calibrate_weights(layers)
-                share_scales(layers, self.config.shared_scale_groups)
-                calibrate_activations(model, layers, dataloader)
+                share_scales(layers, sibling_groups(model, self.config.shared_scale_groups))
+                calibrate_activations(model, layers, dataloader, self.config)
             model.quant_config = self.config  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
@@ -99,6 +108,17 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
 
 
 @contextmanager
+def prepared(model: nn.Module, config: QConfig) -> Iterator[None]:
+    """Run the passes on what the config quantizes; undo them if the body fails."""
+    originals = prepare(model, chooser(config, model).wanted)
+    try:
+        yield
+    except BaseException:
+        undo(model, originals)
+        raise
+
+
+@contextmanager
 def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
     """Replace the layers of the plan; put the float layers back if the body fails."""
     if "" in plan.layers:
@@ -116,12 +136,6 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
         for name, module in originals.items():
             set_submodule(model, name, module)
         raise
-
-
-def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:
@@ -153,12 +167,8 @@ def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
     later = {
         "algo_config": config.algo_config,
-        "kv_cache_quant_config": config.kv_cache_quant_config,
-        "softmax_quant_spec": config.softmax_quant_spec,
         "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
         "quant_flow": config.quant_flow is not QuantFlow.standard,
-        "kv_cache_post_rope": config.kv_cache_post_rope,
-        "min_kv_scale": config.min_kv_scale,
         "gpu_resident_blocks": config.gpu_resident_blocks,
         "keep_prequantized_layers=False": not config.keep_prequantized_layers,
     }

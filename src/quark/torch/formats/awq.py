@@ -51,7 +51,6 @@ class AwqFormat(FolderFormat):
 
     name = "awq"
     layout = AwqLayout
-    cache = False
     marker = (".qweight",)
 
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -76,7 +75,7 @@ class AwqFormat(FolderFormat):
             "quant_method": "awq",
             "bits": 4,
             "group_size": weight.granularity.size,
-            "modules_to_not_convert": folder.ignored or None,
+            "modules_to_not_convert": folder.ignored_layers or None,
             "version": "gemm",
             # Always true: the kernels subtract qzeros, which the symmetric codes have too.
             "zero_point": True,

@@ -23,7 +23,17 @@ from quark.errors import FormatError, ShapeError
 from quark.torch.config import QConfig
 from quark.torch.formats.compressed_args import FORMATS_OF_FLOATS, read_args, refuse_args, write_args
 from quark.torch.formats.compressed_layout import CompressedTensorsLayout, signed
-from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, kv_name, kv_source, require
+from quark.torch.formats.format import (
+    POST_ROPE,
+    Folder,
+    FolderFormat,
+    Named,
+    Stored,
+    kv_name,
+    kv_source,
+    require,
+    with_cache,
+)
 from quark.torch.formats.layout import Layout
 from quark.torch.lowering import raise_layer
 
@@ -36,6 +46,7 @@ class CompressedTensorsFormat(FolderFormat):
 
     name = "compressed-tensors"
     layout = CompressedTensorsLayout
+    cache = ("fp8_e4m3", "int8")
     marker = (".weight_scale",)
 
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -64,32 +75,37 @@ class CompressedTensorsFormat(FolderFormat):
     def describe(self, folder: Folder) -> dict[str, Any]:
         groups: dict[LayerSpec, list[str]] = {}
         for name, spec in folder.specs.items():
-            groups.setdefault(spec, []).append(name)
+            groups.setdefault(spec, []).extend(dict.fromkeys((name, folder.published.get(name, name))))
         entries = {
             f"group_{i}": _group(s, ["Linear"] if len(groups) == 1 else n) for i, (s, n) in enumerate(groups.items())
         }
         kinds = {entry["format"] for entry in entries.values()}
-        cache = next((layer.output for layer in folder.cache_specs.values()), None)
         return {
             "quant_method": "compressed-tensors",
             "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": entries,
-            "ignore": folder.ignored,
-            "kv_cache_scheme": write_args(cache, "output") if cache else None,
+            "ignore": folder.ignored_layers,
+            "kv_cache_scheme": write_args(folder.cache, "output") if folder.cache else None,
             "global_compression_ratio": None,
+            **({"export": {POST_ROPE: folder.config.kv_cache_post_rope}} if folder.cache else {}),
         }
 
     def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
         groups = require(stored, "config_groups", self.name)
         configs = {key: raise_layer(_read_group(key, group, stored)) for key, group in groups.items()}
         modules = dict(model.named_modules())
-        chosen = {name: _group_of(name, modules[name], groups) for name in sorted(quantized) if name in modules}
+        # An expert that is still fused with others in the model has no module of its own.
+        kinds = {name: type(modules[name]).__name__ if name in modules else "Linear" for name in sorted(quantized)}
+        chosen = {name: _group_of(name, kind, groups) for name, kind in kinds.items()}
         used = sorted(set(chosen.values()))
         if len(used) == 1:
-            return Stored(QConfig(global_quant_config=configs[used[0]]))
-        by_name = {name: configs[key] for name, key in chosen.items()}
-        return Stored(QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=by_name))
+            config = QConfig(global_quant_config=configs[used[0]])
+        else:
+            by_name = {name: configs[key] for name, key in chosen.items()}
+            config = QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=by_name)
+        cache = stored.get("kv_cache_scheme")
+        return Stored(with_cache(config, read_args(cache, "kv_cache_scheme") if cache else None, stored))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)
@@ -147,9 +163,8 @@ def _read_group(key: str, group: dict[str, Any], stored: dict[str, Any]) -> Laye
     return spec
 
 
-def _group_of(name: str, module: nn.Module, groups: dict[str, Any]) -> str:
-    """The group that a layer belongs to: by its name, else by its class."""
-    kind = type(module).__name__
+def _group_of(name: str, kind: str, groups: dict[str, Any]) -> str:
+    """The group that a layer of a class belongs to: by its name, else by its class."""
     for candidate in (name, kind):
         for key, group in groups.items():
             if matches_any(candidate, group.get("targets", [])):

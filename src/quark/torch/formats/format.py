@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from quark.core.dtypes import DTYPES
-from quark.core.granularity import PerTensor
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.formats.layout import Layout
+from quark.torch.lowering import raise_layer
 
 if TYPE_CHECKING:
     from quark.torch.config import QConfig
@@ -34,6 +33,7 @@ class Folder:
         ignored: Names of the layers that stay in float.
         config: What the user asked for.
         cache_specs: Name of each layer whose output is the KV cache -> what is quantized there.
+        published: Name of each of these layers -> its name in a checkpoint.
         pack_method, weight_format: The options of the export.
     """
 
@@ -41,8 +41,19 @@ class Folder:
     ignored: list[str]
     config: QConfig
     cache_specs: Mapping[str, LayerSpec] = field(default_factory=dict)
+    published: Mapping[str, str] = field(default_factory=dict)
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
+
+    @property
+    def ignored_layers(self) -> list[str]:
+        """The names in `ignored` that are no patterns."""
+        return [name for name in self.ignored if "*" not in name]
+
+    @property
+    def cache(self) -> TensorSpec | None:
+        """How the KV cache is quantized."""
+        return next((spec.output for spec in self.cache_specs.values()), None)
 
     def export_block(self) -> dict[str, Any]:
         """The `export` entry of a `quantization_config`: options of the export that a loader may need."""
@@ -74,11 +85,11 @@ class Format(ABC):
 
     Attributes:
         name: Name of the format.
-        cache: Whether scales of a KV cache have a place.
+        cache: Element types of a KV cache whose scales have a place.
     """
 
     name: ClassVar[str]
-    cache: ClassVar[bool] = True
+    cache: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -116,10 +127,23 @@ class Format(ABC):
         """
         for name, spec in folder.specs.items():
             self.refuse_layer(name, layers[name], spec)
-        if folder.cache_specs and not self.cache:
+        if folder.cache is not None and folder.cache.dtype.name not in self.cache:
+            possible = (
+                f"a cache in {', '.join(self.cache)}" if self.cache else "the quark and compressed-tensors formats"
+            )
             raise NotSupportedError(
-                f"The {self.name} format has no place for a quantized KV cache. Possible: the quark, fp8 and "
-                "compressed-tensors formats."
+                f"The {self.name} format has no place for a KV cache in {folder.cache.dtype}. Possible: {possible}."
+            )
+        unnamed = [name for name in folder.cache_specs if name.rpartition(".")[2] not in KV_SCALES]
+        probabilities = folder.config.softmax_quant_spec is not None
+        if unnamed or probabilities:
+            what = (
+                "attention probabilities"
+                if probabilities
+                else f"the cache of {unnamed[0]}, which is no k_proj or v_proj"
+            )
+            raise NotSupportedError(
+                f"The {self.name} format has no place for scales of {what}. Possible: the quark format."
             )
 
     def check_scheme(self, scheme: str) -> None:
@@ -212,8 +236,16 @@ def kv_source(stored: str) -> str | None:
     return f"{attention}.{projection}.output_scale" if projection else None
 
 
-FP8_CACHE = TensorSpec(DTYPES["fp8_e4m3"], PerTensor())
-"""A KV cache in FP8 with one scale, as a checkpoint that says no more is read."""
+POST_ROPE = "kv_cache_post_rope"
+
+
+def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any]) -> QConfig:
+    """A config whose KV cache is quantized by `cache`; our `export` entry says where, if there is one."""
+    if cache is None:
+        return config
+    layer = raise_layer(LayerSpec(output=cache))
+    post_rope = bool((stored.get("export") or {}).get(POST_ROPE, False))
+    return replace(config, kv_cache_quant_config={f"*{n}": layer for n in KV_SCALES}, kv_cache_post_rope=post_rope)
 
 
 def require(stored: dict[str, Any], key: str, quantizer: str) -> Any:

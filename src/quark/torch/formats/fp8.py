@@ -23,7 +23,17 @@ from quark.core.granularity import PerBlock, PerGroup, PerTensor
 from quark.core.scales import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch.config import QConfig
-from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, kv_name, kv_source, one_spec
+from quark.torch.formats.format import (
+    POST_ROPE,
+    Folder,
+    FolderFormat,
+    Named,
+    Stored,
+    kv_name,
+    kv_source,
+    one_spec,
+    with_cache,
+)
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.lowering import raise_layer
 
@@ -43,6 +53,7 @@ class Fp8Format(FolderFormat):
 
     name = "fp8"
     layout = Fp8Layout
+    cache = ("fp8_e4m3",)
     marker = (".weight_scale", f".{TILE_SCALE}")
 
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -70,9 +81,9 @@ class Fp8Format(FolderFormat):
             "quant_method": "fp8",
             "activation_scheme": None if spec.input is None else "dynamic" if spec.input.dynamic else "static",
             **tiles,
-            "ignored_layers": folder.ignored,
-            "kv_cache_scheme": "static" if folder.cache_specs else None,
-            "export": folder.export_block(),
+            "ignored_layers": folder.ignored_layers,
+            "kv_cache_scheme": "static" if folder.cache else None,
+            "export": {**folder.export_block(), POST_ROPE: folder.config.kv_cache_post_rope},
         }
 
     def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
@@ -81,7 +92,8 @@ class Fp8Format(FolderFormat):
         weight = TensorSpec(E4M3, split, scale_type=ScaleType.float32)
         scheme = stored.get("activation_scheme")
         live = replace(weight, granularity=_input_split(weight), dynamic=scheme == "dynamic") if scheme else None
-        return Stored(QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight, input=live))))
+        config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight, input=live)))
+        return Stored(with_cache(config, TensorSpec(E4M3) if stored.get("kv_cache_scheme") else None, stored))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -23,12 +25,18 @@ class QuarkFormat(FolderFormat):
     def refusal(self, spec: LayerSpec) -> str | None:
         return None
 
-    def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
-        """Every layer that can be quantized can be stored."""
+    def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        """Everything that can be quantized can be stored."""
 
     def describe(self, folder: Folder) -> dict[str, Any]:
         """The config with excludes resolved, and what the user wrote beside it."""
-        stored = folder.config.to_dict()
+        config = folder.config
+        stored = config.to_dict()
+        # Readers look for the patterns of the cache among the layers, too.
+        own = config.layer_type_quant_config.get(nn.Linear, config.global_quant_config)
+        for pattern, cache in config.kv_cache_quant_config.items():
+            layer = replace(own, output_tensors=cache.output_tensors)
+            stored["layer_quant_config"].setdefault(pattern, layer.to_dict())
         return {
             "quant_method": "quark",
             "version": __version__,

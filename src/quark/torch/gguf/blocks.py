@@ -109,7 +109,6 @@ class GgufFormat(Format):
     """What a GGUF file takes: weights alone, in blocks of 32."""
 
     name = "gguf"
-    cache = False
 
     def refusal(self, spec: LayerSpec) -> str | None:
         weight = only_weight(spec)
