@@ -16,7 +16,7 @@ from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.spec import TensorSpec, spec
 from quark.errors import (
     ConfigError,
     FormatError,
@@ -48,10 +48,8 @@ SIZES = {
     "eos_token_id": 1,
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
-GPT2 = {"vocab_size": 2048, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64} | {
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+GPT2 = {"vocab_size": 2048, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"attention_bias": True},
     "mistral": SIZES | {"sliding_window": None},
@@ -83,11 +81,6 @@ def build(kind: str, dtype: torch.dtype = F32, seed: int = 0, **options: Any) ->
 def quantized(scheme: str, kind: str = "llama", dtype: torch.dtype = F32, **options: Any) -> Any:
     model = build(kind, dtype, **options)
     config = LLMTemplate.get("auto").get_config(scheme)
-    if kind == "gpt2":
-        # Its blocks are Conv1D, not Linear: the head alone is quantized.
-        config = QConfig(
-            global_quant_config=raise_layer(LayerSpec()), layer_quant_config={"lm_head": raise_layer(SCHEMES[scheme])}
-        )
     quantizer = ModelQuantizer(config)
     return quantizer.freeze(quantizer.quantize_model(model))
 
@@ -191,13 +184,12 @@ def test_transformers_reads_equal_logits(kind: str, scheme: str, dtype: torch.dt
     file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
     assert metadata(file)["general.architecture"] == ARCHITECTURES[kind].arch
     loaded = import_model_from_gguf(build(kind, dtype, seed=5), file)
-    if kind == "llama":
-        model.config.attention_bias = True
     for result in (theirs(file, model, dtype), loaded):
-        if scheme == "int4_wo_32":
+        if scheme == "int4_wo_32" and kind != "gpt2":
             assert torch.equal(logits(result), logits(model))
         else:
-            # A float32 scale and the offset are rounded to float16.
+            # Q4_1: a float32 scale and the offset are rounded to float16. The weight of a Conv1D lies transposed in
+            # memory, and a product over it sums in another order.
             torch.testing.assert_close(logits(result), logits(model), rtol=0, atol=3e-3)
 
 

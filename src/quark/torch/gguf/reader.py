@@ -61,9 +61,9 @@ class Value:
         self.tensor = tensor
         self.adds_one = architecture.adds_one(name)
         self.order = architecture.row_order(name, model.config)
-        self.flipped = is_conv1d(model, name)
         parent, _, leaf = name.rpartition(".")
         quantized = leaf == "weight" and parent in config.layer_quant_config
+        self.flipped = is_conv1d(model, name) and not quantized
         self.dtype = None if quantized else model.get_parameter(name).dtype
 
     def read(self) -> torch.Tensor:
@@ -102,7 +102,9 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
     for name, tensor in named.items():
         parent, _, leaf = name.rpartition(".")
         kind = tensor.tensor_type.name
-        if leaf != "weight" or not layer_class(model.get_submodule(parent)) or _is_float(kind, model, name):
+        # Blocks are in a layer whatever its class: a Conv1D becomes one while the model is prepared.
+        plain = kind in DTYPES and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
+        if leaf != "weight" or plain:
             continue
         layers[parent] = raise_layer(LayerSpec(weight=_spec(name, kind)))
     return QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=layers)
