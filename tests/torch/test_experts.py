@@ -225,4 +225,37 @@ def test_the_written_exclude_list_names_layers_in_both_forms(tmp_path: Path) -> 
     model = quantize(family("mixtral"), "int8", exclude_layers=["*experts*", "@output_head"])
     export_safetensors(model, tmp_path / "out")
     excluded = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["exclude"]
-    assert {"lm_head", "model.layers.0.mlp.experts", "model.layers.0.block_sparse_moe.experts"} <= set(excluded)
+    blocks = {f"model.layers.{index}.{block}" for index in (0, 1) for block in ("mlp", "block_sparse_moe")}
+    parts = {f"{block}.{part}" for block in blocks for part in ("gate", "experts", "experts.*")}
+    assert set(excluded) == parts | {"lm_head"}
+
+
+@pytest.mark.parametrize("scheme", ["uint4_wo_32", "mxfp4", "fp8"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_frozen_views_compute_the_same(name: str, scheme: str) -> None:
+    """Their weights are strided views: a transposed matrix, or every other row of one."""
+    model = quantize(family(name), scheme)
+    expected = model(IDS).logits
+    frozen = ModelQuantizer.freeze(model)
+    torch.testing.assert_close(frozen(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3"])
+def test_weights_are_solved_in_what_was_taken_apart(name: str) -> None:
+    """Experts, each with the tokens of its own; a layer that reads an input after others have run (DeepSeek)."""
+    expected = family(name)(IDS).logits
+    errors = []
+    for algorithm in (None, "gptq"):
+        model = quantize(family(name), "int4_wo_32", algorithm=algorithm)
+        errors.append(float((model(IDS).logits - expected).norm().detach()))
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_experts_share_the_range_that_a_sweep_observes() -> None:
+    config = LLMTemplate.get("mixtral").get_config("int8", algorithm="gptq")
+    config = QConfig(**{**config.__dict__, "sync_moe_expert_input_amax": True})
+    model: Any = ModelQuantizer(config).quantize_model(family("mixtral"), [IDS])
+    for layer in model.model.layers:
+        for leaf in ("w1", "w2"):
+            quantizers = [layer.mlp.experts.get_submodule(f"{i}.{leaf}.input_quantizer") for i in range(4)]
+            assert len({float(quantizer.scale) for quantizer in quantizers}) == 1

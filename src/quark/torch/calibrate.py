@@ -21,7 +21,7 @@ from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.kv_cache import floor_cache_scales, share_cache_ranges
 from quark.torch.layers import QuantLayer
-from quark.torch.moe import require_tokens, share_expert_ranges
+from quark.torch.moe import settle_experts
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
@@ -36,15 +36,19 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     for name, layer in progress(layers.items(), "weights", total=len(layers)):
         for role in ("weight", "bias"):
             quantizer = layer.quantizer(role)
-            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic:
-                continue
-            tensor = getattr(layer, role).detach()
-            if tensor.is_meta:
-                raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
-            if quantizer.spec.is_cast:
-                continue
-            with _naming(f"{name}.{role}"):
-                quantizer.store(tensor_qparams(tensor, quantizer.spec))
+            if isinstance(quantizer, FakeQuantize):
+                calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
+
+
+def calibrate_tensor(name: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
+    """Find the scale of one known tensor, unless it has one. Raises NonFiniteError, which names it."""
+    if quantizer.spec.dynamic or quantizer.params is not None:
+        return
+    if x.is_meta:
+        raise CalibrationError(f"{name} is on the meta device (offloaded or not loaded): load it first.")
+    if not quantizer.spec.is_cast:
+        with naming(name):
+            quantizer.store(tensor_qparams(x, quantizer.spec))
 
 
 def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
@@ -75,6 +79,8 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
         quantizer = layer.quantizer("weight")
         if not isinstance(quantizer, FakeQuantize) or quantizer.spec.scale_spec is None or quantizer.scale_2 is None:
             continue
+        if quantizer.mode is Mode.baked:
+            continue  # solved on scales that were shared before
         for index, group in enumerate(groups):
             if leaf in group:
                 families.setdefault((parent, index), []).append((layer, quantizer))
@@ -105,8 +111,29 @@ def calibrate_activations(
         f"{name}.{role}": quantizer
         for name, layer in layers.items()
         for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and quantizer.spec.needs_calibration
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize)
     } | probability_quantizers(model)
+    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    calibrate_tensors(model, quantizers, everything, data, config)
+
+
+def calibrate_tensors(
+    model: nn.Module,
+    quantizers: Mapping[str, FakeQuantize],
+    everything: Sequence[FakeQuantize],
+    data: Iterable[Any] | None,
+    config: QConfig,
+) -> None:
+    """Fix the static scales of live tensors.
+
+    Args:
+        model: Holds the quantizers; runs in float.
+        quantizers: Those of live tensors, by the names that messages have.
+        everything: These and those of the weights.
+        data: Batches.
+        config: Which quantizers share a range or have a least scale.
+    """
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if needs_range(quantizer)}
     if not quantizers:
         return
     if data is None:
@@ -114,34 +141,52 @@ def calibrate_activations(
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with _observing(layers, quantizers):
+    with _observing(everything, quantizers):
         batches = run_batches(model, data)
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
-    if config.sync_moe_expert_input_amax:
-        share_expert_ranges(quantizers)
+    settle_experts(quantizers, config.sync_moe_expert_input_amax)
     share_cache_ranges(config, quantizers)
-    require_tokens(quantizers)
     for name, quantizer in quantizers.items():
-        with _naming(name):
+        with naming(name):
             quantizer.finish_observing()
     floor_cache_scales(config, quantizers)
 
 
+def needs_range(quantizer: FakeQuantize) -> bool:
+    """Whether a quantizer waits for calibration data."""
+    missing = quantizer.scale_2 if quantizer.spec.dynamic else quantizer.scale
+    return quantizer.spec.needs_calibration and missing is None
+
+
 @contextmanager
-def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+def _observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
     """Within: the quantizers given observe, all others are off, so that the float model runs."""
-    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    with _off(everything):
+        for quantizer in quantizers.values():
+            quantizer.start_observing()
+        yield
+
+
+@contextmanager
+def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
+    """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
+    with _off([m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]):
+        yield
+
+
+@contextmanager
+def _off(everything: Sequence[FakeQuantize]) -> Iterator[None]:
     modes = [(quantizer, quantizer.mode) for quantizer in everything]
     for quantizer in everything:
-        quantizer.mode = Mode.off
-    for quantizer in quantizers.values():
-        quantizer.start_observing()
+        if quantizer.mode is not Mode.baked:
+            quantizer.mode = Mode.off
     try:
         yield
     finally:
         for quantizer, mode in modes:
-            quantizer.mode = mode
+            if quantizer.mode in (Mode.off, Mode.observe):
+                quantizer.mode = mode
 
 
 def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
@@ -164,7 +209,8 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
 def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
     try:
         forward_batch(model, batch, device)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
+        # An exported graph asserts the shapes that it was exported with.
         raise CalibrationError(
             f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
         ) from error
@@ -191,7 +237,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """Prefix the message of a quark error with the tensor it is about."""
     try:
         yield

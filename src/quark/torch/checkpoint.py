@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
@@ -28,6 +29,7 @@ from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.loading import empty_params
+from quark.torch.online import BUFFER, input_rotations, stored_matrix
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
 
@@ -71,6 +73,8 @@ def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMA
         assert quantizer.params is not None
         layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
         yield _entry(name, layout.store_params(quantizer.params))
+    for name, rotation in input_rotations(model):
+        yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
@@ -87,6 +91,10 @@ def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout
         return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
 
     return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
+
+
+def _rotation_entry(name: str, rotation: Rotation) -> Entry:
+    return name, lambda: {"": stored_matrix(rotation)}, {"": stored_matrix(rotation, "meta")}
 
 
 def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[Entry]:

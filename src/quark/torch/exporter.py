@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
+from torch import fx, nn
 
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import atomic_folder
@@ -193,6 +193,8 @@ class ModelExporter:
 def _quantized_config(model: nn.Module) -> QConfig:
     config = getattr(model, "quant_config", None)
     layers = quantized_layers(model)
+    if isinstance(model, fx.GraphModule):
+        raise ConfigError("A graph has no safetensors layout. Possible: save_params(..., quant_mode=fx_graph_mode).")
     if not isinstance(config, QConfig) or not layers:
         raise ConfigError("Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized.")
     if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):

@@ -15,9 +15,11 @@ from quark.torch.hub_names import published_names
 from quark.torch.kv_cache import feeds_cache
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED
+from quark.torch.online import input_rotations, record_rotations
 from quark.torch.passes import unconverted
 from quark.torch.plan import chooser
 from quark.torch.quantizer import quantized_layers
+from quark.torch.structure import routers
 
 
 def folder_of(
@@ -34,7 +36,17 @@ def folder_of(
             specs[name] = spec
     publish = published_names(model)
     published = {name: publish(name) for name in (*specs, *cache)}
-    return Folder(specs, _excluded_names(model, config), config, cache, published, pack_method, weight_format)
+    return Folder(
+        specs,
+        _excluded_names(model, config),
+        config,
+        record_rotations(config.to_dict(), model),
+        tuple(name for name, _ in input_rotations(model)),
+        cache,
+        published,
+        pack_method,
+        weight_format,
+    )
 
 
 def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
@@ -50,9 +62,12 @@ def _excluded_names(model: nn.Module, config: QConfig) -> list[str]:
         for name, module in model.named_modules()
         if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
     ]
+    layers = quantized_layers(model)
+    # Routers are linear layers in runtimes, whatever class transformers has for them.
+    names += sorted(routers(model) - layers.keys() - set(names))
     # A layer without weights to quantize whose output feeds the cache is excluded and quantized at once.
     excludes = chooser(config, model).excludes
-    names += [name for name in quantized_layers(model) if excludes(name)]
+    names += [name for name in layers if excludes(name)]
     if config.softmax_quant_spec is not None:
         quantized = probability_quantizers(model)
         names += [name for name in attention_modules(model) if f"{name}.prob_output" not in quantized]

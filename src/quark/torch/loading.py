@@ -20,6 +20,7 @@ from quark.torch.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.online import hold_rotations
 from quark.torch.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.structure import set_submodule
@@ -85,6 +86,9 @@ def map_to_stored(
         real = weight_format == REAL_QUANTIZED
         _hold_layers(model, make_plan(config, model, strict=False), form, pack_method, real, originals)
         _hold_attention(model, config, form)
+        rotation = config.get_rotation_config()
+        if rotation is not None:
+            hold_rotations(model, rotation)
     except BaseException:
         undo(model, originals)
         raise

@@ -18,12 +18,23 @@ EXPERT = re.compile(r"(?P<block>.*expert[^.]*)\.(?P<index>\d+)\.(?P<rest>.+)", r
 """Full name of a tensor of an expert: "model.layers.0.mlp.experts.3.down_proj.input"."""
 
 
-def share_expert_ranges(quantizers: Mapping[str, FakeQuantize]) -> None:
-    """Let the experts of a block have one range for the inputs of each projection: the one that covers all.
+def settle_experts(quantizers: Mapping[str, FakeQuantize], sync: bool) -> None:
+    """What experts need after observing: one range for all of a block if `sync`, and tokens for each.
 
     Args:
         quantizers: Full name of the tensor -> its quantizer, which has observed.
+        sync: Whether the experts of a block share the range of their inputs.
+
+    Raises:
+        CalibrationError: No calibration token reached some expert; names them.
     """
+    if sync:
+        share_expert_ranges(quantizers)
+    require_tokens(quantizers)
+
+
+def share_expert_ranges(quantizers: Mapping[str, FakeQuantize]) -> None:
+    """Let the experts of a block have one range for the inputs of each projection: the one that covers all."""
     families: dict[tuple[str, str], list[FakeQuantize]] = {}
     for name, quantizer in quantizers.items():
         found = EXPERT.fullmatch(name)

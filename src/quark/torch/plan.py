@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -55,14 +56,21 @@ class Plan:
         rows: dict[tuple[str, ...], list[str]] = {}
         for name in [*self.layers, *self.excluded, *self.unknown]:
             spec = self.layers.get(name, LayerSpec())
-            weight = cast(torch.Tensor, model.get_submodule(name).weight)
-            kept = "float (own forward)" if name in self.unknown else "float"
-            key = (str(tuple(weight.shape)), *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
+            kept, shape = self.kept(name), self.weight_shape(model, name)
+            key = (shape, *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"
             table.add_row(shown, str(len(names)), *key)
         return table
+
+    def weight_shape(self, model: nn.Module, name: str) -> str:
+        """The shape of the weight of a layer, as the table shows it."""
+        return str(tuple(cast(torch.Tensor, model.get_submodule(name).weight).shape))
+
+    def kept(self, name: str) -> str:
+        """What the table says of a tensor that is not quantized."""
+        return "float (own forward)" if name in self.unknown else "float"
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
         # Experts that are kept fused may be excluded by the names that their layers would have.
         names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
         require_matches(patterns, names, "exclude")
-        _require_layers(patterns, names, candidates)
+        require_layers(patterns, names, candidates)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
         require_cache_patterns(config, candidates)
         _require_types(config, candidates)
@@ -141,7 +149,8 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
         if spec == LayerSpec():
             excluded.append(name)
             continue
-        _check_shapes(name, module, spec)
+        weight = cast(torch.Tensor, module.weight)
+        check_shapes(name, type(module).__name__, tuple(weight.shape), getattr(module, "in_features", None), spec)
         layers[name] = spec
     unknown = tuple(
         name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
@@ -156,7 +165,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     return Plan(layers, tuple(excluded), unknown)
 
 
-def _require_layers(patterns: list[str], names: set[str], candidates: dict[str, nn.Module]) -> None:
+def require_layers(patterns: list[str], names: set[str], candidates: Collection[str]) -> None:
     """Raise for an exclude pattern that names a block but none of the layers in it: it would exclude nothing."""
     for pattern in patterns:
         found = [name for name in names if matches(name, pattern)]
@@ -178,17 +187,15 @@ def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:
             )
 
 
-def _check_shapes(name: str, module: nn.Module, spec: LayerSpec) -> None:
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    features = getattr(module, "in_features", None)
+def check_shapes(name: str, kind: str, weight: tuple[int, ...] | None, features: int | None, spec: LayerSpec) -> None:
+    """Raise ShapeError, naming the layer, where a granularity does not fit its weight or its input features."""
     try:
-        if spec.weight is not None:
-            _fit(spec.weight, tuple(weight.shape), "weight")
+        if spec.weight is not None and weight is not None:
+            _fit(spec.weight, weight, "weight")
         if spec.input is not None and features is not None and spec.input.dynamic:
             _fit(spec.input, (1, features), "input")
     except ShapeError as error:
-        raise ShapeError(f"Layer {name!r} ({type(module).__name__}, weight {tuple(weight.shape)}): {error}") from None
+        raise ShapeError(f"Layer {name!r} ({kind}, weight {weight}): {error}") from None
 
 
 def _fit(spec: TensorSpec, shape: tuple[int, ...], role: str) -> None:

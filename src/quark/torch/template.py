@@ -1,7 +1,7 @@
 """LLMTemplate: a QConfig from the name of a scheme, for any model.
 
-Nothing is tabulated for each model type: what to exclude is said by role (`SELECTORS`) and found in the model
-when the plan is made.
+What to exclude is said by role (`SELECTORS`) and found in the model when the plan is made. Tabulated is only which
+families make keys and values in one layer: checkpoints name that layer by a pattern.
 """
 
 from __future__ import annotations

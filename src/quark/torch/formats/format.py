@@ -32,6 +32,8 @@ class Folder:
         specs: Layer name -> spec, outputs that are the KV cache left out.
         ignored: Names of the layers that stay in float.
         config: What the user asked for.
+        written: The config as a checkpoint holds it.
+        rotated: Names of the layers whose inputs are rotated.
         cache_specs: Name of each layer whose output is the KV cache -> what is quantized there.
         published: Name of each of these layers -> its name in a checkpoint.
         pack_method, weight_format: The options of the export.
@@ -40,6 +42,8 @@ class Folder:
     specs: Mapping[str, LayerSpec]
     ignored: list[str]
     config: QConfig
+    written: dict[str, Any]
+    rotated: tuple[str, ...] = ()
     cache_specs: Mapping[str, LayerSpec] = field(default_factory=dict)
     published: Mapping[str, str] = field(default_factory=dict)
     pack_method: str = "reorder"
@@ -133,6 +137,11 @@ class Format(ABC):
             )
             raise NotSupportedError(
                 f"The {self.name} format has no place for a KV cache in {folder.cache.dtype}. Possible: {possible}."
+            )
+        if folder.rotated:
+            raise NotSupportedError(
+                f"The {self.name} format has no place for the rotation of inputs ({folder.rotated[0]}). Possible: the "
+                "quark format, or rotations that fold into weights (r1 and r2)."
             )
         unnamed = [name for name in folder.cache_specs if name.rpartition(".")[2] not in KV_SCALES]
         probabilities = folder.config.softmax_quant_spec is not None

@@ -30,19 +30,19 @@ class QuarkFormat(FolderFormat):
 
     def describe(self, folder: Folder) -> dict[str, Any]:
         """The config with excludes resolved, and what the user wrote beside it."""
-        config = folder.config
-        stored = config.to_dict()
+        config, stored = folder.config, folder.written
         # Readers look for the patterns of the cache among the layers, too.
         own = config.layer_type_quant_config.get(nn.Linear, config.global_quant_config)
         for pattern, cache in config.kv_cache_quant_config.items():
             layer = replace(own, output_tensors=cache.output_tensors)
             stored["layer_quant_config"].setdefault(pattern, layer.to_dict())
+        patterns = stored["exclude"]
         return {
             "quant_method": "quark",
             "version": __version__,
             **stored,
             "exclude": folder.ignored,
-            "exclude_patterns": stored["exclude"],
+            "exclude_patterns": patterns,
             "export": folder.export_block(),
         }
 

@@ -84,7 +84,7 @@ class UnfusedExperts(nn.Module):
         sizes = torch.bincount(flat, minlength=self.count)[: self.count].tolist()
         order = flat.argsort(stable=True)[: sum(sizes)]
         slots = top_k_index.shape[-1]
-        return [(part // slots, part % slots) for part in order.split(sizes)]
+        return [(part // slots, part % slots) for part in torch.split(order, sizes)]
 
     def _inner(self, expert: nn.Module, x: torch.Tensor) -> Any:
         """The activations between the two phases, (rows, I)."""
