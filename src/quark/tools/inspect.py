@@ -24,12 +24,15 @@ QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="An ONNX file, or a folder of a Hugging Face model.")],
+    model: Annotated[Path, typer.Argument(help="An ONNX or GGUF file, or a folder of a Hugging Face model.")],
 ) -> None:
     """Show what is quantized in a model; of an ONNX file also what ONNX Runtime runs in integers, and why not the rest.
 
     Example: quark inspect model-a8w8.onnx
     """
+    if model.suffix == ".gguf":
+        _inspect_gguf(model)
+        return
     if not is_onnx(model):
         _inspect_folder(model)
         return
@@ -117,6 +120,25 @@ def _inspect_folder(folder: Path) -> None:
     table = Table("key", "value", title="quantization_config")
     for key, value in _flat(quantization):
         table.add_row(key, value)
+    console.print(table)
+
+
+def _inspect_gguf(file: Path) -> None:
+    """Metadata of a GGUF file, and how many tensors and bytes there are of each type."""
+    from quark.torch.gguf.reader import open_gguf
+
+    reader, console, rows = open_gguf(file), Console(), defaultdict[str, Counter[str]](Counter)
+    for tensor in reader.tensors:
+        rows[tensor.tensor_type.name].update(tensors=1, values=int(tensor.n_elements), bytes=int(tensor.n_bytes))
+    console.print(f"{file}: {file.stat().st_size / 1e6:.2f} MB", highlight=False)
+    metadata = Table("key", "value", title="Metadata")
+    for name, field in reader.fields.items():
+        value = field.contents()
+        metadata.add_row(name, f"{len(value)} entries" if isinstance(value, list) else str(value))
+    console.print(metadata)
+    table = Table("type", "tensors", "values", "MB", title="Tensors")
+    for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
+        table.add_row(kind, str(row["tensors"]), str(row["values"]), f"{row['bytes'] / 1e6:.3f}")
     console.print(table)
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from quark.errors import ConfigError, FormatError, MissingDependencyError, did_you_mean
+from quark.torch import import_model_from_safetensors
+from quark.torch.formats import FORMATS
 
+FOREIGN = frozenset(FORMATS) - {"quark"}
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -41,12 +44,15 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 def load_model(folder: Path, device: str = "cpu", dtype: str = "auto") -> Any:
     """The causal language model of a folder, in evaluation mode. Raises FormatError naming the folder."""
-    check_folder(folder)
+    stored = check_folder(folder).get("quantization_config") or {}
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
     where = _device(device)
     transformers = _transformers()
     with _as_format_error(folder):
+        if stored.get("quant_method") in FOREIGN:
+            # transformers would need the package of each of these formats, and computes some only on a GPU.
+            return import_model_from_safetensors(None, folder, attn_implementation="sdpa").eval().to(where)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
@@ -62,6 +68,14 @@ def _device(name: str) -> torch.device:
         first = str(error).splitlines()[0]
         raise ConfigError(f"--device {name!r} cannot be used: {first}. Possible: cpu, cuda, cuda:1.") from None
     return device
+
+
+def load_config(folder: Path) -> Any:
+    """The transformers config of a folder."""
+    check_folder(folder)
+    transformers = _transformers()
+    with _as_format_error(folder):
+        return transformers.AutoConfig.from_pretrained(folder)
 
 
 def load_meta_model(folder: Path) -> Any:

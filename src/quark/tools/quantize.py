@@ -32,6 +32,9 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...", rich_help_pan
 Dtype = Annotated[
     str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.", rich_help_panel=TORCH)
 ]
+ExportFormat = Annotated[
+    str, typer.Option(help="quark, awq, fp8, compressed-tensors, or gguf (one file).", rich_help_panel=TORCH)
+]
 WeightFormat = Annotated[str, typer.Option(help="real_quantized or fake_quantized.", rich_help_panel=TORCH)]
 PackMethod = Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.", rich_help_panel=TORCH)]
 ShardSize = Annotated[str, typer.Option(help="Largest safetensors file.", rich_help_panel=TORCH)]
@@ -65,6 +68,7 @@ def quantize(
     attention: Attention = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    export_format: ExportFormat = "quark",
     weight_format: WeightFormat = "real_quantized",
     pack_method: PackMethod = "reorder",
     max_shard_size: ShardSize = "5GB",
@@ -79,6 +83,8 @@ def quantize(
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
+    Example: quark quantize ./llama --scheme uint4_wo_32 --export-format gguf -o ./llama-gguf
+
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
     """
     check_options(context, model)
@@ -90,11 +96,11 @@ def quantize(
         reader = calibration_reader(model, calib, batch_size, mean, std)
         quantize_onnx(model, output, name, reader, samples, exclude, target, statistics, force)
         return
+    from quark.tools.export_torch import Export
     from quark.tools.quantize_torch import quantize_folder
 
     quantize_folder(
         model,
-        output,
         require(scheme, "--scheme", model),
         calib=calib,
         samples=samples,
@@ -104,8 +110,5 @@ def quantize(
         attention=attention,
         device=device,
         dtype=dtype,
-        weight_format=weight_format,
-        pack_method=pack_method,
-        max_shard_size=max_shard_size,
-        force=force,
+        export=Export(output, export_format, weight_format, pack_method, max_shard_size, force),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from quark.errors import CalibrationError, ConfigError, OutputExistsError
+from quark.tools.export_torch import Export
 
 CALIBRATION_LENGTH = 512
 CALIBRATION_WINDOWS = 128
@@ -16,7 +17,6 @@ CALIBRATION_WINDOWS = 128
 
 def quantize_folder(
     model: Path,
-    output: Path,
     scheme: str,
     *,
     calib: Path | None,
@@ -27,23 +27,21 @@ def quantize_folder(
     attention: str | None,
     device: str,
     dtype: str,
-    weight_format: str,
-    pack_method: str,
-    max_shard_size: str,
-    force: bool,
+    export: Export,
 ) -> None:
     """Load, quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
     from quark.tools.text import token_windows
-    from quark.torch import ModelQuantizer, export_safetensors
-    from quark.torch.exporter import check_options
+    from quark.torch import ModelQuantizer
 
-    if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
+    output = export.output
+    if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
-    check_options("quark", weight_format, pack_method, max_shard_size)
     kind = check_folder(model)["model_type"] if kv_cache or attention else "auto"
     config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention)
+    check_folder(model)
+    export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(scheme, layer, [kv_cache, attention], calib)
     float_model = load_model(model, device, dtype)
     data = (
@@ -54,10 +52,7 @@ def quantize_folder(
     console, start = Console(), time.perf_counter()
     quantizer = ModelQuantizer(config)
     quantized = quantizer.freeze(quantizer.quantize_model(float_model, data))
-    export_safetensors(
-        quantized, output, "quark", weight_format, pack_method, max_shard_size=max_shard_size, overwrite=force
-    )
-    before, after = folder_bytes(model), folder_bytes(output)
+    before, after = folder_bytes(model), export.write(quantized, model)
     console.print(
         f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,

@@ -2,6 +2,7 @@
 
 from quark.torch.enums import QuantFlow
 from quark.torch.exporter import ModelExporter, export_gguf, export_onnx, export_safetensors
+from quark.torch.gguf.reader import import_model_from_gguf
 from quark.torch.importer import ModelImporter, import_model_from_safetensors
 from quark.torch.later import ModelPruner, RuntimeOptions, disable_native_inference, enable_native_inference
 from quark.torch.params import load_params, save_params
@@ -21,6 +22,7 @@ __all__ = [
     "export_gguf",
     "export_onnx",
     "export_safetensors",
+    "import_model_from_gguf",
     "import_model_from_safetensors",
     "load_params",
     "save_params",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +24,7 @@ from quark.errors import FormatError
 from quark.log import progress
 from quark.torch.attention import probability_quantizers
 from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
@@ -35,8 +38,15 @@ Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
 
 
-def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout] = QuarkLayout) -> Iterator[Entry]:
-    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once."""
+def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMATS["quark"]) -> Iterator[Entry]:
+    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once.
+
+    Args:
+        model: A quantized model.
+        pack_method: Order of 4-bit codes in a word.
+        real: Store codes; False stores float values that were quantized.
+        form: The format.
+    """
     layers = quantized_layers(model)
     probabilities = probability_quantizers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
@@ -48,10 +58,9 @@ def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout]
         parent, _, leaf = name.rpartition(".")
         layer = layers.get(parent)
         quantizer = layer.quantizer(leaf) if layer is not None and leaf in ("weight", "bias") else None
-        if isinstance(quantizer, FakeQuantize):
-            yield _quantized_entry(
-                name, tensor.detach(), quantizer, layout(quantizer.spec, tensor.dtype, pack_method, real)
-            )
+        if isinstance(quantizer, FakeQuantize) and layer is not None:
+            layout = form.make_layout(quantizer.spec, layer.spec, tensor.dtype, pack_method, real)
+            yield _quantized_entry(name, tensor.detach(), quantizer, layout)
             continue
         key = (tensor.data_ptr(), tensor.shape)
         if not tensor.is_meta and tensor.numel() and key in seen:
@@ -59,10 +68,11 @@ def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout]
         seen[key] = name
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
-        yield from _activation_entries(name, layer, layout)
+        yield from _activation_entries(name, layer, form)
     for name, quantizer in probabilities.items():
         assert quantizer.params is not None
-        yield _entry(name, layout(quantizer.spec, torch.float32).store_params(quantizer.params))
+        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+        yield _entry(name, layout.store_params(quantizer.params))
     for name, rotation in input_rotations(model):
         yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 
@@ -87,16 +97,16 @@ def _rotation_entry(name: str, rotation: Rotation) -> Entry:
     return name, lambda: {"": stored_matrix(rotation)}, {"": stored_matrix(rotation, "meta")}
 
 
-def _activation_entries(name: str, layer: QuantLayer, layout_class: type[Layout]) -> Iterator[Entry]:
+def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[Entry]:
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     for role in ("input", "output"):
         quantizer = layer.quantizer(role)
         if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
             continue
-        layout = layout_class(quantizer.spec, weight.dtype)
+        layout = form.make_layout(quantizer.spec, layer.spec, weight.dtype, "reorder", True)
         if quantizer.spec.dynamic:
             assert quantizer.scale_2 is not None
-            tensors = {"scale_2": quantizer.scale_2.float()}
+            tensors = layout.store_second(quantizer.scale_2)
         else:
             assert quantizer.params is not None
             tensors = layout.store_params(quantizer.params)
@@ -123,22 +133,31 @@ def stored_name(source: str, suffix: str) -> str:
     return f"{source}_{suffix}" if suffix else source
 
 
-def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB") -> int:
-    """Write the entries as model.safetensors, or as shards with an index; return the bytes of all tensors."""
+def write_shards(
+    folder: Path, items: list[Entry], max_shard_size: str = "5GB", named: Callable[[str, str], str] = stored_name
+) -> int:
+    """Write the entries as model.safetensors, or as shards with an index; return the bytes of all tensors.
+
+    Args:
+        folder: Where to.
+        items: The entries.
+        max_shard_size: Largest file.
+        named: Name in the file of a source and a suffix.
+    """
     # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    meta = {stored_name(name, suffix): t for name, _, shapes in items for suffix, t in shapes.items()}
+    meta = {named(name, suffix): t for name, _, shapes in items for suffix, t in shapes.items()}
     split = split_torch_state_dict_into_shards(meta, max_shard_size=max_shard_size)
     where = {name: file for file, names in split.filename_to_tensors.items() for name in names}
-    makers = {stored_name(name, suffix): (name, suffix, make) for name, make, shapes in items for suffix in shapes}
+    makers = {named(name, suffix): (name, suffix, make) for name, make, shapes in items for suffix in shapes}
     leftover: Tensors = {}
     for file, names in progress(split.filename_to_tensors.items(), "write", total=len(split.filename_to_tensors)):
         shard = {}
         for stored in names:
             if stored not in leftover:
                 source, _, make = makers[stored]
-                leftover |= {stored_name(source, suffix): t for suffix, t in make().items()}
+                leftover |= {named(source, suffix): t for suffix, t in make().items()}
             shard[stored] = leftover.pop(stored)
         save_tensors(shard, folder / file)
     total = sum(t.numel() * t.element_size() for t in meta.values())
@@ -174,12 +193,25 @@ def shard_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def read_names(files: list[Path]) -> Iterator[str]:
+    """Name of everything in the files. Raises FormatError for a corrupt file."""
+    for file in files:
+        with _opened(file) as handle:
+            yield from handle.keys()
+
+
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in the files, one at a time. Raises FormatError for a corrupt file."""
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise FormatError(f"{file} is corrupt or truncated: {error}.") from None
+        with _opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                yield name, handle.get_tensor(name)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{file} is corrupt or truncated: {error}.") from None

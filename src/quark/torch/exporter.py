@@ -8,33 +8,27 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import fx, nn
 
-from quark import __version__
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import atomic_folder
 from quark.log import logger
-from quark.torch.attention import attention_modules, probability_quantizers
 from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import FakeQuantize
+from quark.torch.folder import folder_of
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
+from quark.torch.gguf.blocks import GgufFormat
+from quark.torch.gguf.writer import write_gguf
 from quark.torch.hub_names import published_names
-from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
-from quark.torch.online import record_rotations
-from quark.torch.passes import unconverted
-from quark.torch.plan import chooser
 from quark.torch.quantizer import quantized_layers
-from quark.torch.structure import routers
 
-LATER_MODES = ("awq", "fp8")
 SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
 )
@@ -57,9 +51,9 @@ def export_safetensors(
     Args:
         model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not; not changed.
         output_dir: Folder to make. It appears when all of it is written.
-        custom_mode: "quark".
-        weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values).
-        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order".
+        custom_mode: The format: "quark" (takes every scheme), "awq", "fp8" or "compressed-tensors".
+        weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values; quark only).
+        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order" (quark only).
         tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
         max_shard_size: Largest safetensors file.
         overwrite: Replace `output_dir` if it is there.
@@ -69,81 +63,46 @@ def export_safetensors(
 
     Raises:
         ConfigError: An unknown option, or a model that was not quantized or is no transformers model.
+        NotSupportedError: The format has no place for what is quantized; names the schemes that it takes.
         OutputExistsError, OutputError: See there.
         ShapeError: A weight that the layout cannot pack; names it.
     """
     config = _quantized_config(model)
     weight_format = weight_format or REAL_QUANTIZED
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
-    if not hasattr(model, "config") or not hasattr(model.config, "to_json_file"):
-        raise ConfigError(
-            f"export_safetensors writes transformers models; {type(model).__name__} has no transformers config. "
-            "Possible: quark.torch.save_params, which stores any module."
-        )
+    _require_transformers(model, "export_safetensors")
+    form, content = FORMATS[custom_mode], folder_of(model, config, weight_format, pack_method)
+    form.check(dict(model.named_modules()), content)
     publish = published_names(model)
-    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode])
+    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, form)
     items = [(publish(name), make, shapes) for name, make, shapes in made]
+    specs = {publish(name): spec for name, spec in content.specs.items()}
     source = _source_folder(model)
+
+    def named(name: str, suffix: str) -> str:
+        return form.stored_name(name, suffix, specs.get(name.rpartition(".")[0]))
+
     with atomic_folder(output_dir, overwrite) as folder:
         items += _dropped_entries(model, source)
-        write_shards(folder, items, max_shard_size)
-        quantization = quantization_config(model, config, weight_format, pack_method)
-        _write_config(model, quantization, folder)
+        write_shards(folder, items, max_shard_size, named)
+        _write_config(model, form.describe(content), folder)
         _write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 
 
 def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
-    """Raise ConfigError for an option of `export_safetensors` that does not exist, NotSupportedError for a later."""
+    """Raise ConfigError for an option of `export_safetensors` that does not exist, or not in this format."""
     _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
-    _check_choice("custom_mode", custom_mode, (*FORMATS, *LATER_MODES))
+    _check_choice("custom_mode", custom_mode, FORMATS)
     _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
+    if not FORMATS[custom_mode].options and (weight_format, pack_method) != (REAL_QUANTIZED, "reorder"):
+        raise ConfigError(
+            f"weight_format={weight_format!r}, pack_method={pack_method!r}: the {custom_mode} format has one form "
+            "only. Possible: 'real_quantized' and 'reorder', or the quark format."
+        )
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
-    if custom_mode in LATER_MODES:
-        raise NotSupportedError(f"custom_mode={custom_mode!r} is not part of this version; 'quark' is.")
-
-
-def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
-    """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
-    stored = record_rotations(config.to_dict(), model)
-    patterns = stored["exclude"]
-    stored["exclude"] = _excluded_names(model, config)
-    # Readers look for the patterns of the cache among the layers, too.
-    own = config.layer_type_quant_config.get(nn.Linear, config.global_quant_config)
-    for pattern, cache in config.kv_cache_quant_config.items():
-        layer = replace(own, output_tensors=cache.output_tensors)
-        stored["layer_quant_config"].setdefault(pattern, layer.to_dict())
-    export = {
-        "kv_cache_group": list(config.kv_cache_group),
-        "min_kv_scale": config.min_kv_scale,
-        "pack_method": pack_method,
-        "weight_format": weight_format,
-        "weight_merge_groups": None,
-    }
-    return {"quant_method": "quark", **stored, "exclude_patterns": patterns, "export": export}
-
-
-def _excluded_names(model: nn.Module, config: QConfig) -> list[str]:
-    """Everything that stays in float and could be taken for quantized, as the module and as checkpoints call it."""
-    publish = published_names(model)
-    names = [
-        name
-        for name, module in model.named_modules()
-        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
-    ]
-    layers = quantized_layers(model)
-    # Routers are linear layers in runtimes, whatever class transformers has for them.
-    names += sorted(routers(model) - layers.keys() - set(names))
-    # A layer without weights to quantize whose output feeds the cache is excluded and quantized at once.
-    excludes = chooser(config, model).excludes
-    names += [name for name in layers if excludes(name)]
-    if config.softmax_quant_spec is not None:
-        quantized = probability_quantizers(model)
-        names += [name for name in attention_modules(model) if f"{name}.prob_output" not in quantized]
-    names += unconverted(model)
-    return list(dict.fromkeys(form for name in names for form in (name, publish(name))))
 
 
 def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:
@@ -153,9 +112,37 @@ def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args
     )
 
 
-def export_gguf(model: nn.Module, output_dir: str | os.PathLike[str], model_type: str, tokenizer_path: str) -> None:
-    """GGUF export; not in this version."""
-    raise NotSupportedError("export_gguf is not part of this version. Possible: export_safetensors.")
+def export_gguf(
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_type: str,
+    tokenizer_path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write one GGUF file, tokenizer included, that llama.cpp and transformers load.
+
+    Args:
+        model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not, its weights quantized in groups
+            that are whole blocks of 32: int4, uint4 (asymmetric), int8 or MXFP4; not changed.
+        output_dir: Folder of the file.
+        model_type: Name of the file without ".gguf".
+        tokenizer_path: Folder that holds the tokenizer.
+        overwrite: Replace the file if it is there.
+
+    Returns:
+        The file.
+
+    Raises:
+        NotSupportedError: A model, scheme or tokenizer that GGUF has no place for; names what is possible.
+        ConfigError, FormatError, ShapeError, OutputExistsError, OutputError: See there.
+    """
+    config = _quantized_config(model)
+    _require_transformers(model, "export_gguf")
+    GgufFormat().check(dict(model.named_modules()), folder_of(model, config))
+    file = Path(output_dir) / f"{model_type}.gguf"
+    write_gguf(model, file, tokenizer_path, overwrite)
+    return file
 
 
 class ModelExporter:
@@ -198,9 +185,9 @@ class ModelExporter:
         """ONNX export; not in this version."""
         export_onnx(model, self.export_dir, input_args)
 
-    def export_gguf_model(self, model: nn.Module, tokenizer_path: str, model_type: str) -> None:
-        """GGUF export; not in this version."""
-        export_gguf(model, self.export_dir, model_type, tokenizer_path)
+    def export_gguf_model(self, model: nn.Module, tokenizer_path: str | os.PathLike[str], model_type: str) -> Path:
+        """Write one GGUF file; see `export_gguf`."""
+        return export_gguf(model, self.export_dir, model_type, tokenizer_path)
 
 
 def _quantized_config(model: nn.Module) -> QConfig:
@@ -213,6 +200,14 @@ def _quantized_config(model: nn.Module) -> QConfig:
     if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):
         raise ConfigError("This model was loaded from a quantized checkpoint; copy that folder instead of exporting.")
     return config
+
+
+def _require_transformers(model: nn.Module, function: str) -> None:
+    if not hasattr(getattr(model, "config", None), "to_json_file"):
+        raise ConfigError(
+            f"{function} writes transformers models; {type(model).__name__} has no transformers config. "
+            "Possible: quark.torch.save_params, which stores any module."
+        )
 
 
 def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
@@ -252,7 +247,7 @@ def _write_config(model: Any, quantization: dict[str, Any], folder: Path) -> Non
     config.save_pretrained(folder)
     path = folder / "config.json"
     stored = json.loads(path.read_text())
-    stored["quantization_config"] = {**quantization, "version": quantization.get("version", __version__)}
+    stored["quantization_config"] = quantization
     path.write_text(json.dumps(stored, indent=2) + "\n")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError, FormatError, MissingDependencyError
-from quark.torch.checkpoint import read_tensors, shard_files
+from quark.torch.checkpoint import read_names, read_tensors, shard_files
 from quark.torch.config import QConfig
+from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
+from quark.torch.formats.format import layers_in
 from quark.torch.hub_names import published_names
-from quark.torch.layers import ROLES
+from quark.torch.layers import ROLES, layer_class
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.quantizer import quantized_layers
 from quark.torch.structure import set_submodule
@@ -29,7 +33,9 @@ def import_model_from_safetensors(
     device: str | torch.device | None = None,
     multi_gpu: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint written by `export_safetensors`.
+    """Load a checkpoint written by `export_safetensors`, or one of these formats by another program.
+
+    The format is what its config.json names: quark, awq, fp8 or compressed-tensors.
 
     Args:
         model: The float model to load into (its layers are replaced in place; on any error it is as it was), or None
@@ -43,14 +49,29 @@ def import_model_from_safetensors(
         The model, computing with the stored weights.
 
     Raises:
-        FormatError: The folder is no quark checkpoint, or a tensor is corrupt, missing or of another shape.
+        FormatError: The folder is of none of these formats, or a tensor is corrupt, missing or of another shape.
     """
     folder = Path(model_dir)
     stored = read_quantization_config(folder)
-    if model is None:
+    form = FORMATS[stored["quant_method"]]
+    if model is None and form.name == "quark":
         return _with_transformers(folder, multi_device or multi_gpu, trust_remote_code, attn_implementation, device)
-    load_into(model, QConfig.from_dict(stored), stored.get("export") or {}, shard_files(folder))
+    if model is None:
+        model = _float_model(folder, trust_remote_code, attn_implementation)
+    files = shard_files(folder)
+    load_stored(model, form, _resolved(form, stored, files, model), read_tensors(files))
     return model if device is None else model.to(device)
+
+
+def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], model: nn.Module) -> Stored:
+    """The config of a checkpoint. In formats of other programs the tensors say which layers are quantized."""
+    if not form.marker:
+        return form.read(stored, set(), model)
+    present, publish = layers_in(read_names(files), form.marker), published_names(model)
+    result = form.read(stored, present, model)
+    candidates = [name for name, module in model.named_modules() if layer_class(module)]
+    absent = [name for name in candidates if name not in present and publish(name) not in present]
+    return replace(result, config=replace(result.config, exclude=absent))
 
 
 def read_quantization_config(folder: Path) -> dict[str, Any]:
@@ -64,18 +85,31 @@ def read_quantization_config(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{path} is not JSON: {error}.") from None
     if not isinstance(stored, dict):
         raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
-    if stored.get("quant_method") != "quark":
-        raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; only 'quark' can be imported.")
+    if stored.get("quant_method") not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; can be imported: {known}.")
     return stored
 
 
 def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: list[Path]) -> None:
-    """Replace layers of a float model by stored ones and fill them from the files."""
-    originals = map_to_stored(
-        model, config, export.get("pack_method", "reorder"), export.get("weight_format") or REAL_QUANTIZED
-    )
+    """Replace layers of a float model by those of the `quark` format and fill them from the files."""
+    pack_method, weight_format = export.get("pack_method", "reorder"), export.get("weight_format") or REAL_QUANTIZED
+    load_stored(model, FORMATS["quark"], Stored(config, pack_method, weight_format), read_tensors(files))
+
+
+def load_stored(model: nn.Module, form: Format, stored: Stored, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace layers of a float model by stored ones and fill them with the tensors; on any error it is as it was.
+
+    Args:
+        model: The float model.
+        form: Format that the tensors are in.
+        stored: What is quantized.
+        tensors: Names in the file and tensors.
+    """
+    config = stored.config
+    originals = map_to_stored(model, config, stored.pack_method, stored.weight_format, form)
     try:
-        _fill(model, files)
+        _fill(model, form, tensors)
     except BaseException:
         for name, module in originals.items():
             set_submodule(model, name, module)
@@ -84,17 +118,19 @@ def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: 
     model.quark_quantized = True  # type: ignore[assignment]
 
 
-def _fill(model: nn.Module, files: list[Path]) -> None:
+def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     layers = quantized_layers(model)
     own = dict(model.state_dict(keep_vars=True))
     publish = published_names(model)
     # A checkpoint may use the names of the module or the published ones.
     names = {name: name for name in own} | {publish(name): name for name in own}
     loaded: dict[str, torch.Tensor] = {}
-    for stored, tensor in read_tensors(files):
-        name = _module_name(stored, names)
-        if name is None:
+    for stored, held in tensors:
+        received = form.received(stored, held)
+        name = _module_name(received[0], names) if received else None
+        if received is None or name is None:
             continue
+        tensor = received[1]
         if own[name].shape != tensor.shape:
             raise FormatError(
                 f"{stored} has shape {tuple(tensor.shape)} in the checkpoint; the model needs {tuple(own[name].shape)}."
@@ -137,18 +173,33 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
             present.copy_(tensor)
 
 
-def _with_transformers(
-    folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
-) -> nn.Module:
+def _float_model(folder: Path, trust_remote_code: bool, attention: str) -> nn.Module:
+    """The float model that the config.json of a folder describes, empty."""
+    transformers = _transformers()
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    del config.quantization_config
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=config.dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+    )
+    return model.eval()
+
+
+def _transformers() -> Any:
     try:
-        from transformers import AutoModelForCausalLM  # imported when a model is really built: it costs seconds
+        import transformers  # imported when a model is really built: it costs seconds
     except ImportError:
         raise MissingDependencyError(
             "Building a model from a folder needs transformers: pip install 'openquark[torch]'. "
             "Possible without: pass the float model."
         ) from None
+    return transformers
+
+
+def _with_transformers(
+    folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
+) -> nn.Module:
     where: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
         folder,
         device_map="auto" if spread else where,
         trust_remote_code=trust_remote_code,

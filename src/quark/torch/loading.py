@@ -13,12 +13,12 @@ from torch import nn
 
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
-from quark.core.spec import TensorSpec
+from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch.attention import probability_quantizers, quantize_attention
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import Extras, FakeQuantize, Mode
-from quark.torch.formats.layout import Tensors
-from quark.torch.formats.quark import QuarkLayout
+from quark.torch.formats import FORMATS, Format
+from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.online import hold_rotations
 from quark.torch.passes import prepare, undo
@@ -40,7 +40,7 @@ class StoredTensor(nn.Module):
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
 
-    def __init__(self, layout: QuarkLayout, shape: tuple[int, ...], tensors: Tensors) -> None:
+    def __init__(self, layout: Layout, shape: tuple[int, ...], tensors: Tensors) -> None:
         super().__init__()
         self.layout = layout
         self.shape = shape
@@ -63,7 +63,11 @@ class StoredTensor(nn.Module):
 
 
 def map_to_stored(
-    model: nn.Module, config: QConfig, pack_method: str = "reorder", weight_format: str = REAL_QUANTIZED
+    model: nn.Module,
+    config: QConfig,
+    pack_method: str = "reorder",
+    weight_format: str = REAL_QUANTIZED,
+    form: Format = FORMATS["quark"],
 ) -> dict[str, nn.Module]:
     """Replace the layers that a checkpoint quantizes by modules with its tensors' shapes, on the device of the model.
 
@@ -72,14 +76,16 @@ def map_to_stored(
         config: The config stored in the checkpoint; its excludes are resolved names.
         pack_method: Nibble order of the checkpoint.
         weight_format: "real_quantized" (codes) or "fake_quantized" (float values).
+        form: Format of the checkpoint.
 
     Returns:
         The float layers that were replaced, by name.
     """
     originals = prepare(model, chooser(config, model).wanted)
     try:
-        _hold_layers(model, make_plan(config, model, strict=False), pack_method, weight_format, originals)
-        _hold_attention(model, config)
+        real = weight_format == REAL_QUANTIZED
+        _hold_layers(model, make_plan(config, model, strict=False), form, pack_method, real, originals)
+        _hold_attention(model, config, form)
         rotation = config.get_rotation_config()
         if rotation is not None:
             hold_rotations(model, rotation)
@@ -90,7 +96,7 @@ def map_to_stored(
 
 
 def _hold_layers(
-    model: nn.Module, plan: Plan, pack_method: str, weight_format: str, originals: dict[str, nn.Module]
+    model: nn.Module, plan: Plan, form: Format, pack_method: str, real: bool, originals: dict[str, nn.Module]
 ) -> None:
     for name, spec in plan.layers.items():
         module = model.get_submodule(name)
@@ -98,15 +104,15 @@ def _hold_layers(
         assert quantized is not None
         layer = quantized.from_float(module, spec)
         for role in ("weight", "bias"):
-            _hold_stored(layer, role, pack_method, weight_format == REAL_QUANTIZED)
+            _hold_stored(layer, role, form, pack_method, real)
         for role in ("input", "output"):
-            _hold_activation(layer, role)
+            _hold_activation(layer, role, form)
         set_submodule(model, name, layer)
         if not any(name == done or name.startswith(f"{done}.") for done in originals):
             originals[name] = module
 
 
-def _hold_attention(model: nn.Module, config: QConfig) -> None:
+def _hold_attention(model: nn.Module, config: QConfig, form: Format) -> None:
     """Add what acts inside attention, with buffers for its scales."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     quantize_attention(model, config, layers)
@@ -114,29 +120,30 @@ def _hold_attention(model: nn.Module, config: QConfig) -> None:
         device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
         params = empty_params(quantizer.spec, ())
         assert params is not None
-        tensors = _on_device(QuarkLayout(quantizer.spec, torch.float32).store_params(params), device)
+        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+        tensors = _on_device(layout.store_params(params), device)
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
         quantizer.mode = Mode.quantize
 
 
-def _hold_stored(layer: QuantLayer, role: str, pack_method: str, real: bool) -> None:
+def _hold_stored(layer: QuantLayer, role: str, form: Format, pack_method: str, real: bool) -> None:
     quantizer = layer.quantizer(role)
     if not isinstance(quantizer, FakeQuantize):
         return
     parameter: torch.Tensor = getattr(layer, role)
-    layout = QuarkLayout(quantizer.spec, parameter.dtype, pack_method, real)
+    layout = form.make_layout(quantizer.spec, layer.spec, parameter.dtype, pack_method, real)
     tensors = _empty_tensors(layout, parameter)
     setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
     layer.add_module(f"{role}_quantizer", StoredTensor(layout, tuple(parameter.shape), tensors))
     _register_extras(layer, role, tensors)
 
 
-def _hold_activation(layer: QuantLayer, role: str) -> None:
+def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:
     quantizer = layer.quantizer(role)
     if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
         return
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    layout = QuarkLayout(quantizer.spec, _float_dtype(layer, weight), real=True)
+    layout = form.make_layout(quantizer.spec, layer.spec, _float_dtype(layer, weight), "reorder", True)
     tensors = _on_device(_empty_activation(layer, role, layout), weight.device)
     if not quantizer.spec.dynamic:
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
@@ -149,7 +156,7 @@ def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
             layer.register_buffer(f"{role}_{suffix}", tensors[suffix])
 
 
-def _empty_tensors(layout: QuarkLayout, parameter: torch.Tensor) -> Tensors:
+def _empty_tensors(layout: Layout, parameter: torch.Tensor) -> Tensors:
     """What `layout` stores for a tensor like `parameter`: the store itself runs on the meta device."""
     meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return _on_device(layout.store(meta, empty_params(layout.spec, tuple(parameter.shape))), parameter.device)
@@ -170,7 +177,7 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
     return QParams(scale, zero, second)
 
 
-def _empty_activation(layer: QuantLayer, role: str, layout: QuarkLayout) -> Tensors:
+def _empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
     spec = layout.spec
     if spec.dynamic:
         # Only the scale of the scales is static.

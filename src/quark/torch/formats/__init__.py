@@ -1,12 +1,17 @@
-"""Layouts of quantized tensors on disk. A new one is a file here and a line below."""
+"""Formats of checkpoint folders. A new one is a file here and a line below."""
 
 from __future__ import annotations
 
 from quark.core.registry import Registry
+from quark.torch.formats.awq import AwqFormat
+from quark.torch.formats.compressed_tensors import CompressedTensorsFormat
+from quark.torch.formats.format import Folder, FolderFormat, Format, Stored
+from quark.torch.formats.fp8 import Fp8Format
 from quark.torch.formats.layout import Layout
-from quark.torch.formats.quark import QuarkLayout
+from quark.torch.formats.quark_folder import QuarkFormat
 
-FORMATS: Registry[type[Layout]] = Registry("format")
-FORMATS.register("quark", QuarkLayout)
+FORMATS: Registry[FolderFormat] = Registry("format")
+for _format in (QuarkFormat(), AwqFormat(), Fp8Format(), CompressedTensorsFormat()):
+    FORMATS.register(_format.name, _format)
 
-__all__ = ["FORMATS", "Layout"]
+__all__ = ["FORMATS", "Folder", "FolderFormat", "Format", "Layout", "Stored"]

@@ -46,3 +46,7 @@ class Layout(ABC):
     @abstractmethod
     def store_params(self, params: QParams) -> Tensors:
         """The tensors of static activation parameters."""
+
+    def store_second(self, scale: torch.Tensor) -> Tensors:
+        """The tensors of live activations whose scales have the static scale `scale`."""
+        return {"scale_2": scale.float()}

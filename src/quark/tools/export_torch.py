@@ -1,0 +1,77 @@
+"""How `quark quantize` writes a language model: --export-format, checked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quark.errors import ConfigError, did_you_mean
+
+GGUF = "gguf"
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where a model goes, and in which form.
+
+    Attributes:
+        output: Folder to make; for GGUF also a file.
+        form: A name in FORMATS, or "gguf".
+        weight_format, pack_method, max_shard_size: See `export_safetensors`.
+        force: Replace the output.
+    """
+
+    output: Path
+    form: str
+    weight_format: str
+    pack_method: str
+    max_shard_size: str
+    force: bool
+
+    def check(self, source: Path, schemes: Iterable[str]) -> None:
+        """Raise for a format, an option, a scheme or a model that do not go together."""
+        from quark.torch.exporter import check_options
+        from quark.torch.formats import FORMATS, Format
+        from quark.torch.gguf.blocks import GgufFormat
+
+        if self.form not in (*FORMATS, GGUF):
+            raise ConfigError(f"--export-format {self.form!r} is unknown. {did_you_mean(self.form, (*FORMATS, GGUF))}")
+        form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
+        for scheme in schemes:
+            form.check_scheme(scheme)
+        if self.form == GGUF:
+            self._check_gguf(source)
+        else:
+            check_options(self.form, self.weight_format, self.pack_method, self.max_shard_size)
+
+    def _check_gguf(self, source: Path) -> None:
+        from quark.tools.models import load_config
+        from quark.torch.gguf.architectures import architecture_of
+        from quark.torch.gguf.writer import import_gguf
+
+        if (self.weight_format, self.pack_method) != ("real_quantized", "reorder"):
+            raise ConfigError("--weight-format and --pack-method do not apply to --export-format gguf.")
+        import_gguf()
+        architecture_of(load_config(source))
+
+    def write(self, model: Any, source: Path) -> int:
+        """Write the model; return the bytes of its weights on disk."""
+        from quark.tools.models import folder_bytes
+        from quark.torch import export_gguf, export_safetensors
+
+        if self.form == GGUF:
+            file = self.output.suffix == ".gguf"
+            folder, name = (self.output.parent, self.output.stem) if file else (self.output, source.resolve().name)
+            return export_gguf(model, folder, name, source, overwrite=self.force).stat().st_size
+        folder = export_safetensors(
+            model,
+            self.output,
+            self.form,
+            self.weight_format,
+            self.pack_method,
+            max_shard_size=self.max_shard_size,
+            overwrite=self.force,
+        )
+        return folder_bytes(folder)

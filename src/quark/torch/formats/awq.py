@@ -1,0 +1,108 @@
+"""The `awq` format: 4-bit groups as AWQ's GEMM kernels (vLLM, SGLang, transformers) read them.
+
+    qweight  int32 (I, O/8)     codes 0..15, 8 in a word in AWQ's order (0, 2, 4, 6, 1, 3, 5, 7)
+    qzeros   int32 (I/g, O/8)   zero points, likewise
+    scales   (I/g, O)           in the dtype of the model
+    W[o, i] = (qweight[i, o] - qzeros[i // g, o]) * scales[i // g, o]
+
+The codes of a signed type are stored 8 higher, with zero points 8: the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerGroup
+from quark.core.scales import QParams, ScaleType
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import FormatError, ShapeError
+from quark.torch.config import QConfig
+from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, one_spec, only_weight, require
+from quark.torch.formats.layout import Tensors
+from quark.torch.formats.quark import QuarkLayout
+from quark.torch.lowering import raise_layer
+
+NAMES = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
+SOURCES = {stored: name for name, stored in NAMES.items()}
+
+
+class AwqLayout(QuarkLayout):
+    """The quark layout of uint4 groups is that of AWQ; int4 becomes uint4."""
+
+    def __init__(
+        self, spec: TensorSpec, model_dtype: torch.dtype, pack_method: str = "reorder", real: bool = True
+    ) -> None:
+        self.shift = 8.0 if spec.dtype.signed else 0.0
+        super().__init__(replace(spec, dtype=DTYPES["uint4"], symmetric=False), model_dtype, "reorder")
+
+    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
+        assert params is not None and params.zero_point is not None
+        return super().store(x, replace(params, zero_point=params.zero_point + self.shift), baked)
+
+
+class AwqFormat(FolderFormat):
+    """Folders with `quant_method` "awq"."""
+
+    name = "awq"
+    layout = AwqLayout
+    marker = (".qweight",)
+
+    def refusal(self, spec: LayerSpec) -> str | None:
+        weight = only_weight(spec)
+        if weight is None or weight.dtype.name not in ("int4", "uint4") or weight.float_zero_point:
+            return f"anything but weights in int4 or uint4 groups; here {spec}"
+        grouped = isinstance(weight.granularity, PerGroup) and weight.granularity.axis in (-1, 1)
+        return None if grouped and weight.granularity.size > 0 else f"4-bit weights per {weight.granularity}"  # type: ignore[attr-defined]
+
+    def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        super().check(layers, folder)
+        one_spec(self.name, folder.specs.values())
+        for name in folder.specs:
+            outputs = layers[name].weight.shape[0]  # type: ignore[index]
+            if outputs % 8:
+                raise ShapeError(f"{name}: the awq format packs 8 output channels in a word; {outputs} leave a rest.")
+
+    def describe(self, folder: Folder) -> dict[str, Any]:
+        weight = one_spec(self.name, folder.specs.values()).weight
+        assert weight is not None and isinstance(weight.granularity, PerGroup)
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": weight.granularity.size,
+            "modules_to_not_convert": folder.ignored_layers or None,
+            "version": "gemm",
+            # Always true: the kernels subtract qzeros, which the symmetric codes have too.
+            "zero_point": True,
+            "pack_method": "reorder",
+            "export": folder.export_block(),
+        }
+
+    def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
+        bits, version = stored.get("bits"), str(stored.get("version", "gemm")).lower()
+        size = require(stored, "group_size", self.name)
+        if (bits, version) != (4, "gemm") or not isinstance(size, int) or size < 1:
+            raise FormatError(
+                f"This awq checkpoint has bits={bits}, version={version!r}, group_size={size}; "
+                "can be imported: bits=4, version='gemm', groups of some size."
+            )
+        weight = TensorSpec(DTYPES["uint4"], PerGroup(-1, size), symmetric=False, scale_type=ScaleType.float)
+        return Stored(QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight))))
+
+    def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
+        name = super().stored_name(source, suffix, spec)
+        return renamed(name, NAMES) if spec else name
+
+    def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
+        return renamed(stored, SOURCES), tensor
+
+
+def renamed(name: str, leaves: Mapping[str, str]) -> str:
+    """A full name whose last part is replaced by what `leaves` has for it."""
+    parent, _, leaf = name.rpartition(".")
+    return f"{parent}.{leaves[leaf]}" if leaf in leaves else name

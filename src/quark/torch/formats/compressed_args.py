@@ -1,0 +1,117 @@
+"""A TensorSpec as the arguments of a `compressed-tensors` scheme, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from quark.core.scales import ScaleRule, ScaleType
+from quark.core.spec import TensorSpec
+from quark.core.spec import spec as make_spec
+from quark.errors import FormatError
+
+FORMATS_OF_FLOATS = {
+    ("fp4_e2m1", False): "mxfp4-pack-quantized",
+    ("fp4_e2m1", True): "nvfp4-pack-quantized",
+    ("fp6_e2m3", False): "mxfp6-pack-quantized",
+    ("fp8_e4m3", False): "mxfp8-quantized",
+}
+"""Of float weights in groups: element type, whether the scales are quantized -> form."""
+FLOATS = {4: "fp4_e2m1", 6: "fp6_e2m3", 8: "fp8_e4m3"}
+E8M0 = ScaleType.float8_e8m0fnu
+FLOAT_SCALES = (ScaleType.float, ScaleType.float32, ScaleType.float16, ScaleType.bfloat16, ScaleType.pof2)
+
+
+def refuse_args(spec: TensorSpec, role: str) -> str | None:
+    """Why these arguments have no word for the spec of a weight or an input; None if they have."""
+    dtype, split = spec.dtype, spec.granularity
+    if spec.code_spec or spec.float_zero_point or dtype.is_block or spec.is_cast:
+        return f"a {role} in {spec}"
+    if not dtype.is_float:
+        return None if dtype.bits <= 8 and spec.scale_type in FLOAT_SCALES and _splits(split, role) else f"{spec}"
+    if dtype.name not in FLOATS.values():
+        return f"the type {dtype}"
+    if dtype.bits == 8 and spec.scale_type in FLOAT_SCALES and not spec.scale_spec:
+        return None if _splits(split, role) else f"a {role} in {spec}"
+    grouped = isinstance(split, PerGroup) and split.axis in (-1, 1)
+    nv = spec.scale_spec is not None and spec.scale_spec.dtype.name == "fp8_e4m3" and dtype.bits == 4
+    mx = spec.scale_type is E8M0 and (role == "weight" or spec.scale_rule is ScaleRule.even)
+    size = getattr(split, "size", 0)
+    return None if grouped and ((nv and size == 16) or (mx and size == 32)) else f"a {role} in {spec}"
+
+
+def _splits(split: Granularity, role: str) -> bool:
+    if isinstance(split, PerGroup):
+        return split.axis in (-1, 1) and (split.size > 0 or role == "weight")
+    return isinstance(split, (PerTensor, PerChannel, PerBlock) if role == "weight" else (PerTensor, PerToken)) and (
+        getattr(split, "axis", 0) == 0
+    )
+
+
+def write_args(spec: TensorSpec, role: str) -> dict[str, Any]:
+    """The arguments of a weight, an input or the KV cache."""
+    two_level, mx = spec.scale_spec is not None, spec.scale_type is E8M0
+    scale_dtype = "torch.float8_e4m3fn" if two_level else "torch.uint8" if mx else None
+    return {
+        "num_bits": spec.dtype.bits,
+        "type": "float" if spec.dtype.is_float else "int",
+        "symmetric": spec.symmetric,
+        **_write_split(spec),
+        "dynamic": ("local" if two_level else True) if spec.dynamic else False,
+        **({"scale_dtype": scale_dtype} if scale_dtype else {}),
+        **({"zp_dtype": "torch.int8"} if not spec.symmetric else {}),
+        **({"observer": "minmax"} if role == "weight" or not spec.dynamic else {}),
+    }
+
+
+def _write_split(spec: TensorSpec) -> dict[str, Any]:
+    split = spec.granularity
+    if isinstance(split, PerGroup) and split.size > 0:
+        return {"strategy": "tensor_group" if spec.scale_spec else "group", "group_size": split.size}
+    if isinstance(split, PerBlock):
+        return {"strategy": "block", "block_structure": list(split.size)}
+    if isinstance(split, PerTensor):
+        return {"strategy": "tensor"}
+    return {"strategy": "token" if isinstance(split, PerToken) else "channel"}
+
+
+def read_args(args: dict[str, Any], where: str) -> TensorSpec:
+    """Inverse of `write_args`. Raises FormatError for arguments that have no spec here."""
+    bits, kind = int(args.get("num_bits", 8)), str(args.get("type", "int"))
+    name = FLOATS.get(bits) if kind == "float" else f"int{bits}"
+    if name not in DTYPES or args.get("actorder") == "group":
+        raise FormatError(f"{where}: {bits}-bit {kind} codes (actorder {args.get('actorder')}) cannot be imported.")
+    assert name is not None
+    split = _read_split(args, where)
+    two_level = args.get("strategy") == "tensor_group"
+    mx = (
+        not two_level
+        and kind == "float"
+        and isinstance(split, PerGroup)
+        and (bits < 8 or "uint8" in str(args.get("scale_dtype")))
+    )
+    return make_spec(
+        name,
+        PerGroup(-1, split.size, pad=True) if mx and isinstance(split, PerGroup) else split,
+        symmetric=bool(args.get("symmetric", True)),
+        dynamic=bool(args.get("dynamic", False)),
+        scale_type=E8M0 if mx else ScaleType.float32,
+        observer="block" if mx or two_level else "min_max",
+        scale_spec=make_spec("fp8_e4m3") if two_level else None,
+    )
+
+
+def _read_split(args: dict[str, Any], where: str) -> Granularity:
+    strategy, size = args.get("strategy"), args.get("group_size")
+    if strategy is None:
+        strategy = "tensor" if size is None else "group" if size > 0 else "channel"
+    if strategy in ("group", "tensor_group"):
+        return PerGroup(-1, int(size or 0))
+    if strategy == "block":
+        rows, columns = args["block_structure"]
+        return PerBlock((int(rows), int(columns)))
+    simple: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
+    if strategy not in simple:
+        raise FormatError(f"{where}: the strategy {strategy!r} cannot be imported.")
+    return simple[strategy]

@@ -1,0 +1,264 @@
+"""Format: what a kind of file or folder holds. One tensor in it is a Layout; this is all around the tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from quark.core.schemes import SCHEMES
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import FormatError, NotSupportedError
+from quark.torch.formats.layout import Layout
+from quark.torch.lowering import raise_layer
+
+if TYPE_CHECKING:
+    from quark.torch.config import QConfig
+
+Named = tuple[str, torch.Tensor]
+KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
+"""Leaf of a projection whose output is the cache -> name of its scale beside it, as vLLM reads it."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A quantized model, as far as a `quantization_config` speaks of it.
+
+    Attributes:
+        specs: Layer name -> spec, outputs that are the KV cache left out.
+        ignored: Names of the layers that stay in float.
+        config: What the user asked for.
+        written: The config as a checkpoint holds it.
+        rotated: Names of the layers whose inputs are rotated.
+        cache_specs: Name of each layer whose output is the KV cache -> what is quantized there.
+        published: Name of each of these layers -> its name in a checkpoint.
+        pack_method, weight_format: The options of the export.
+    """
+
+    specs: Mapping[str, LayerSpec]
+    ignored: list[str]
+    config: QConfig
+    written: dict[str, Any]
+    rotated: tuple[str, ...] = ()
+    cache_specs: Mapping[str, LayerSpec] = field(default_factory=dict)
+    published: Mapping[str, str] = field(default_factory=dict)
+    pack_method: str = "reorder"
+    weight_format: str = "real_quantized"
+
+    @property
+    def ignored_layers(self) -> list[str]:
+        """The names in `ignored` that are no patterns."""
+        return [name for name in self.ignored if "*" not in name]
+
+    @property
+    def cache(self) -> TensorSpec | None:
+        """How the KV cache is quantized."""
+        return next((spec.output for spec in self.cache_specs.values()), None)
+
+    def export_block(self) -> dict[str, Any]:
+        """The `export` entry of a `quantization_config`: options of the export that a loader may need."""
+        return {
+            "kv_cache_group": list(self.config.kv_cache_group),
+            "min_kv_scale": self.config.min_kv_scale,
+            "pack_method": self.pack_method,
+            "weight_format": self.weight_format,
+            "weight_merge_groups": None,
+        }
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint folder says of itself.
+
+    Attributes:
+        config: A config under which a float model gets the layers of the checkpoint.
+        pack_method, weight_format: How its tensors lie in the files.
+    """
+
+    config: QConfig
+    pack_method: str = "reorder"
+    weight_format: str = "real_quantized"
+
+
+class Format(ABC):
+    """What a kind of file holds of a quantized layer, and what it cannot hold.
+
+    Attributes:
+        name: Name of the format.
+        cache: Element types of a KV cache whose scales have a place.
+    """
+
+    name: ClassVar[str]
+    cache: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def refusal(self, spec: LayerSpec) -> str | None:
+        """Why a linear layer of this spec cannot be stored; None if it can."""
+
+    @abstractmethod
+    def make_layout(
+        self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype, pack_method: str, real: bool
+    ) -> Layout:
+        """The layout of one tensor of a layer.
+
+        Args:
+            spec: Of the tensor.
+            layer: Of its layer.
+            dtype: Of the float tensor.
+            pack_method, real: See Layout.
+        """
+
+    def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
+        """A tensor of a file under the name that `quark` folders have for it; None for one that is not needed."""
+        return stored, tensor
+
+    def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
+        """Raise NotSupportedError, naming the layer, for one that cannot be stored."""
+        reason = self.refusal(spec) or ("" if isinstance(layer, nn.Linear) else f"a {type(layer).__name__}")
+        if reason:
+            raise NotSupportedError(f"{name}: the {self.name} format cannot hold {reason}. {self.possible()}")
+
+    def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        """Raise NotSupportedError for a model that cannot be stored.
+
+        Args:
+            layers: Every module of the model by its name.
+            folder: What is quantized.
+        """
+        for name, spec in folder.specs.items():
+            self.refuse_layer(name, layers[name], spec)
+        if folder.cache is not None and folder.cache.dtype.name not in self.cache:
+            possible = (
+                f"a cache in {', '.join(self.cache)}" if self.cache else "the quark and compressed-tensors formats"
+            )
+            raise NotSupportedError(
+                f"The {self.name} format has no place for a KV cache in {folder.cache.dtype}. Possible: {possible}."
+            )
+        if folder.rotated:
+            raise NotSupportedError(
+                f"The {self.name} format has no place for the rotation of inputs ({folder.rotated[0]}). Possible: the "
+                "quark format, or rotations that fold into weights (r1 and r2)."
+            )
+        unnamed = [name for name in folder.cache_specs if name.rpartition(".")[2] not in KV_SCALES]
+        probabilities = folder.config.softmax_quant_spec is not None
+        if unnamed or probabilities:
+            what = (
+                "attention probabilities"
+                if probabilities
+                else f"the cache of {unnamed[0]}, which is no k_proj or v_proj"
+            )
+            raise NotSupportedError(
+                f"The {self.name} format has no place for scales of {what}. Possible: the quark format."
+            )
+
+    def check_scheme(self, scheme: str) -> None:
+        """Raise NotSupportedError for a named scheme that cannot be stored: known before any model is loaded."""
+        reason = self.refusal(SCHEMES[scheme])
+        if reason:
+            raise NotSupportedError(f"The {self.name} format cannot hold {reason} ({scheme}). {self.possible()}")
+
+    def possible(self) -> str:
+        """A sentence that names the schemes that this format takes."""
+        return f"It takes the schemes {', '.join(n for n, spec in SCHEMES.items() if self.refusal(spec) is None)}."
+
+
+class FolderFormat(Format):
+    """A kind of checkpoint folder. One object of each is registered in `FORMATS`.
+
+    Attributes:
+        name: Also the `quant_method` in the config.json of its folders.
+        layout: How one tensor is stored.
+        options: Whether `pack_method` and `weight_format` can be chosen.
+        marker: Endings of the tensor names that only a quantized layer has.
+    """
+
+    layout: ClassVar[type[Layout]]
+    options: ClassVar[bool] = False
+    marker: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def describe(self, folder: Folder) -> dict[str, Any]:
+        """The `quantization_config` of config.json."""
+
+    @abstractmethod
+    def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
+        """Inverse of `describe`.
+
+        Args:
+            stored: A `quantization_config`.
+            quantized: Names of the layers that the files hold as quantized.
+            model: The float model that they are loaded into.
+        """
+
+    def make_layout(
+        self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype, pack_method: str, real: bool
+    ) -> Layout:
+        return self.layout(spec, dtype, pack_method, real)
+
+    def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
+        """Name in the file: "layer.weight" and "scale" give "layer.weight_scale".
+
+        Args:
+            source: Name of a parameter, or of the "input" or "output" of a layer.
+            suffix: Key in what the layout stores.
+            spec: What is quantized in the layer; None for a tensor of no quantized layer.
+        """
+        return f"{source}_{suffix}" if suffix else source
+
+
+def layers_in(names: Iterable[str], marker: tuple[str, ...]) -> set[str]:
+    """Names of the layers that have a tensor whose name ends in the marker."""
+    return {name.removesuffix(end) for name in names for end in marker if name.endswith(end)}
+
+
+def only_weight(spec: LayerSpec) -> TensorSpec | None:
+    """The weight's spec where nothing else is quantized."""
+    return spec.weight if spec == LayerSpec(weight=spec.weight) else None
+
+
+def one_spec(name: str, specs: Iterable[LayerSpec]) -> LayerSpec:
+    """The spec that all layers share. Raises NotSupportedError where they differ."""
+    distinct = list(dict.fromkeys(specs))
+    if len(distinct) > 1:
+        raise NotSupportedError(
+            f"The {name} format has one scheme for all its layers; these differ: {distinct[0]}; {distinct[1]}. "
+            "Possible: the quark and compressed-tensors formats, or one scheme for all layers."
+        )
+    return distinct[0]
+
+
+def kv_name(source: str, suffix: str) -> str | None:
+    """`attn.k_proj.output` and `scale` give `attn.k_scale`; None for other tensors."""
+    parent, _, role = source.rpartition(".")
+    attention, _, leaf = parent.rpartition(".")
+    return f"{attention}.{KV_SCALES[leaf]}" if (role, suffix) == ("output", "scale") and leaf in KV_SCALES else None
+
+
+def kv_source(stored: str) -> str | None:
+    """`attn.k_scale` gives `attn.k_proj.output_scale`; None for other tensors."""
+    attention, _, leaf = stored.rpartition(".")
+    projection = next((p for p, scale in KV_SCALES.items() if scale == leaf), None)
+    return f"{attention}.{projection}.output_scale" if projection else None
+
+
+POST_ROPE = "kv_cache_post_rope"
+
+
+def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any]) -> QConfig:
+    """A config whose KV cache is quantized by `cache`; our `export` entry says where, if there is one."""
+    if cache is None:
+        return config
+    layer = raise_layer(LayerSpec(output=cache))
+    post_rope = bool((stored.get("export") or {}).get(POST_ROPE, False))
+    return replace(config, kv_cache_quant_config={f"*{n}": layer for n in KV_SCALES}, kv_cache_post_rope=post_rope)
+
+
+def require(stored: dict[str, Any], key: str, quantizer: str) -> Any:
+    """An entry of a quantization_config. Raises FormatError where it is absent."""
+    if key not in stored:
+        raise FormatError(f"The quantization_config of this {quantizer} checkpoint has no {key!r}.")
+    return stored[key]

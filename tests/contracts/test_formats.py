@@ -1,0 +1,80 @@
+"""Every scheme in every registered format: written and read back to the bit, or refused with what is possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quark.core.schemes import SCHEMES
+from quark.core.spec import LayerSpec
+from quark.errors import NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch.formats import FORMATS
+from quark.torch.loading import empty_params
+from quark.torch.quantizer import quantized_layers
+from tests.zoo import tiny_llama, token_batches
+
+RECIPROCAL = {("compressed-tensors", "nvfp4"), ("compressed-tensors", "fp4_block16_scale_e4m3")}
+"""Formats that store 1 / scale: taking the reciprocal twice can move the last bit of a scale of scales."""
+
+
+def frozen(scheme: str, dtype: torch.dtype) -> Any:
+    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme))
+    return quantizer.freeze(quantizer.quantize_model(tiny_llama(dtype=dtype), token_batches()))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(token_batches(1)[0]).logits
+    return out
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "quark"])  # tests/torch/test_formats.py
+def test_a_scheme_is_read_back_or_refused(form: str, scheme: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16
+    if FORMATS[form].refusal(SCHEMES[scheme]) is not None:
+        with pytest.raises(NotSupportedError, match="It takes the schemes"):
+            FORMATS[form].check_scheme(scheme)
+        return
+    FORMATS[form].check_scheme(scheme)
+    model = frozen(scheme, dtype)
+    export_safetensors(model, tmp_path / "out", form)
+    loaded = import_model_from_safetensors(tiny_llama(seed=9, dtype=dtype), tmp_path / "out")
+    assert quantized_layers(loaded).keys() == quantized_layers(model).keys()
+    if (form, scheme) in RECIPROCAL:
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.02)
+        return
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_a_refused_model_names_the_layer_and_leaves_nothing(form: str, tmp_path: Path) -> None:
+    refused = [name for name, spec in SCHEMES.items() if FORMATS[form].refusal(spec)]
+    for scheme in refused[:2]:
+        with pytest.raises(NotSupportedError, match=r"layers\.0.*It takes the schemes"):
+            export_safetensors(frozen(scheme, torch.float32), tmp_path / "out", form)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_every_format_takes_something_and_plans_without_values(form: str) -> None:
+    taken = [spec for spec in SCHEMES.values() if FORMATS[form].refusal(spec) is None]
+    assert taken or form == "fp8"
+    for layer in taken:
+        _shapes_are_planned(form, layer)
+
+
+def _shapes_are_planned(form: str, layer: LayerSpec) -> None:
+    from quark.core.quantize import compute_qparams
+
+    spec, x = layer.weight, torch.randn(64, 256)
+    assert spec is not None
+    layout = FORMATS[form].make_layout(spec, layer, x.dtype, "reorder", True)
+    params = None if spec.is_cast else compute_qparams(x, spec)
+    stored = layout.store(x, params)
+    planned = layout.store(x.to("meta"), empty_params(spec, tuple(x.shape)))
+    assert {n: (t.dtype, t.shape) for n, t in planned.items()} == {n: (t.dtype, t.shape) for n, t in stored.items()}
