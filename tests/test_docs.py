@@ -35,7 +35,7 @@ from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
 from quark.torch.algo_configs import ALGO_CONFIGS
 from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.enums import QuantFlow, QuantizationMode
+from quark.torch.enums import QuantizationMode
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS
@@ -289,10 +289,8 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
         lambda: ModelQuantizer(template.get_config("int8", kv_cache_scheme="fp8")),
         lambda: ModelQuantizer(template.get_config("int8", attention_scheme="fp8")),
         lambda: ModelQuantizer(replace(trained, quant_mode=QuantizationMode.fx_graph_mode)),
-        lambda: ModelQuantizer(replace(trained, quant_flow=QuantFlow.file2file)),
         lambda: ModelQuantizer(trained).quantize_model(float_model),
         lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
-        lambda: ModelQuantizer(template.get_config("int8")).direct_quantize_checkpoint("in", "out"),
         lambda: export_onnx(model, "out", ()),
         lambda: export_gguf(model, "out", "llama", "tokenizer"),
         lambda: export_safetensors(model, "out", custom_mode="awq"),

@@ -39,7 +39,7 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
                 raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
             if quantizer.spec.is_cast:
                 continue
-            with _naming(f"{name}.{role}"):
+            with naming(f"{name}.{role}"):
                 quantizer.store(tensor_qparams(tensor, quantizer.spec))
 
 
@@ -65,22 +65,35 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
 
     A runtime that fuses q, k and v (or gate and up) into one matrix has one such scale for it (NVFP4).
     """
-    families: dict[tuple[str, int], list[tuple[QuantLayer, FakeQuantize]]] = {}
-    for name, layer in layers.items():
+    quantizers = {
+        name: quantizer
+        for name, layer in layers.items()
+        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.params is not None
+    }
+    specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
+    for members in sharing_scales(specs, groups):
+        largest = torch.stack([s for n in members if (s := quantizers[n].scale_2) is not None]).amax(0)
+        for name in members:
+            weight: torch.Tensor = layers[name].weight.detach()  # type: ignore[operator]
+            quantizers[name].store(qparams_under(largest.clone(), weight, specs[name]))
+
+
+def sharing_scales(specs: Mapping[str, TensorSpec], groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Names of layers that share a second-level weight scale: siblings, at least two, with leaf names in one group."""
+    families: dict[tuple[str, int], list[str]] = {}
+    for name, spec in specs.items():
         parent, _, leaf = name.rpartition(".")
-        quantizer = layer.quantizer("weight")
-        if not isinstance(quantizer, FakeQuantize) or quantizer.spec.scale_spec is None or quantizer.scale_2 is None:
-            continue
         for index, group in enumerate(groups):
-            if leaf in group:
-                families.setdefault((parent, index), []).append((layer, quantizer))
-    for members in families.values():
-        largest = torch.stack([quantizer.scale_2 for _, quantizer in members if quantizer.scale_2 is not None]).amax(0)
-        for layer, quantizer in members:
-            assert quantizer.spec.scale_spec is not None
-            weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
-            first = compute_qparams(weight, replace(quantizer.spec, scale_spec=None))
-            quantizer.store(quantize_scales(first, QParams(largest.clone()), quantizer.spec.scale_spec))
+            if leaf in group and spec.scale_spec is not None:
+                families.setdefault((parent, index), []).append(name)
+    return [members for members in families.values() if len(members) > 1]
+
+
+def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec) -> QParams:
+    """Scales of a weight whose second-level scale is given."""
+    assert spec.scale_spec is not None
+    first = compute_qparams(weight, replace(spec, scale_spec=None))
+    return quantize_scales(first, QParams(largest), spec.scale_spec)
 
 
 def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None) -> None:
@@ -108,7 +121,7 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
     if batches == 0:
         raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
     for name, quantizer in quantizers.items():
-        with _naming(name):
+        with naming(name):
             quantizer.finish_observing()
 
 
@@ -175,7 +188,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """Prefix the message of a quark error with the tensor it is about."""
     try:
         yield

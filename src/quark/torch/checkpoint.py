@@ -8,12 +8,10 @@ memory holds one shard beside the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from quark.core.spec import LayerSpec
@@ -26,6 +24,7 @@ from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.loading import empty_params
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
+from quark.torch.tensor_file import Place, TensorFile, create_file, write_tensor
 
 INDEX = "model.safetensors.index.json"
 Entry = tuple[str, Callable[[], Tensors], Tensors]
@@ -48,8 +47,8 @@ def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout]
                 name, tensor.detach(), quantizer, layout(quantizer.spec, tensor.dtype, pack_method, real)
             )
             continue
-        key = (tensor.data_ptr(), tensor.shape)
-        if not tensor.is_meta and tensor.numel() and key in seen:
+        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in seen:
             continue
         seen[key] = name
         yield plain_entry(name, tensor.detach())
@@ -109,37 +108,45 @@ def stored_name(source: str, suffix: str) -> str:
     return f"{source}_{suffix}" if suffix else source
 
 
-def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB") -> int:
-    """Write the entries as model.safetensors, or as shards with an index; return the bytes of all tensors."""
+def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB") -> dict[str, Place]:
+    """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written."""
     # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    meta = {stored_name(name, suffix): t for name, _, shapes in items for suffix, t in shapes.items()}
-    split = split_torch_state_dict_into_shards(meta, max_shard_size=max_shard_size)
-    where = {name: file for file, names in split.filename_to_tensors.items() for name in names}
-    makers = {stored_name(name, suffix): (name, suffix, make) for name, make, shapes in items for suffix in shapes}
-    leftover: Tensors = {}
-    for file, names in progress(split.filename_to_tensors.items(), "write", total=len(split.filename_to_tensors)):
-        shard = {}
-        for stored in names:
-            if stored not in leftover:
-                source, _, make = makers[stored]
-                leftover |= {stored_name(source, suffix): t for suffix, t in make().items()}
-            shard[stored] = leftover.pop(stored)
-        save_tensors(shard, folder / file)
-    total = sum(t.numel() * t.element_size() for t in meta.values())
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    places: dict[str, Place] = {}
+    for file, names in split.filename_to_tensors.items():
+        places |= create_file(folder / file, {name: tensors[name] for name in names})
     if split.is_sharded:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        where = {name: place.file.name for name, place in sorted(places.items())}
+        index = {"metadata": {"total_size": sum(p.length for p in places.values())}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return total
+    return places
+
+
+def stored_shapes(items: Iterable[Entry]) -> Tensors:
+    """The tensors of the entries under their names in the file, on the meta device."""
+    return {stored_name(name, suffix): tensor for name, _, shapes in items for suffix, tensor in shapes.items()}
+
+
+def write_entry(name: str, tensors: Tensors, places: Mapping[str, Place]) -> None:
+    """Write the stored tensors of a source tensor to their places."""
+    for suffix, tensor in tensors.items():
+        write_tensor(tensor, places[stored_name(name, suffix)])
+
+
+def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB") -> None:
+    """Write the entries as model.safetensors, or as shards with an index."""
+    places = create_shards(folder, stored_shapes(items), max_shard_size)
+    for name, make, _ in progress(items, "write", total=len(items)):
+        write_entry(name, make(), places)
 
 
 def save_tensors(tensors: Tensors, file: Path) -> None:
-    """Write one safetensors file. Raises OSError, also where safetensors has an error class of its own."""
-    try:
-        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    """Write one safetensors file. Raises OSError."""
+    places = create_file(file, tensors)
+    for name, tensor in tensors.items():
+        write_tensor(tensor, places[name])
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -162,10 +169,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in the files, one at a time. Raises FormatError for a corrupt file."""
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise FormatError(f"{file} is corrupt or truncated: {error}.") from None
+    for path in files:
+        file = TensorFile(path)
+        for name in file.names:
+            yield name, file.read(name)

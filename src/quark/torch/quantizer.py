@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ class ModelQuantizer:
         Raises:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
+        if self.config.quant_flow is QuantFlow.file2file:
+            raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
             plan = make_plan(self.config, model)
             with replaced(model, plan) as layers:
@@ -88,9 +92,38 @@ class ModelQuantizer:
                 _bake(layer, role, shared)
         return model
 
-    def direct_quantize_checkpoint(self, pretrained_model_path: str, save_path: str, **options: object) -> None:
-        """File to file without a model object; not in this version."""
-        raise NotSupportedError("direct_quantize_checkpoint is not part of this version; use quantize_model.")
+    def direct_quantize_checkpoint(
+        self,
+        pretrained_model_path: str | os.PathLike[str],
+        save_path: str | os.PathLike[str],
+        keep_excluded_layers_as_original_model_state: bool = False,
+        *,
+        weight_converters: object | None = None,
+        device: str | list[str] | None = None,
+        presharded_weights: object | None = None,
+        **options: Any,
+    ) -> None:
+        """Quantize a checkpoint folder into another, tensor by tensor; see `quark.torch.file2file.quantize_files`.
+
+        Args:
+            pretrained_model_path: Folder of a float, FP8-block or compressed-tensors checkpoint.
+            save_path: Folder to make.
+            keep_excluded_layers_as_original_model_state: Excluded layers of a quantized checkpoint stay quantized as
+                they are; else they are stored in the dtype of the model.
+            weight_converters, presharded_weights: Not in this version.
+            device: Where the arithmetic runs, or a list of such; default: the CPU.
+            options: `workers` (processes per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
+        """
+        # The flow from file to file uses this module.
+        from quark.torch.file2file import quantize_files
+
+        for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
+            if value is not None:
+                raise NotSupportedError(f"direct_quantize_checkpoint({name}=...) is not part of this version.")
+        if keep_excluded_layers_as_original_model_state:
+            raise NotSupportedError("keep_excluded_layers_as_original_model_state is not part of this version.")
+        devices = [device] if isinstance(device, str) else list(device or ["cpu"])
+        quantize_files(self.config, Path(pretrained_model_path), Path(save_path), devices=devices, **options)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
@@ -156,7 +189,7 @@ def _refuse_unsupported(config: QConfig) -> None:
         "kv_cache_quant_config": config.kv_cache_quant_config,
         "softmax_quant_spec": config.softmax_quant_spec,
         "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
-        "quant_flow": config.quant_flow is not QuantFlow.standard,
+        "quant_flow=per_block": config.quant_flow is QuantFlow.per_block,
         "kv_cache_post_rope": config.kv_cache_post_rope,
         "min_kv_scale": config.min_kv_scale,
         "gpu_resident_blocks": config.gpu_resident_blocks,
