@@ -5,6 +5,7 @@
     ├── CalibrationError         the calibration data cannot give what the config needs (also ValueError)
     ├── NonFiniteError           NaN or Inf in a weight or an activation               (also ValueError)
     ├── ShapeError               a shape does not fit a granularity or a layout        (also ValueError)
+    ├── StructureError           a part of a model could not be found, or a change of it not be proved (also ValueError)
     ├── FormatError              a file or folder is corrupt, truncated or of another kind (also ValueError)
     ├── OutputExistsError        the output is there already and may not be replaced   (also FileExistsError)
     ├── OutputError              the output could not be written; nothing was left behind (also OSError)
@@ -38,6 +39,10 @@ class NonFiniteError(QuarkError, ValueError):
 
 class ShapeError(QuarkError, ValueError):
     """A shape does not fit a granularity or a storage layout."""
+
+
+class StructureError(QuarkError, ValueError):
+    """A part of a model could not be found, or a change that must not alter its outputs would."""
 
 
 class FormatError(QuarkError, ValueError):

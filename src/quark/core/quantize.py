@@ -26,13 +26,16 @@ from quark.core.granularity import PerTensor
 from quark.core.rounding import round_integer, round_to
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
 
 __all__ = [
     "QParams",
     "compute_qparams",
     "dequantize",
+    "elementwise",
     "fake_quantize",
     "quantize",
+    "quantize_elements",
     "range_of",
     "recover_codes",
     "second_level",
@@ -149,6 +152,26 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
     for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:])):
         target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
     return out
+
+
+def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
+    """Scale and zero point of every element of a tensor of `shape`, quantized scales multiplied out; float32.
+
+    For solvers that quantize a tensor piece by piece with `quantize_elements`. Raises ConfigError where codes are quantized
+    once more, because then no element has a grid of its own.
+    """
+    if spec.code_spec is not None:
+        raise ConfigError(f"{spec}: codes that are quantized once more cannot be solved element by element.")
+    xp, split = namespace(params.scale), spec.split
+    scale, zero = _broadcast(effective(params, spec), spec, shape)
+    view = split.block_shape(shape)
+    expanded = split.unblock(xp.broadcast_to(scale, view), shape)
+    return expanded, None if zero is None else split.unblock(xp.broadcast_to(zero, view), shape)
+
+
+def quantize_elements(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:
+    """fake_quantize of x under scales and zero points that broadcast against it; float32."""
+    return _qdq(x, scale, zero, spec)
 
 
 def _saturate(y: Array, x: Array) -> Array:

@@ -32,7 +32,7 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     for name, layer in progress(layers.items(), "weights", total=len(layers)):
         for role in ("weight", "bias"):
             quantizer = layer.quantizer(role)
-            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic:
+            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.params is not None:
                 continue
             tensor = getattr(layer, role).detach()
             if tensor.is_meta:
@@ -68,7 +68,8 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
     quantizers = {
         name: quantizer
         for name, layer in layers.items()
-        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.params is not None
+        # Solved weights lie on scales that were shared before.
+        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.mode is not Mode.baked
     }
     specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
     for members in sharing_scales(specs, groups):
@@ -103,12 +104,7 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
         NonFiniteError: An activation held NaN or Inf; names the layer.
     """
-    quantizers = {
-        f"{name}.{role}": quantizer
-        for name, layer in layers.items()
-        for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and quantizer.spec.needs_calibration
-    }
+    quantizers = waiting_activations(layers)
     if not quantizers:
         return
     if data is None:
@@ -116,29 +112,53 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with _observing(layers, quantizers):
-        batches = run_batches(model, data)
-    if batches == 0:
-        raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    with observing(layers, quantizers):
+        if run_batches(model, data) == 0:
+            raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+
+
+def waiting_activations(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuantize]:
+    """The static activation quantizers that have no scale yet, by the names of their tensors."""
+    return {
+        f"{name}.{role}": quantizer
+        for name, layer in layers.items()
+        for role in ("input", "output")
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and needs_range(quantizer)
+    }
+
+
+def needs_range(quantizer: FakeQuantize) -> bool:
+    """Whether a quantizer waits for calibration data."""
+    missing = quantizer.scale_2 if quantizer.spec.dynamic else quantizer.scale
+    return quantizer.spec.needs_calibration and missing is None
+
+
+@contextmanager
+def observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+    """Within: the quantizers given observe, all others are off, so that the float model runs. Then scales are fixed."""
+    with quantizers_off(layers.values()):
+        for quantizer in quantizers.values():
+            quantizer.start_observing()
+        yield
     for name, quantizer in quantizers.items():
         with naming(name):
             quantizer.finish_observing()
 
 
 @contextmanager
-def _observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
-    """Within: the quantizers given observe, all others are off, so that the float model runs."""
-    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
+    """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
+    everything = [m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]
     modes = [(quantizer, quantizer.mode) for quantizer in everything]
     for quantizer in everything:
-        quantizer.mode = Mode.off
-    for quantizer in quantizers.values():
-        quantizer.start_observing()
+        if quantizer.mode is not Mode.baked:
+            quantizer.mode = Mode.off
     try:
         yield
     finally:
         for quantizer, mode in modes:
-            quantizer.mode = mode
+            if quantizer.mode in (Mode.off, Mode.observe):
+                quantizer.mode = mode
 
 
 def run_batches(model: nn.Module, data: Iterable[Any]) -> int:

@@ -8,7 +8,7 @@ memory holds one shard beside the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,11 +17,12 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
+from quark.torch.calibrate import needs_range
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
-from quark.torch.loading import empty_params
+from quark.torch.loading import empty_activation, empty_params
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
 from quark.torch.tensor_file import Place, TensorFile, create_file, write_tensor
@@ -31,13 +32,22 @@ Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
 
 
-def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout] = QuarkLayout) -> Iterator[Entry]:
-    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once."""
+def entries(
+    model: nn.Module,
+    pack_method: str,
+    real: bool,
+    layout: type[Layout] = QuarkLayout,
+    only: Container[str] | None = None,
+) -> Iterator[Entry]:
+    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once.
+
+    `only` names the source tensors to make entries for, where not all are wanted.
+    """
     layers = quantized_layers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.startswith(quantizer_names):
+        if name.startswith(quantizer_names) or (only is not None and name not in only):
             continue
         parent, _, leaf = name.rpartition(".")
         layer = layers.get(parent)
@@ -53,7 +63,9 @@ def entries(model: nn.Module, pack_method: str, real: bool, layout: type[Layout]
         seen[key] = name
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
-        yield from _activation_entries(name, layer, layout)
+        for entry in _activation_entries(name, layer, layout):
+            if only is None or entry[0] in only:
+                yield entry
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
@@ -79,7 +91,9 @@ def _activation_entries(name: str, layer: QuantLayer, layout_class: type[Layout]
         if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
             continue
         layout = layout_class(quantizer.spec, weight.dtype)
-        if quantizer.spec.dynamic:
+        if needs_range(quantizer):
+            tensors = empty_activation(layer, role, layout)
+        elif quantizer.spec.dynamic:
             assert quantizer.scale_2 is not None
             tensors = {"scale_2": quantizer.scale_2.float()}
         else:
@@ -108,15 +122,20 @@ def stored_name(source: str, suffix: str) -> str:
     return f"{source}_{suffix}" if suffix else source
 
 
-def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB") -> dict[str, Place]:
-    """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written."""
+def create_shards(
+    folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False
+) -> dict[str, Place]:
+    """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written.
+
+    With `keep` the files are there already, partly filled.
+    """
     # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     places: dict[str, Place] = {}
     for file, names in split.filename_to_tensors.items():
-        places |= create_file(folder / file, {name: tensors[name] for name in names})
+        places |= create_file(folder / file, {name: tensors[name] for name in names}, keep)
     if split.is_sharded:
         where = {name: place.file.name for name, place in sorted(places.items())}
         index = {"metadata": {"total_size": sum(p.length for p in places.values())}, "weight_map": where}

@@ -16,7 +16,7 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import Extras, FakeQuantize
-from quark.torch.formats.layout import Tensors
+from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import make_plan
@@ -106,7 +106,7 @@ def _hold_activation(layer: QuantLayer, role: str) -> None:
         return
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     layout = QuarkLayout(quantizer.spec, _float_dtype(layer, weight), real=True)
-    tensors = _on_device(_empty_activation(layer, role, layout), weight.device)
+    tensors = _on_device(empty_activation(layer, role, layout), weight.device)
     if not quantizer.spec.dynamic:
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
     _register_extras(layer, role, tensors)
@@ -139,7 +139,8 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
     return QParams(scale, zero, second)
 
 
-def _empty_activation(layer: QuantLayer, role: str, layout: QuarkLayout) -> Tensors:
+def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
+    """What `layout` stores for a static activation, on the meta device."""
     spec = layout.spec
     if spec.dynamic:
         # Only the scale of the scales is static.

@@ -14,12 +14,14 @@ from torch import nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
+from quark.torch.algorithms import algorithms_of
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.plan import Plan, make_plan
+from quark.torch.sweep import sweep
 
 
 class ModelQuantizer:
@@ -57,8 +59,11 @@ class ModelQuantizer:
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
+            algorithms = algorithms_of(self.config.algo_config or [])
             plan = make_plan(self.config, model)
             with replaced(model, plan) as layers:
+                if algorithms:
+                    sweep(model, layers, algorithms, dataloader, self.config.shared_scale_groups)
                 calibrate_weights(layers)
                 share_scales(layers, self.config.shared_scale_groups)
                 calibrate_activations(model, layers, dataloader)
@@ -185,7 +190,6 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
     later = {
-        "algo_config": config.algo_config,
         "kv_cache_quant_config": config.kv_cache_quant_config,
         "softmax_quant_spec": config.softmax_quant_spec,
         "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,

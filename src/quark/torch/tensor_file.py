@@ -122,8 +122,16 @@ class TensorFile:
         return like, self._start + begin
 
 
-def create_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-    """Make a file of full size for tensors like these (meta will do); return where each is to be written."""
+def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = False) -> dict[str, Place]:
+    """Make a file of full size for tensors like these (meta will do); return where each is to be written.
+
+    Args:
+        path: The file; with `keep` it is there already, partly filled, and stays as it is.
+        tensors: By name.
+
+    Raises:
+        FormatError: A file to keep was made for other tensors.
+    """
     rows: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0].encode())):
@@ -132,9 +140,15 @@ def create_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Pl
     header = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
-    with path.open("wb") as handle:
-        handle.write(struct.pack("<Q", len(header)) + header)
-        handle.truncate(start + end)
+    beginning = struct.pack("<Q", len(header)) + header
+    if keep:
+        with path.open("rb") as handle:
+            if handle.read(start) != beginning or handle.seek(0, 2) != start + end:
+                raise FormatError(f"{path} was begun for other tensors.")
+    else:
+        with path.open("wb") as handle:
+            handle.write(beginning)
+            handle.truncate(start + end)
     del rows[_METADATA]
     offsets = {name: row["data_offsets"] for name, row in rows.items()}
     return {name: Place(path, start + begin, stop - begin) for name, (begin, stop) in offsets.items()}
@@ -151,6 +165,13 @@ def write_tensor(tensor: torch.Tensor, place: Place) -> None:
             rest = memoryview(data.reshape(-1).view(torch.uint8).numpy().data)
             while rest:
                 rest = rest[handle.write(rest) :]
+
+
+def read_place(place: Place) -> bytes:
+    """The bytes at a place."""
+    with place.file.open("rb") as handle:
+        handle.seek(place.begin)
+        return handle.read(place.length)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

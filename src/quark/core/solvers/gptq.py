@@ -1,0 +1,156 @@
+"""GPTQ, GPTAQ and Qronos: rounding with the error spread over the columns that follow.
+
+    objective   || W X - Q X~ ||^2     X (columns, n): what the float model feeds the layer, X~: what it really gets
+    H = X~ X~^T + damp * mean(diag) I      H^-1 = U^T U, U upper triangular
+
+    GPTQ        q_i = quantize(w_i),  e_i = (w_i - q_i) / U_ii,  w_j -= e_i U_ij for j > i            (X = X~)
+    GPTAQ       ... and w_j += w_i P_ij,  P = alpha * triu(D U^T, 1) U,  D = (X - X~) X~^T
+    Qronos      W' = (H)^-1 X~ X^T W first, which is the best float weight for X~; then GPTQ of W'
+
+Frantar et al. 2022 (arXiv:2210.17323), Li et al. 2025 (arXiv:2504.02692), Zhang et al. 2025 (arXiv:2505.11695). Rows of W are
+independent given H, so all layers that read the same input are solved at once with one factor. Work is split in
+halves: what the left half leaves over reaches the right half as one matrix product. Arrays hold the *columns* of W as
+rows (transposed), so that each step reads contiguous memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quark.core.array import Array, astype, is_torch, namespace
+from quark.errors import CalibrationError
+
+Rounder = Callable[[int, Array], Array]
+"""(i, work) -> the quantized values of column i, given the columns as they are now, shape (columns, rows)."""
+
+LADDER = (1.0, 10.0, 100.0)
+"""Factors on the damping that are tried in turn when the Hessian is not positive definite."""
+
+
+def damped(hessian: Array, damp: float) -> Array:
+    """H in float64 with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1."""
+    xp = namespace(hessian)
+    hessian = astype(hessian, "float64") * 1.0
+    diagonal = xp.diagonal(hessian)
+    added = xp.where(diagonal == 0, 1.0, damp * diagonal.mean())
+    hessian[range(len(hessian)), range(len(hessian))] += added
+    return hessian
+
+
+def inverse_factor(hessian: Array, damp: float) -> tuple[Array, float]:
+    """U with (H + damping)^-1 = U^T U, and the damping that it took.
+
+    Args:
+        hessian: X X^T in any scale, shape (columns, columns).
+        damp: Share of the mean of the diagonal that is added to it.
+
+    Raises:
+        CalibrationError: H holds NaN or Inf, or is not positive definite even with 100 times the damping.
+    """
+    xp = namespace(hessian)
+    if not bool(xp.isfinite(hessian).all()):
+        raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
+    for factor in LADDER:
+        try:
+            # H = R R^T with R upper triangular is the Cholesky factor of the flipped matrix, flipped; U = R^-1.
+            lower = xp.linalg.cholesky(xp.flip(damped(hessian, damp * factor), (0, 1)))
+        except xp.linalg.LinAlgError:
+            continue
+        return _inverse_upper(xp.flip(lower, (0, 1))), damp * factor
+    raise CalibrationError(
+        f"The second moments of the inputs ({len(hessian)} channels) are not positive definite, even with "
+        f"damp_percent={damp * LADDER[-1]:g}. Possible: a larger damp_percent, or more calibration data."
+    )
+
+
+def _inverse_upper(upper: Array) -> Array:
+    xp = namespace(upper)
+    if is_torch(upper):
+        return xp.linalg.solve_triangular(upper, xp.eye(len(upper), dtype=upper.dtype, device=upper.device), upper=True)
+    return xp.triu(xp.linalg.solve(upper, xp.eye(len(upper))))
+
+
+def drift_matrix(drift: Array, upper: Array, alpha: float) -> Array:
+    """GPTAQ's P from D = (X - X~) X~^T, shape (columns, columns), in the order of U."""
+    xp = namespace(upper)
+    return alpha * (xp.triu(astype(drift, "float64") @ upper.T, 1) @ upper)
+
+
+def best_target(weight: Array, hessian: Array, cross: Array, damp: float) -> Array:
+    """Qronos' W', transposed: the float weight for X~ that comes nearest to W X.
+
+    Args:
+        weight: W transposed, shape (columns, rows).
+        hessian: X~ X~^T.
+        cross: X~ X^T, in the same scale.
+        damp: Share of the mean of the diagonal that pulls W' towards W where the data says little.
+    """
+    xp = namespace(hessian)
+    matrix = damped(hessian, damp)
+    pull = matrix - astype(hessian, "float64")
+    return astype(xp.linalg.solve(matrix, (astype(cross, "float64") + pull) @ astype(weight, "float64")), "float32")
+
+
+def solve(weight: Array, upper: Array, rounder: Rounder, drift: Array | None = None, align: int = 1) -> Array:
+    """Quantize all columns, each with the errors of those before it made up for.
+
+    Args:
+        weight: W transposed, shape (columns, rows), float32; not changed.
+        upper: `inverse_factor` of the Hessian in the same order of columns.
+        rounder: Quantizes one column.
+        drift: `drift_matrix`, for GPTAQ.
+        align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
+
+    Returns:
+        The quantized values, shape (columns, rows), float32.
+    """
+    work, error = weight * 1.0, namespace(weight).empty_like(weight)
+    result = namespace(weight).empty_like(weight)
+    pivots = [float(p) for p in namespace(upper).diagonal(upper)]
+    spread = astype(upper, "float32")
+    pull = None if drift is None else astype(drift, "float32")
+
+    def halves(start: int, stop: int) -> None:
+        if stop - start == 1:
+            result[start] = rounder(start, work)
+            error[start] = (work[start] - result[start]) / pivots[start]
+            return
+        middle = _middle(start, stop, align)
+        halves(start, middle)
+        work[middle:stop] -= spread[start:middle, middle:stop].T @ error[start:middle]
+        if pull is not None:
+            work[middle:stop] += pull[start:middle, middle:stop].T @ work[start:middle]
+        halves(middle, stop)
+
+    if len(weight):
+        halves(0, len(weight))
+    return result
+
+
+def _middle(start: int, stop: int, align: int) -> int:
+    half = (start + stop) // 2
+    aligned = half // align * align
+    return aligned if aligned > start else half
+
+
+def importance_order(hessian: Array, group: int | None = None) -> Array:
+    """Order of the columns, most important (largest diagonal of H) first.
+
+    Args:
+        hessian: X X^T.
+        group: With a group size, groups stay together: they are ordered by their mean, columns within each.
+    """
+    xp = namespace(hessian)
+    diagonal = xp.diagonal(hessian) * 1.0
+    if group is None or group >= len(diagonal):
+        return _descending(diagonal)
+    parts = diagonal.reshape(-1, group)
+    inner = _descending(parts)
+    outer = _descending(parts.mean(-1))
+    return (inner + group * xp.arange(len(parts), **({"device": diagonal.device} if is_torch(diagonal) else {}))[:, None])[
+        outer
+    ].reshape(-1)
+
+
+def _descending(x: Array) -> Array:
+    return namespace(x).argsort(-x, **({"stable": True} if is_torch(x) else {"kind": "stable"}))

@@ -1,0 +1,36 @@
+"""The accuracy algorithms. A new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quark.errors import NotSupportedError
+from quark.torch.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
+
+ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
+    GPTQConfig: GPTQ,
+    GPTAQConfig: GPTAQ,
+    QronosConfig: Qronos,
+}
+"""Config class -> algorithm."""
+
+
+def algorithms_of(configs: Sequence[AlgoConfig]) -> list[Algorithm]:
+    """The algorithms of `algo_config`, in the order given.
+
+    Raises:
+        NotSupportedError: A documented algorithm that this version does not have; names the possible ones.
+    """
+    found = []
+    for config in configs:
+        cls = next((ALGORITHMS[kind] for kind in type(config).__mro__ if kind in ALGORITHMS), None)
+        if cls is None:
+            possible = ", ".join(kind.__name__ for kind in ALGORITHMS)
+            raise NotSupportedError(f"{type(config).__name__} is not part of this version. Possible: {possible}.")
+        found.append(cls(config))
+    return found
+
+
+__all__ = ["ALGORITHMS", "Algorithm", "Block", "algorithms_of"]

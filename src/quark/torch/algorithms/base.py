@@ -1,0 +1,74 @@
+"""Algorithm: what every accuracy algorithm has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from quark.torch.blocks import Call
+from quark.torch.layers import QuantLayer
+from quark.torch.lockstep import Stop
+
+
+@dataclass
+class Block:
+    """One block of a model during the sweep.
+
+    Attributes:
+        name: Full name of the module; "" for a whole model.
+        module: The module; its layers that the plan quantizes are QuantLayers whose quantizers are off.
+        calls: Its arguments, one for each batch, with the hidden states that the quantized blocks before it give.
+        float_calls: The same with the float model's hidden states; empty unless an algorithm needs them.
+        shared_scale_groups: Leaf names of layers with one second-level weight scale (NVFP4).
+        groups: Names, relative to the module, of the quantized linear layers that read one tensor, in running order.
+    """
+
+    name: str
+    module: nn.Module
+    calls: list[Call]
+    float_calls: list[Call] = field(default_factory=list)
+    shared_scale_groups: Sequence[Sequence[str]] = ()
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+
+    def full(self, leaf: str) -> str:
+        """Full name of a layer of the block."""
+        return f"{self.name}.{leaf}" if self.name else leaf
+
+    def layer(self, leaf: str) -> QuantLayer:
+        """The quantized layer of that relative name."""
+        return self.module.get_submodule(leaf)  # type: ignore[return-value]
+
+
+class Algorithm:
+    """One accuracy algorithm with its settings. The sweep calls, for each block: `enter`, `visit` at each stop, `leave`.
+
+    Subclasses override what they need; registered in `quark.torch.algorithms` under their config class.
+
+    Attributes:
+        config: The settings.
+        visits: Whether there is anything to do at stops; else no forward is run for it.
+        needs_float: Whether stops and blocks carry the float model's inputs too.
+        solves_weights: Whether it leaves quantized weights behind: after it the sweep goes on with what they give.
+    """
+
+    visits: ClassVar[bool] = True
+    needs_float: ClassVar[bool] = False
+    solves_weights: ClassVar[bool] = False
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        """Once, before the first block, on the whole float model."""
+
+    def enter(self, block: Block) -> None:
+        """Before the block runs."""
+
+    def visit(self, stop: Stop, block: Block) -> None:
+        """At a group of linear layers that read the same tensor, with that tensor for all batches."""
+
+    def leave(self, block: Block) -> None:
+        """After the block has run."""

@@ -1,0 +1,242 @@
+"""Runs a block over all batches at once, and halts where linear layers are about to read their input.
+
+Each batch is a coroutine (a greenlet) that runs the block's forward. It halts when it reaches a group of linear layers
+that read one tensor (q, k, v; gate, up; ...). When all batches have arrived, the group's inputs are known for all of
+the data: an algorithm may measure them, change the weights, and rescale the inputs; then all go on to the next
+group. So one forward of the block serves all of its layers, each seeing what the changed layers before it give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+
+from quark.errors import CalibrationError, NonFiniteError, StructureError
+from quark.torch.blocks import Call
+
+
+class Stop:
+    """A group of linear layers that read one tensor, and that tensor for every batch.
+
+    Attributes:
+        layers: Full name -> layer; all have the same in_features.
+        inputs: One tensor for each batch, shape (..., in_features).
+        float_inputs: The same in the float model, where an algorithm asked for it, else empty.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Linear], inputs: list[torch.Tensor], float_inputs: list[torch.Tensor]
+    ) -> None:
+        self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
+
+    def __str__(self) -> str:
+        return ", ".join(self.layers)
+
+    @property
+    def count(self) -> int:
+        """Tokens that reach the layers."""
+        return sum(x.numel() // x.shape[-1] for x in self.inputs)
+
+    @cached_property
+    def gram(self) -> torch.Tensor:
+        """Second moments X^T X / count, shape (in_features, in_features), float32.
+
+        Raises:
+            CalibrationError: No token reaches the layers (an expert that was never chosen).
+            NonFiniteError: An input holds NaN or Inf.
+        """
+        return self._moments(self.inputs, self.inputs)
+
+    @cached_property
+    def cross(self) -> torch.Tensor:
+        """X~^T X / count of the real inputs X~ and those of the float model X."""
+        return self._moments(self.inputs, self.float_inputs)
+
+    @cached_property
+    def max_abs(self) -> torch.Tensor:
+        """Largest magnitude of each channel, shape (in_features,), float32."""
+        self._require_tokens()
+        return torch.stack([flat(x).abs().amax(0) for x in self.inputs if x.numel()]).amax(0).float()
+
+    @cached_property
+    def mean_abs(self) -> torch.Tensor:
+        """Mean magnitude of each channel, shape (in_features,), float32."""
+        self._require_tokens()
+        return torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0) / self.count
+
+    def rescale(self, scale: torch.Tensor) -> None:
+        """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
+        self.inputs = [x / scale.to(x) for x in self.inputs]
+        for name in ("gram", "cross", "max_abs", "mean_abs"):
+            self.__dict__.pop(name, None)
+
+    def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+        self._require_tokens()
+        width = left[0].shape[-1]
+        total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
+        for x, y in zip(left, right, strict=True):
+            total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
+        if not bool(torch.isfinite(total).all()):
+            raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
+        return total
+
+    def _require_tokens(self) -> None:
+        if self.count == 0:
+            raise CalibrationError(
+                f"{self}: no calibration token reaches these layers (experts that the router never chose?). Use more or "
+                "other data, or exclude them."
+            )
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """All tokens as rows, shape (tokens, features)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def input_groups(block: nn.Module, layers: Sequence[str], call: Call) -> list[tuple[str, ...]]:
+    """Names of the layers (relative to the block) that read the same tensor, in the order in which they run."""
+    groups: dict[Any, list[str]] = {}
+    alive = []  # a freed tensor's address may be given to another one
+
+    def note(name: str, x: torch.Tensor) -> None:
+        alive.append(x)
+        place = (x.data_ptr(), tuple(x.shape), x.stride(), x._version) if x.numel() else id(x)
+        groups.setdefault(place, []).append(name)
+
+    with _hooked(block, layers, note):
+        call.run(block)
+    return [tuple(dict.fromkeys(names)) for names in groups.values()]
+
+
+def lockstep(
+    name: str,
+    block: nn.Module,
+    calls: Sequence[Call],
+    groups: Sequence[Sequence[str]],
+    visit: Callable[[Stop], None],
+    float_block: nn.Module | None = None,
+    float_calls: Sequence[Call] = (),
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Run all calls, stopping at each group.
+
+    Args:
+        name: The block's name, the prefix of its layers' full names.
+        block: Its linear layers may be changed by `visit`.
+        calls: One for each batch.
+        groups: From `input_groups`.
+        visit: What happens at a stop.
+        float_block, float_calls: The float block and its calls, run beside for `Stop.float_inputs`.
+
+    Returns:
+        The outputs of the block, and of the float block, one for each batch.
+
+    Raises:
+        StructureError: Layers do not run in the same order, once, for all batches.
+    """
+    first = [_Walker(block, call) for call in calls]
+    second = [_Walker(float_block, call) for call in float_calls] if float_block is not None else []
+    walkers = first + second
+    with _halting(block, groups), _halting(float_block, groups):
+        try:
+            for walker in walkers:
+                walker.advance()
+            while waiting := [walker for walker in walkers if not walker.dead]:
+                index = min(walker.group for walker in waiting)
+                here = [walker for walker in waiting if walker.group == index]
+                layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[index]}
+                real, beside = ([w for w in here if (w.block is block) is own] for own in (True, False))
+                stop = Stop(layers, [w.x for w in real], [w.x for w in beside])  # type: ignore[arg-type]
+                visit(stop)
+                for walker, x in zip(real, stop.inputs, strict=True):
+                    walker.x = x
+                del stop
+                for walker in here:
+                    walker.advance()
+        finally:
+            for walker in walkers:
+                if not walker.dead:
+                    walker.throw()
+    return [walker.output for walker in first], [walker.output for walker in second]
+
+
+class _Walker(greenlet):
+    """One batch on its way through a block.
+
+    Attributes:
+        group: Index of the group that it has reached.
+        x: The input of that group; what its layers get.
+        passed: How many of its layers have read it.
+        output: What the block returned, in the end.
+    """
+
+    def __init__(self, block: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.block, self.call = block, call
+        self.group, self.passed = -1, 0
+        self.x: Any = None
+        self.output: Any = None
+
+    def run(self) -> None:
+        self.output = self.call.run(self.block)
+
+    def advance(self) -> None:
+        """Run to the next group or to the end."""
+        before = self.group
+        self.switch()
+        if not self.dead and self.group <= before:
+            raise StructureError(
+                f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more than "
+                "once, or not in the same order for all batches, so it cannot be solved in one sweep."
+            )
+
+    def arrive(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
+        """Halt at the first layer of a group; hand the input as it is then to all of its layers."""
+        if self.group != group:
+            self.group, self.x, self.passed = group, x, 0
+            del x
+            self.parent.switch()
+        result, self.passed = self.x, self.passed + 1
+        if self.passed == size:
+            self.x = None
+        return result
+
+
+@contextmanager
+def _halting(block: nn.Module | None, groups: Sequence[Sequence[str]]) -> Iterator[None]:
+    """Within: a walker that calls a layer of a group halts there."""
+    place = {leaf: (index, len(group)) for index, group in enumerate(groups) for leaf in group}
+
+    def halt(leaf: str, x: torch.Tensor) -> torch.Tensor | None:
+        walker = getcurrent()
+        return walker.arrive(*place[leaf], x) if isinstance(walker, _Walker) else None
+
+    if block is None:
+        yield
+        return
+    with _hooked(block, list(place), halt):
+        yield
+
+
+@contextmanager
+def _hooked(block: nn.Module, layers: Sequence[str], hook: Callable[[str, torch.Tensor], Any]) -> Iterator[None]:
+    """Within: `hook(name, x)` runs before each of the layers; what it returns, if anything, replaces x."""
+
+    def before(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        def call(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            x = hook(name, args[0])
+            return None if x is None else (x, *args[1:])
+
+        return call
+
+    handles = [block.get_submodule(name).register_forward_pre_hook(before(name)) for name in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

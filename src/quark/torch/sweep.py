@@ -1,0 +1,150 @@
+"""The sweep: accuracy algorithms, block by block, each block's inputs being what the blocks before it really give.
+
+    for each block:   for each algorithm in the order given:   one forward in lockstep, with a stop at each layer group
+                      static scales of the activations are observed in the last forward
+                      its outputs are the inputs of the next block
+
+Only one block's inputs are in memory. Algorithms that change the float model without changing its function (smoothing,
+rotation) and those that solve weights (GPTQ, ...) follow the same form.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import ConfigError
+from quark.log import progress
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
+from quark.torch.calibrate import naming, needs_range, quantizers_off
+from quark.torch.fake_quant import FakeQuantize
+from quark.torch.layers import QuantLayer
+from quark.torch.lockstep import input_groups, lockstep
+
+
+def sweep(
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    algorithms: Sequence[Algorithm],
+    data: Iterable[Any] | None,
+    shared_scale_groups: Sequence[Sequence[str]] = (),
+) -> None:
+    """Run the algorithms on a model whose layers are replaced and not yet calibrated.
+
+    Args:
+        model: Changed in place.
+        layers: Full name -> quantized layer.
+        algorithms: In the order in which they run.
+        data: Calibration batches; may be None if no algorithm needs activations.
+        shared_scale_groups: Leaf names of layers with one second-level weight scale.
+
+    Raises:
+        ConfigError: No data for an algorithm that needs it.
+        StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
+    """
+    names = find_blocks(model, _blocks_path(algorithms))
+    for algorithm in algorithms:
+        algorithm.prepare(model, names, layers)
+    stages = [algorithm for algorithm in algorithms if algorithm.visits]
+    if not stages:
+        return
+    if data is None:
+        raise ConfigError(
+            f"{', '.join(type(a).__name__ for a in stages)}: needs calibration data; pass a dataloader to quantize_model."
+        )
+    with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
+        calls = record_calls(model, names, data)
+        needs_float = any(stage.needs_float for stage in stages)
+        hidden: list[torch.Tensor] | None = None
+        float_hidden: list[torch.Tensor] | None = None
+        for name in progress(names, "blocks", total=len(names)):
+            own = calls.pop(name)
+            module = model.get_submodule(name)
+            block = Block(
+                name, module, _with(own, hidden), _with(own, float_hidden or hidden), shared_scale_groups
+            )
+            hidden, float_hidden = sweep_block(block, layers, stages, needs_float)
+
+
+def sweep_block(
+    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], needs_float: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Run the algorithms on one block; its outputs and, if `needs_float`, those of the float block."""
+    block.groups = quantized_groups(block, layers)
+    hidden: list[torch.Tensor] = []
+    float_hidden: list[torch.Tensor] = []
+    original: nn.Module | None = None
+    for index, stage in enumerate(stages):
+        if stage.needs_float and original is None:
+            # After the transforms, which change what the layers read but not what the block computes.
+            original = copy.deepcopy(block.module)
+        with _observing_inputs(block, layers) if index == len(stages) - 1 else nullcontext():
+            hidden, beside = _run(block, stage, original)
+        float_hidden = beside or float_hidden
+    return hidden, float_hidden
+
+
+def _run(block: Block, stage: Algorithm, original: nn.Module | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    stage.enter(block)
+    outputs = lockstep(
+        block.name,
+        block.module,
+        block.calls,
+        block.groups,
+        lambda stop: stage.visit(stop, block),
+        original,
+        block.float_calls if original is not None else (),
+    )
+    stage.leave(block)
+    return outputs
+
+
+@contextmanager
+def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterator[None]:
+    """Within: the block's static input quantizers collect what their layers really get; then their scales are fixed.
+
+    A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
+    """
+    inside = {name: layer for name, layer in layers.items() if _is_inside(name, block.name)}
+    waiting = {
+        f"{name}.input": quantizer
+        for name, layer in inside.items()
+        if isinstance(quantizer := layer.quantizer("input"), FakeQuantize) and needs_range(quantizer)
+    }
+    for quantizer in waiting.values():
+        quantizer.start_observing()
+    yield
+    for name, quantizer in waiting.items():
+        with naming(name):
+            quantizer.finish_observing()
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return not block or name.startswith(f"{block}.")
+
+
+def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tuple[str, ...]]:
+    """Groups of linear layers with quantized weights that read one tensor, in running order."""
+    linear = [
+        leaf
+        for leaf, module in block.module.named_modules()
+        if isinstance(module, nn.Linear) and block.full(leaf) in layers and layers[block.full(leaf)].spec.weight
+    ]
+    return input_groups(block.module, linear, block.calls[0])
+
+
+def _blocks_path(algorithms: Sequence[Algorithm]) -> str | None:
+    paths = {path for a in algorithms if (path := getattr(a.config, "model_decoder_layers", None))}
+    if len(paths) > 1:
+        raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
+    return paths.pop() if paths else None
+
+
+def _with(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
+    return list(calls) if hidden is None else [c.with_hidden(h) for c, h in zip(calls, hidden, strict=True)]
