@@ -1,8 +1,8 @@
 """A bfloat16 checkpoint to MXFP4, from file to file, against copying it and quantizing it.
 
 The checkpoint is a Llama of `SMALL` and of twice as many layers, random, in several shards. Times are those of the
-larger one minus those of the smaller: what starting, importing and reading config.json costs falls out, and so holds for
-checkpoints of any size.
+larger one minus those of the smaller: what starting, importing and reading config.json costs falls out, so that they
+hold for checkpoints of any size.
 
 * `copy_seconds`: copying the files. `fake_seconds`: quantize_model and freeze of as many weights in memory.
 * `seconds`: one process. `time_ratio` is `seconds` / (copy + fake); at most 1 / 0.6.

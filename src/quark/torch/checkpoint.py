@@ -122,9 +122,7 @@ def stored_name(source: str, suffix: str) -> str:
     return f"{source}_{suffix}" if suffix else source
 
 
-def create_shards(
-    folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False
-) -> dict[str, Place]:
+def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False) -> dict[str, Place]:
     """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written.
 
     With `keep` the files are there already, partly filled.

@@ -118,7 +118,7 @@ def quantize_files(
     with atomic_folder(output, overwrite) as folder, replaced(model, plan):
         own = list(entries(model, pack_method, conversion.real))
         stored = source_names(model, checkpoint.names())
-        sources = _sources(own, stored, tied_names(model))
+        sources = sources_of(own, stored, tied_names(model))
         for name in dropped_names(model, checkpoint.names()):
             own.append(plain_entry(name, checkpoint.meta(name)))
             sources[name] = name
@@ -144,7 +144,7 @@ def _refuse_data(config: QConfig, plan: Plan) -> None:
                 raise ConfigError(f"{name}.{role} ({tensor}) has a static scale, which needs calibration data: {why}")
 
 
-def _sources(own: Iterable[Entry], stored: Mapping[str, str], ties: Mapping[str, list[str]]) -> dict[str, str]:
+def sources_of(own: Iterable[Entry], stored: Mapping[str, str], ties: Mapping[str, list[str]]) -> dict[str, str]:
     """Name in the model -> name in the checkpoint. Raises FormatError for tensors that the checkpoint lacks."""
     found = {}
     for name, _, _ in own:

@@ -70,6 +70,18 @@ def build_skeleton(folder: Path, stored_dtype: torch.dtype = torch.float32) -> A
     return model.eval()
 
 
+def fill_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint holds (rotary tables, position ids) as transformers does when it loads."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+
+
 def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     """Name in the model -> name in the checkpoint, by the renames that transformers itself applies when it loads."""
     from transformers.conversion_mapping import get_model_conversion_mapping

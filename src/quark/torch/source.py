@@ -67,6 +67,10 @@ class Source:
         """Dtype and shape of a tensor as it is stored, on the meta device."""
         return self._files[name].meta(name)
 
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored."""
+        return self._raw(name)
+
     def dtype(self) -> torch.dtype:
         """That of the first float tensor."""
         wide = (file.meta(name).dtype for name, file in self._files.items())

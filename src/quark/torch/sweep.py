@@ -48,7 +48,7 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    names = find_blocks(model, _blocks_path(algorithms))
+    names = find_blocks(model, blocks_path(algorithms))
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
     stages = [algorithm for algorithm in algorithms if algorithm.visits]
@@ -67,7 +67,7 @@ def sweep(
             own = calls.pop(name)
             module = model.get_submodule(name)
             block = Block(
-                name, module, _with(own, hidden), _with(own, float_hidden or hidden), shared_scale_groups
+                name, module, with_hidden(own, hidden), with_hidden(own, float_hidden or hidden), shared_scale_groups
             )
             hidden, float_hidden = sweep_block(block, layers, stages, needs_float)
 
@@ -111,7 +111,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterato
 
     A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
     """
-    inside = {name: layer for name, layer in layers.items() if _is_inside(name, block.name)}
+    inside = {name: layer for name, layer in layers.items() if is_inside(name, block.name)}
     waiting = {
         f"{name}.input": quantizer
         for name, layer in inside.items()
@@ -125,7 +125,8 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterato
             quantizer.finish_observing()
 
 
-def _is_inside(name: str, block: str) -> bool:
+def is_inside(name: str, block: str) -> bool:
+    """Whether a tensor or layer belongs to a block."""
     return not block or name.startswith(f"{block}.")
 
 
@@ -139,12 +140,14 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tup
     return input_groups(block.module, linear, block.calls[0])
 
 
-def _blocks_path(algorithms: Sequence[Algorithm]) -> str | None:
+def blocks_path(algorithms: Sequence[Algorithm]) -> str | None:
+    """Where the algorithms say that the blocks are; None: they are found."""
     paths = {path for a in algorithms if (path := getattr(a.config, "model_decoder_layers", None))}
     if len(paths) > 1:
         raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
     return paths.pop() if paths else None
 
 
-def _with(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
+def with_hidden(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
+    """The calls on other hidden states, if there are any."""
     return list(calls) if hidden is None else [c.with_hidden(h) for c, h in zip(calls, hidden, strict=True)]
