@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.algo_configs import GPTAQConfig, GPTQConfig
 from quark.torch.config import QConfig
 from quark.torch.manifest import Manifest
 from quark.torch.stream import stream
 from tests.torch.test_file2file import contents, save_float
-from tests.zoo import token_batches
+from tests.zoo import tiny_llama, token_batches
 
 GPTQ = GPTQConfig(damp_percent=0.01)
 
@@ -163,7 +164,7 @@ def test_damage_is_found(what: str, unfinished: Path) -> None:
     if what == "manifest":
         manifest.write_text(manifest.read_text()[:-50])
     elif what == "inputs":
-        (unfinished / "inputs-1.safetensors").unlink()
+        (unfinished / "inputs-1-0.safetensors").unlink()
     else:
         for file in (unfinished / "model").glob("*.safetensors"):
             data = file.read_bytes()
@@ -195,3 +196,23 @@ def test_what_streaming_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder of an unfinished run"):
         streamed(scheme("int8_wo"), source, tmp_path / "d")
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+
+
+# Blocks that visit the device. --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["static activations", "shared scales", "GPTAQ, static activations"])
+def test_per_block_gives_what_the_standard_flow_gives(case: str) -> None:
+    config, _ = CASES[case]
+    one, other = (tiny_llama(dtype=torch.float32) for _ in range(2))
+    ModelQuantizer(config).quantize_model(one, token_batches())
+    per_block = replace(config, quant_flow=QuantFlow.per_block, gpu_resident_blocks=1)
+    ModelQuantizer(per_block).quantize_model(other, token_batches())
+    expected, found = one.state_dict(), other.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_resident_blocks_need_the_flow() -> None:
+    with pytest.raises(ConfigError, match="gpu_resident_blocks=2 is for quant_flow"):
+        replace(scheme("int8"), gpu_resident_blocks=2)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from quark.errors import CalibrationError, ConfigError, OutputExistsError
+
+Windows = Callable[[Any], list[Any] | None]
+"""The calibration data for a model with this config."""
 
 CALIBRATION_LENGTH = 512
 CALIBRATION_WINDOWS = 128
@@ -28,13 +32,12 @@ def quantize_folder(
     weight_format: str,
     pack_method: str,
     max_shard_size: str,
+    stream: bool | None,
     force: bool,
 ) -> None:
     """Load, quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.tools.models import folder_bytes, load_model, load_tokenizer
-    from quark.tools.text import token_windows
-    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.tools.models import folder_bytes
     from quark.torch.exporter import check_options
 
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
@@ -42,23 +45,68 @@ def quantize_folder(
     check_options("quark", weight_format, pack_method, max_shard_size)
     config = scheme_config(scheme, exclude, layer)
     _require_calibration(scheme, layer, calib)
-    float_model = load_model(model, device, dtype)
-    data = (
-        token_windows(load_tokenizer(model), calib, _length(float_model), samples or CALIBRATION_WINDOWS)
-        if calib
-        else None
-    )
+    export = {
+        "weight_format": weight_format,
+        "pack_method": pack_method,
+        "max_shard_size": max_shard_size,
+        "overwrite": force,
+    }
     console, start = Console(), time.perf_counter()
-    quantizer = ModelQuantizer(config)
-    quantized = quantizer.freeze(quantizer.quantize_model(float_model, data))
-    export_safetensors(
-        quantized, output, "quark", weight_format, pack_method, max_shard_size=max_shard_size, overwrite=force
+    stream = not fits_memory(folder_bytes(model)) if stream is None else stream
+    (_streamed if stream else _in_memory)(
+        model,
+        output,
+        config,
+        lambda own: _windows(model, calib, samples, own) if calib else None,
+        device,
+        dtype,
+        export,
     )
     before, after = folder_bytes(model), folder_bytes(output)
     console.print(
         f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
+
+
+def _in_memory(
+    model: Path, output: Path, config: Any, windows: Windows, device: str, dtype: str, export: dict[str, Any]
+) -> None:
+    from quark.tools.models import load_model
+    from quark.torch import ModelQuantizer, export_safetensors
+
+    float_model = load_model(model, device, dtype)
+    quantizer = ModelQuantizer(config)
+    quantized = quantizer.quantize_model(float_model, windows(float_model.config))
+    export_safetensors(quantizer.freeze(quantized), output, **export)
+
+
+def _streamed(
+    model: Path, output: Path, config: Any, windows: Windows, device: str, dtype: str, export: dict[str, Any]
+) -> None:
+    from quark.torch.skeleton import build_skeleton
+    from quark.torch.stream import stream
+
+    if dtype != "auto":
+        raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
+    stream(config, model, output, windows(build_skeleton(model).config), device=device, **export)
+
+
+def _windows(model: Path, calib: Path, samples: int | None, config: Any) -> list[Any]:
+    """The calibration text as windows of tokens: 512 tokens, or what the model takes."""
+    from quark.tools.models import load_tokenizer
+    from quark.tools.text import token_windows
+
+    length = min(CALIBRATION_LENGTH, getattr(config, "max_position_embeddings", None) or CALIBRATION_LENGTH)
+    return token_windows(load_tokenizer(model), calib, length, samples or CALIBRATION_WINDOWS)
+
+
+def fits_memory(weight_bytes: int) -> bool:
+    """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
+    path = Path("/proc/meminfo")
+    rows = path.read_text().splitlines() if path.exists() else []
+    available = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), None)
+    return available is None or 1.5 * weight_bytes < available
 
 
 def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
@@ -85,8 +133,3 @@ def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | No
     template = LLMTemplate.get("auto")
     default = list(template.exclude_layers_name)
     return template.get_config(scheme, layer_config=rules, exclude_layers=default + (exclude or []))
-
-
-def _length(model: Any) -> int:
-    """Calibration window: 512 tokens, or what the model takes."""
-    return min(CALIBRATION_LENGTH, getattr(model.config, "max_position_embeddings", None) or CALIBRATION_LENGTH)

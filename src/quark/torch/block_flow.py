@@ -11,7 +11,7 @@ The numbers are those of `quantize_model`: a block computes the same on the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,8 +29,41 @@ from quark.torch.calibrate import (
     share_scales,
     waiting_activations,
 )
+from quark.torch.distributed import part_of
 from quark.torch.layers import QuantLayer
 from quark.torch.sweep import blocks_path, is_inside, sweep_block, with_hidden
+
+
+class OnDevice:
+    """Blocks of a model in memory that visit a device while they are worked on.
+
+    Args:
+        model: Where it is, it stays, but for the blocks that are kept.
+        device: Where blocks run; default: the first GPU, else the CPU.
+        resident: So many blocks, the first ones, stay on the device.
+    """
+
+    whole = True
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None, resident: int = 0) -> None:
+        self.model, self.resident = model, resident
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.home = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def bring(self, name: str) -> None:
+        """Move the block to the device."""
+        self.model.get_submodule(name).to(self.device)
+
+    def take(self, name: str) -> None:
+        """Move it back, unless it stays."""
+        if self.resident > 0:
+            self.resident -= 1
+        else:
+            self.model.get_submodule(name).to(self.home)
+
+    def around(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Everything is where the batches go."""
+        return nullcontext()
 
 
 @dataclass
@@ -52,6 +85,8 @@ class Weights(Protocol):
     """Where the weights of a block come from, and where they go."""
 
     device: torch.device
+    whole: bool
+    """Whether all weights are there all the time, so that an algorithm may see the whole model."""
 
     def bring(self, name: str) -> None:
         """Make the weights of a block usable, on `device`."""
@@ -91,7 +126,11 @@ def quantize_blocks(
     """
     state = state or State()
     names = find_blocks(model, blocks_path(algorithms))
-    stages = _stages(algorithms)
+    if not weights.whole:
+        _refuse_whole(algorithms)
+    for algorithm in algorithms:
+        algorithm.prepare(model, names, layers)
+    stages = [algorithm for algorithm in algorithms if algorithm.visits]
     waiting = waiting_activations(layers)
     _refuse_outside(waiting, names)
     calls: dict[str, list[Call]] = {}
@@ -101,11 +140,13 @@ def quantize_blocks(
         own = [_on(call, weights.device) for call in calls.pop(name, [])]
         if index < state.done:
             continue
-        weights.bring(name)
         inside = {layer: module for layer, module in layers.items() if is_inside(layer, name)}
-        state = State(index + 1, *_quantize_block(model, name, inside, own, stages, shared_scale_groups, state))
-        finish(name, state)
-        weights.take(name)
+        weights.bring(name)
+        try:
+            state = State(index + 1, *_quantize_block(model, name, inside, own, stages, shared_scale_groups, state))
+            finish(name, state)
+        finally:
+            weights.take(name)
 
 
 def _quantize_block(
@@ -153,18 +194,17 @@ def _record(
             "dataloader, or choose a dynamic or weight-only scheme."
         )
     with weights.around(names), quantizers_off(layers.values()):
-        return record_calls(model, names, data)
+        return record_calls(model, names, part_of(data))
 
 
-def _stages(algorithms: Sequence[Algorithm]) -> list[Algorithm]:
-    """The algorithms. Raises NotSupportedError for one that needs the whole model at once."""
+def _refuse_whole(algorithms: Sequence[Algorithm]) -> None:
+    """Raise NotSupportedError for an algorithm that needs the whole model at once."""
     for algorithm in algorithms:
         if type(algorithm).prepare is not Algorithm.prepare:
             raise NotSupportedError(
                 f"{_name_of(algorithm)} changes or traces the whole model before the first block, which block by block "
                 "is never in memory. Possible: quantize_model on the model in memory."
             )
-    return list(algorithms)
 
 
 def _name_of(algorithm: Algorithm) -> str:

@@ -16,6 +16,7 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
+from quark.torch.distributed import merge_observers, part_of
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer
 
@@ -113,7 +114,7 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
     with observing(layers, quantizers):
-        if run_batches(model, data) == 0:
+        if run_batches(model, part_of(data)) == 0:
             raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
 
 
@@ -140,6 +141,7 @@ def observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQua
         for quantizer in quantizers.values():
             quantizer.start_observing()
         yield
+    merge_observers(quantizers)
     for name, quantizer in quantizers.items():
         with naming(name):
             quantizer.finish_observing()

@@ -15,10 +15,10 @@ from torch import nn
 
 from quark import __version__
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.files import atomic_folder
 from quark.log import logger
 from quark.torch.checkpoint import Entry, entries, plain_entry, read_tensors, shard_files, write_shards
 from quark.torch.config import QConfig
+from quark.torch.distributed import rank, shared_folder
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
@@ -74,12 +74,13 @@ def export_safetensors(
         )
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode]))
     source = _source_folder(model)
-    with atomic_folder(output_dir, overwrite) as folder:
-        items += _dropped_entries(model, source)
-        write_shards(folder, items, max_shard_size)
-        quantization = quantization_config(model, config, weight_format, pack_method)
-        write_config(model, quantization, folder)
-        write_companions(model, source, tokenizer, folder)
+    with shared_folder(output_dir, overwrite) as folder:
+        if rank() == 0:
+            items += _dropped_entries(model, source)
+            write_shards(folder, items, max_shard_size)
+            quantization = quantization_config(model, config, weight_format, pack_method)
+            write_config(model, quantization, folder)
+            write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 

@@ -19,7 +19,6 @@ import torch
 
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, FormatError, QuarkError
-from quark.files import atomic_folder
 from quark.log import logger, progress
 from quark.torch.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint import (
@@ -33,6 +32,7 @@ from quark.torch.checkpoint import (
     write_entry,
 )
 from quark.torch.config import QConfig
+from quark.torch.distributed import first_then_all, rank, shared_folder, world
 from quark.torch.exporter import check_options, dropped_names, quantization_config, write_companions, write_config
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
@@ -115,19 +115,20 @@ def quantize_files(
     model = build_skeleton(source, checkpoint.dtype())
     plan = make_plan(config, model)
     _refuse_data(config, plan)
-    with atomic_folder(output, overwrite) as folder, replaced(model, plan):
+    with shared_folder(output, overwrite) as folder, replaced(model, plan):
         own = list(entries(model, pack_method, conversion.real))
         stored = source_names(model, checkpoint.names())
         sources = sources_of(own, stored, tied_names(model))
         for name in dropped_names(model, checkpoint.names()):
             own.append(plain_entry(name, checkpoint.meta(name)))
             sources[name] = name
-        places = create_shards(folder, stored_shapes(own), max_shard_size)
+        places = first_then_all(lambda first: create_shards(folder, stored_shapes(own), max_shard_size, keep=not first))
         layers = quantized_layers(model)
         items = [_item(entry, sources[entry[0]], layers, places) for entry in own]
-        _run(conversion, _families(items, config), devices, workers)
-        write_config(model, quantization_config(model, config, weight_format, pack_method), folder)
-        write_companions(model, source, None, folder)
+        _run(conversion, _families(items, config)[rank() :: world()], devices, workers)
+        if rank() == 0:
+            write_config(model, quantization_config(model, config, weight_format, pack_method), folder)
+            write_companions(model, source, None, folder)
     logger.info("Quantized %s to %s.", source, output)
 
 

@@ -1,8 +1,8 @@
 """The manifest of an unfinished run: with what settings it was begun, what it has finished, and what going on needs.
 
-    work/manifest.json         settings, finished blocks with the hashes of their bytes, the file of inputs
-    work/inputs-3.safetensors  inputs of block 3, and the state of the random numbers
-    work/model/                shards of full size, filled as far as the manifest says
+    work/manifest.json           settings, finished blocks with the hashes of their bytes, the file of inputs
+    work/inputs-3-0.safetensors  inputs of block 3 on rank 0, and the state of the random numbers there
+    work/model/                  shards of full size, filled as far as the manifest says
 
 It is written anew after each block, under another name and then renamed, so what it says is always true.
 """
@@ -23,6 +23,7 @@ from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
 from quark.torch.block_flow import State
 from quark.torch.checkpoint import read_tensors, save_tensors
+from quark.torch.distributed import rank, wait
 from quark.torch.tensor_file import Place, read_place
 
 SAMPLE, SAMPLES = 1 << 14, 64
@@ -34,12 +35,16 @@ class Manifest:
 
     Attributes:
         folder: Where it lies.
-        begun: Whether an earlier run left something to go on from.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], blocks: list[dict[str, Any]], begun: bool) -> None:
-        self.folder, self.begun = folder, begun
+    def __init__(self, folder: Path, settings: Mapping[str, Any], blocks: list[dict[str, Any]]) -> None:
+        self.folder = folder
         self._settings, self._blocks = settings, blocks
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are finished blocks to go on from."""
+        return bool(self._blocks)
 
     @classmethod
     def open(cls, folder: Path, settings: Mapping[str, Any]) -> Manifest:
@@ -56,7 +61,9 @@ class Manifest:
                 raise ConfigError(f"{folder} is no folder of an unfinished run. Choose another, or remove it.")
             shutil.rmtree(folder, ignore_errors=True)
             (folder / "model").mkdir(parents=True)
-            return cls(folder, settings, [], False)
+            manifest = cls(folder, settings, [])
+            manifest._save()
+            return manifest
         try:
             stored = json.loads(path.read_text())
             begun, blocks = stored["settings"], list(stored["blocks"])
@@ -68,7 +75,7 @@ class Manifest:
                 f"{folder} was begun with other settings: {'; '.join(other[:3])}. Possible: the same settings, or "
                 "remove the folder to begin anew."
             )
-        return cls(folder, settings, blocks, True)
+        return cls(folder, settings, blocks)
 
     def state(self) -> State:
         """Where the run stands. Raises FormatError when the inputs of the next block are absent or corrupt."""
@@ -82,19 +89,21 @@ class Manifest:
 
     def finish(self, block: str, places: Mapping[str, Place], state: State) -> None:
         """Note that a block is written, and keep what the next one needs."""
-        self._blocks.append({"name": block, "sha256": _hash(places), "tensors": sorted(places)})
-        self.save(state)
+        series = {"hidden": state.hidden, "float": state.float_hidden}
+        tensors = {f"{key}.{i}": x for key, items in series.items() for i, x in enumerate(items or ())}
+        if tensors:
+            with atomic_file(self._inputs(state.done)) as path:
+                save_tensors({**tensors, "random": torch.get_rng_state()}, path)
+        # What the manifest says is there on all ranks before it says so, and what it said before until it does.
+        wait()
+        if rank() == 0:
+            done = {"name": block, "inputs": bool(tensors), "sha256": _hash(places), "tensors": sorted(places)}
+            self._blocks.append(done)
+            self._save()
+        wait()
         self._inputs(state.done - 1).unlink(missing_ok=True)
 
-    def save(self, state: State) -> None:
-        """Write the manifest, after the inputs that it speaks of."""
-        if self._blocks:
-            series = {"hidden": state.hidden, "float": state.float_hidden}
-            tensors = {f"{key}.{i}": x for key, items in series.items() for i, x in enumerate(items or ())}
-            self._blocks[-1].setdefault("inputs", bool(tensors))
-            if state.done and tensors:
-                with atomic_file(self._inputs(state.done)) as path:
-                    save_tensors({**tensors, "random": torch.get_rng_state()}, path)
+    def _save(self) -> None:
         with atomic_file(self.folder / "manifest.json") as path:
             path.write_text(json.dumps({"settings": self._settings, "blocks": self._blocks}, indent=1) + "\n")
 
@@ -112,7 +121,7 @@ class Manifest:
         shutil.rmtree(self.folder)
 
     def _inputs(self, block: int) -> Path:
-        return self.folder / f"inputs-{block}.safetensors"
+        return self.folder / f"inputs-{block}-{rank()}.safetensors"
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:

@@ -14,7 +14,8 @@ from torch import nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
-from quark.torch.algorithms import algorithms_of
+from quark.torch.algorithms import Algorithm, algorithms_of
+from quark.torch.block_flow import OnDevice, quantize_blocks
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
@@ -62,7 +63,9 @@ class ModelQuantizer:
             algorithms = algorithms_of(self.config.algo_config or [])
             plan = make_plan(self.config, model)
             with replaced(model, plan) as layers:
-                if algorithms:
+                if self.config.quant_flow is QuantFlow.per_block:
+                    _per_block(model, layers, algorithms, dataloader, self.config)
+                elif algorithms:
                     sweep(model, layers, algorithms, dataloader, self.config.shared_scale_groups)
                 calibrate_weights(layers)
                 share_scales(layers, self.config.shared_scale_groups)
@@ -187,16 +190,26 @@ def _shared_parameters(model: nn.Module) -> set[int]:
     return shared
 
 
+def _per_block(
+    model: nn.Module,
+    layers: dict[str, QuantLayer],
+    algorithms: list[Algorithm],
+    data: Iterable[Any] | None,
+    config: QConfig,
+) -> None:
+    """Quantize a model in memory with one block at a time on the GPU, if there is one."""
+    weights = OnDevice(model, resident=config.gpu_resident_blocks)
+    quantize_blocks(model, layers, algorithms, data, config.shared_scale_groups, weights, lambda block, state: None)
+
+
 def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
     later = {
         "kv_cache_quant_config": config.kv_cache_quant_config,
         "softmax_quant_spec": config.softmax_quant_spec,
         "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
-        "quant_flow=per_block": config.quant_flow is QuantFlow.per_block,
         "kv_cache_post_rope": config.kv_cache_post_rope,
         "min_kv_scale": config.min_kv_scale,
-        "gpu_resident_blocks": config.gpu_resident_blocks,
         "keep_prequantized_layers=False": not config.keep_prequantized_layers,
     }
     for name, value in later.items():

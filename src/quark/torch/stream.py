@@ -32,6 +32,7 @@ from quark.torch.checkpoint import (
     write_entry,
 )
 from quark.torch.config import QConfig
+from quark.torch.distributed import first_then_all, rank, wait, world
 from quark.torch.exporter import check_options, dropped_names, quantization_config, write_companions, write_config
 from quark.torch.file2file import sources_of
 from quark.torch.layers import QuantLayer
@@ -87,18 +88,23 @@ def stream(
         **export,
         "model": fingerprint_of_files([source / "config.json", *files]),
         "calibration data": fingerprint_of_data(batches),
+        "processes": world(),
     }
     work = work or output.with_name(f"{output.name}.partial")
     with (
         replaced(model, plan) as layers,
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
-        run = _Run(model, layers, checkpoint, Manifest.open(work, settings), export, torch.device(device))
+        manifest = first_then_all(lambda first: Manifest.open(work, settings))
+        run = _Run(model, layers, checkpoint, manifest, export, torch.device(device))
         run.quantize(config, algorithms_of(config.algo_config or []), batches)
-        write_config(model, quantization_config(model, config, weight_format, pack_method), run.folder)
-        write_companions(model, source, None, run.folder)
-    replace_folder(run.folder, output)
-    run.manifest.remove()
+        wait()
+        if rank() == 0:
+            write_config(model, quantization_config(model, config, weight_format, pack_method), run.folder)
+            write_companions(model, source, None, run.folder)
+            replace_folder(run.folder, output)
+            manifest.remove()
+        wait()
     logger.info("Quantized %s to %s.", source, output)
 
 
@@ -124,13 +130,13 @@ class _Run:
         extra = [plain_entry(n, checkpoint.meta(n)) for n in dropped_names(model, checkpoint.names())]
         self.weights = FromDisk(model, checkpoint, sources_of(tensors, names, ties), ties, device)
         self.extra = [name for name, _, _ in extra]
-        shapes = stored_shapes([*planned, *extra])
-        self.places = create_shards(self.folder, shapes, export["max_shard_size"], keep=manifest.begun)
+        shapes, size, begun = stored_shapes([*planned, *extra]), export["max_shard_size"], manifest.begun
+        self.places = first_then_all(lambda first: create_shards(self.folder, shapes, size, keep=begun or not first))
         self.planned = {
             name: [stored_name(name, suffix) for suffix in shapes] for name, _, shapes in [*planned, *extra]
         }
-        manifest.verify(self.places)
-        manifest.save(State())
+        if rank() == 0:
+            manifest.verify(self.places)
         fill_buffers(model)
 
     def quantize(self, config: QConfig, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
@@ -139,13 +145,14 @@ class _Run:
         state = self.manifest.state()
         quantize_blocks(self.model, self.layers, algorithms, data, groups, self.weights, self._finish, state)
         names = find_blocks(self.model, blocks_path(algorithms))
+        if rank() > 0:
+            return
         outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in outside):
             own = {name for name in outside if name.rpartition(".")[0] == parent}
             if own <= set(self.extra):
                 for name in own:
-                    x = self.weights.checkpoint.stored(name)
-                    write_entry(name, {"": x}, self.places)
+                    write_entry(name, {"": self.weights.checkpoint.stored(name)}, self.places)
                 continue
             self.weights.bring(parent, recurse=False)
             if parent in self.layers:
@@ -160,12 +167,16 @@ class _Run:
         self.manifest.finish(block, {name: self.places[name] for name in written}, state)
 
     def _write(self, names: set[str]) -> None:
+        if rank() > 0:
+            return
         for name, make, _ in entries(self.model, *self.form, only=names):
             write_entry(name, make(), self.places)
 
 
 class FromDisk:
     """Brings the weights of a module from the checkpoint; takes them away with all that quantizing left there."""
+
+    whole = False
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
 from quark.torch.calibrate import naming, needs_range, quantizers_off
+from quark.torch.distributed import agree, merge_observers, part_of
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import input_groups, lockstep
@@ -59,7 +60,7 @@ def sweep(
             f"{', '.join(type(a).__name__ for a in stages)}: needs calibration data; pass a dataloader to quantize_model."
         )
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
-        calls = record_calls(model, names, data)
+        calls = record_calls(model, names, part_of(data))
         needs_float = any(stage.needs_float for stage in stages)
         hidden: list[torch.Tensor] | None = None
         float_hidden: list[torch.Tensor] | None = None
@@ -102,6 +103,7 @@ def _run(block: Block, stage: Algorithm, original: nn.Module | None) -> tuple[li
         block.float_calls if original is not None else (),
     )
     stage.leave(block)
+    agree(block.module)
     return outputs
 
 
@@ -120,6 +122,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterato
     for quantizer in waiting.values():
         quantizer.start_observing()
     yield
+    merge_observers(waiting)
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()
