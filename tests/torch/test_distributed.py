@@ -122,7 +122,8 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     settings = json.loads((partial / "manifest.json").read_text())["settings"]
     manifest = Manifest.open(partial, settings)
     assert manifest.begun and manifest.state().done == 1
-    assert sorted(path.name for path in partial.glob("inputs-1*")) == [f"inputs-1-{rank}.safetensors" for rank in (0, 1)]
+    inputs = sorted(path.name for path in partial.glob("inputs-1*"))
+    assert inputs == [f"inputs-1-{rank}.safetensors" for rank in (0, 1)]
 
 
 def spawn_and_join_all(work: Callable[[Path], None], folder: Path) -> None:
