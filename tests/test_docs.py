@@ -34,15 +34,13 @@ from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
 from quark.torch.algo_configs import ALGO_CONFIGS
-from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.enums import QuantizationMode
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS
 from quark.torch.loading import empty_params
 from quark.torch.observer import OBSERVER_CLASSES
 from quark.torch.quantization.config import config as config_address
-from quark.torch.specs import OBSERVER_METHODS, Int8PerTensorSpec, TQTSpec, TwoStageSpec
+from quark.torch.specs import OBSERVER_METHODS, TwoStageSpec
 from quark.torch.structure import SELECTORS
 from tests.tools.program import quark
 from tests.zoo import mlp
@@ -279,17 +277,11 @@ def test_readme_lists_what_is_registered() -> None:
 
 def test_what_readme_calls_not_there_yet_says_so() -> None:
     listed = README.read_text(encoding="utf-8").split("# What is not there yet\n", 1)[1].lower()
-    template, float_model = LLMTemplate.get("llama"), mlp()
+    template = LLMTemplate.get("llama")
     fused = mlp()
     fused.register_parameter("experts", torch.nn.Parameter(torch.zeros(2, 4, 4)))
-    weight = Int8PerTensorSpec().to_quantization_spec()
-    trained = QConfig(global_quant_config=QLayerConfig(weight=replace(weight, qat_spec=TQTSpec())))
     model = ModelQuantizer(template.get_config("int8_wo")).quantize_model(mlp())
     calls: list[Callable[[], object]] = [
-        lambda: ModelQuantizer(template.get_config("int8", kv_cache_scheme="fp8")),
-        lambda: ModelQuantizer(template.get_config("int8", attention_scheme="fp8")),
-        lambda: ModelQuantizer(replace(trained, quant_mode=QuantizationMode.fx_graph_mode)),
-        lambda: ModelQuantizer(trained).quantize_model(float_model),
         lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
         lambda: export_onnx(model, "out", ()),
         lambda: export_gguf(model, "out", "llama", "tokenizer"),

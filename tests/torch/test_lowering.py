@@ -12,7 +12,7 @@ from quark.core.rounding import RoundType
 from quark.core.scales import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import ConfigError
 from quark.torch import specs
 from quark.torch.config import QLayerConfig, QTensorConfig
 from quark.torch.lowering import lower_layer, lower_tensor, raise_layer, raise_tensor
@@ -208,9 +208,3 @@ def test_what_would_have_no_effect_is_refused() -> None:
     assert lower_layer(QLayerConfig(weight=percentile)).weight is not None
     with pytest.raises(ConfigError, match="PerBlockMXDiffsObserver would have no effect"):
         lower(specs.OCP_MXFP4DiffsSpec(-1, True))
-
-
-def test_qat_is_a_later_version() -> None:
-    config = QTensorConfig(**{**specs.Int8PerTensorSpec().to_quantization_spec().__dict__, "qat_spec": specs.TQTSpec()})
-    with pytest.raises(NotSupportedError, match="qat_spec"):
-        lower(config)

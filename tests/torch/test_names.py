@@ -25,8 +25,9 @@ PATHS = {
         PerTensorPercentileObserver PerTensorMSEObserver PerTensorHistogramObserver PerTensorHistogramObserverPro
         PerTensorPowOf2MinMaxObserver PerTensorPowOf2MinMSEObserver PerChannelMinMaxObserver PerGroupMinMaxObserver
         PerChannelPowOf2MinMaxObserver PerChannelPowOf2MinMSEObserver PerBlockMXObserver PerBlockMXDiffsObserver
-        PerBlockBFPObserver PerBlock2DMinMaxObserver UniformScalingObserver""",
+        PerBlockBFPObserver PerBlock2DMinMaxObserver UniformScalingObserver LSQObserver TQTObserver""",
     "quark.torch.quantization.config.template": "LLMTemplate",
+    "quark.torch.quantization.graph.ops.quant_stubs": "QuantStub DeQuantStub",
     "quark.torch.quantization.utils": "RuntimeOptions",
     "quark.torch.export": "ExporterConfig JsonExporterConfig OnnxExporterConfig",
     "quark.torch.export.config.config": "ExporterConfig JsonExporterConfig OnnxExporterConfig",

@@ -280,19 +280,6 @@ def test_an_excluded_block_without_a_star_is_refused() -> None:
     assert all(name.startswith("model.layers.1.") for name in quantized_layers(model))
 
 
-def test_fused_experts_are_refused_unless_excluded() -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    settings = MixtralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
-    with pytest.raises(NotSupportedError, match=r"experts\..*fused experts.*exclude"):
-        quantize(MixtralForCausalLM(settings), LayerSpec(weight=INT8))
-    model = quantize(MixtralForCausalLM(settings), LayerSpec(weight=INT8), exclude=["*experts*", "@output_head"])
-    assert {name.rsplit(".", 1)[-1] for name in quantized_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
 def test_siblings_share_the_global_scale_of_nvfp4() -> None:
     model = ModelQuantizer(LLMTemplate.get("llama").get_config("nvfp4")).quantize_model(tiny_llama(), token_batches())
     attention = model.model.layers[0].self_attn

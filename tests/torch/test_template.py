@@ -111,9 +111,17 @@ def test_kv_cache_and_attention() -> None:
     assert made.layer_quant_config["*q_proj"].output_tensors == FP8
     fused = LLMTemplate("x", ["*qkv"], "*qkv").get_config("fp8", kv_cache_scheme="fp8", attention_scheme="fp8")
     assert list(fused.layer_quant_config) == ["*qkv"]
-    for option in ("kv_cache_scheme", "attention_scheme"):
-        with pytest.raises(ConfigError, match=f"{option}: unknown scheme 'int8'. Possible: 'fp8'"):
-            config(**{option: "int8"})
+    assert config(kv_cache_scheme="int8").kv_cache_quant_config["*v_proj"].output_tensors.dtype is Dtype.int8
+    for option, possible in {"kv_cache_scheme": "'fp8', 'int8'", "attention_scheme": "'fp8'"}.items():
+        with pytest.raises(ConfigError, match=f"{option}: unknown scheme 'int4'. Possible: {possible}"):
+            config(**{option: "int4"})
+
+
+def test_families_whose_layers_make_keys_and_values_together() -> None:
+    made = LLMTemplate.get("phi3").get_config("int8_wo", kv_cache_scheme="fp8", attention_scheme="fp8")
+    assert list(made.kv_cache_quant_config) == list(made.layer_quant_config) == ["*qkv_proj"]
+    made = LLMTemplate.get("deepseek_v3").get_config("int8_wo", kv_cache_scheme="fp8", attention_scheme="fp8")
+    assert list(made.layer_quant_config) == ["*kv_b_proj", "*q_b_proj"]
 
 
 def test_algorithms() -> None:

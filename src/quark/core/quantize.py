@@ -34,6 +34,7 @@ __all__ = [
     "dequantize",
     "elementwise",
     "fake_quantize",
+    "fake_quantize_traceable",
     "quantize",
     "quantize_elements",
     "range_of",
@@ -137,8 +138,7 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
         out = namespace(x).empty_like(x)
     source, target = spec.split.blocks(x), spec.split.blocks(out)
     if spec.code_spec is not None or source.ndim == 0 or not (_is_view(source, x) and _is_view(target, out)):
-        y = dequantize(quantize(x, params, spec), params, spec)  # type: ignore[arg-type]
-        out[...] = astype(_saturate(y, x), dtype_name(x))
+        out[...] = fake_quantize_traceable(x, params, spec)
         return out
     scale = zero = None
     if params is not None:
@@ -157,8 +157,8 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
 def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
     """Scale and zero point of every element of a tensor of `shape`, quantized scales multiplied out; float32.
 
-    For solvers that quantize a tensor piece by piece with `quantize_elements`. Raises ConfigError where codes are quantized
-    once more, because then no element has a grid of its own.
+    For solvers that quantize a tensor piece by piece with `quantize_elements`. Raises ConfigError where codes are
+    quantized once more, because then no element has a grid of its own.
     """
     if spec.code_spec is not None:
         raise ConfigError(f"{spec}: codes that are quantized once more cannot be solved element by element.")
@@ -172,6 +172,14 @@ def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tu
 def quantize_elements(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:
     """fake_quantize of x under scales and zero points that broadcast against it; float32."""
     return _qdq(x, scale, zero, spec)
+
+
+def fake_quantize_traceable(x: Array, params: QParams | None, spec: TensorSpec) -> Array:
+    """The same values without views, chunks or `out`: slower, and torch.export can trace it."""
+    if params is None and not spec.is_cast:
+        params = compute_qparams(x, spec)
+    y = dequantize(quantize(x, params, spec), params, spec)  # type: ignore[arg-type]
+    return astype(_saturate(y, x), dtype_name(x))
 
 
 def _saturate(y: Array, x: Array) -> Array:

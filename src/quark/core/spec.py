@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import Enum
 
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerGroup, PerTensor
@@ -11,6 +12,15 @@ from quark.core.scales import ScaleRule, ScaleType
 from quark.errors import ConfigError
 
 SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}
+
+
+class Learning(Enum):
+    """How training changes a static scale; the formulas are in torch/learning.py."""
+
+    lsq = "lsq"
+    """Learned step size."""
+    tqt = "tqt"
+    """Trained threshold under a power-of-two scale."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class TensorSpec:
         observer: Name of the statistic that finds the range of a static tensor.
         scale_spec: Quantizes the scales themselves (NVFP4: FP8 scales under one float32 scale).
         code_spec: Quantizes the codes once more (int4 of FP8 codes).
+        learning: How training changes the scale; None keeps what calibration found.
     """
 
     dtype: Dtype
@@ -42,6 +53,7 @@ class TensorSpec:
     observer: str = "min_max"
     scale_spec: TensorSpec | None = None
     code_spec: TensorSpec | None = None
+    learning: Learning | None = None
 
     def __post_init__(self) -> None:
         if self.scale_spec and self.code_spec:
@@ -55,6 +67,16 @@ class TensorSpec:
             raise ConfigError(f"{self.dtype} shifts pairs: its block size must be even, got {self.granularity}.")
         if self.float_zero_point and (self.symmetric or self.dtype.is_float):
             raise ConfigError("A float zero point needs an asymmetric integer type.")
+        if self.learning is not None:
+            self._check_learning(self.learning)
+
+    def _check_learning(self, learning: Learning) -> None:
+        two_levels = self.scale_spec is not None or self.code_spec is not None
+        exact = self.scale_type is ScaleType.float32 and not self.dtype.is_block
+        if self.dynamic or self.is_cast or two_levels or not exact:
+            raise ConfigError(f"{learning.name.upper()} learns one static float32 scale; {self} has none.")
+        if learning is Learning.tqt and (self.dtype.is_float or not self.symmetric):
+            raise ConfigError(f"TQT trains the threshold of symmetric integers; got {self}.")
 
     @property
     def is_cast(self) -> bool:
@@ -94,6 +116,8 @@ class TensorSpec:
             parts.append(SHORT_SCALES.get(self.scale_type, self.scale_type.value))
         if self.dynamic:
             parts.append("dynamic")
+        if self.learning is not None:
+            parts.append(self.learning.name)
         second = self.scale_spec or self.code_spec
         text = " ".join(filter(None, parts))
         return f"{text} -> {second}{' on scales' if self.scale_spec else ''}" if second else text

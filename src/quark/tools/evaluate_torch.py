@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,14 +85,17 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
     """Weight SQNR and output SQNR in dB of each quantized layer, on one window.
 
     The output SQNR compares what the layer gives inside the quantized model with what it gives inside the float
-    model: errors of the layers before are part of it.
+    model: errors of the layers before are part of it. It is NaN for an expert that did not get the same number of
+    tokens in both, or none.
     """
     import torch
 
     from quark.core.metrics import sqnr
+    from quark.torch.passes import prepare
     from quark.torch.quantizer import quantized_layers
 
     layers = quantized_layers(after)
+    prepare(before, layers.__contains__)  # the same layers, where the model had them in another form
     float_outputs = _outputs(before, list(layers), window)
     outputs = _outputs(after, list(layers), window)
     damage = {}
@@ -99,7 +103,9 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
         for name, layer in layers.items():
             weight = before.get_submodule(name).weight
             decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
-            damage[name] = (sqnr(weight, decoded), sqnr(float_outputs[name], outputs[name]))
+            expected, found = float_outputs[name], outputs[name]
+            same = expected.shape == found.shape and found.numel() > 0
+            damage[name] = (sqnr(weight, decoded), sqnr(expected, found) if same else math.nan)
     return damage
 
 
@@ -133,6 +139,7 @@ def _summary(rows: dict[str, Result]) -> Table:
 
 def _worst_layers(damage: dict[str, tuple[float, float]], count: int) -> Table:
     table = Table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
-    for name, (weight, output) in sorted(damage.items(), key=lambda item: item[1][1])[:count]:
+    known = {name: pair for name, pair in damage.items() if not math.isnan(pair[1])}
+    for name, (weight, output) in sorted(known.items(), key=lambda item: item[1][1])[:count]:
         table.add_row(name, f"{weight:.1f}", f"{output:.1f}")
     return table

@@ -25,12 +25,15 @@ def plan(
     from quark.tools.models import load_meta_model
     from quark.tools.quantize_torch import scheme_config
     from quark.torch.checkpoint import predicted_bytes
-    from quark.torch.plan import make_plan
+    from quark.torch.passes import prepare
+    from quark.torch.plan import chooser, make_plan
 
     config = scheme_config(scheme, exclude, layer)
     meta = load_meta_model(model)
+    before = predicted_bytes(meta, None)
+    prepare(meta, chooser(config, meta).wanted)
     made = make_plan(config, meta)
     console = Console()
     console.print(made.table(meta))
-    before, after = predicted_bytes(meta, None), predicted_bytes(meta, made)
+    after = predicted_bytes(meta, made)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)

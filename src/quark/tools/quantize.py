@@ -22,6 +22,12 @@ Scheme = Annotated[
 Layer = Annotated[
     list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.", rich_help_panel=TORCH)
 ]
+KvCache = Annotated[
+    str | None, typer.Option(help="Quantize the key and value cache: fp8 or int8.", rich_help_panel=TORCH)
+]
+Attention = Annotated[
+    str | None, typer.Option(help="Quantize queries and attention probabilities: fp8.", rich_help_panel=TORCH)
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...", rich_help_panel=TORCH)]
 Dtype = Annotated[
     str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.", rich_help_panel=TORCH)
@@ -62,6 +68,8 @@ def quantize(
     force: Force = False,
     scheme: Scheme = None,
     layer: Layer = None,
+    kv_cache: KvCache = None,
+    attention: Attention = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     weight_format: WeightFormat = "real_quantized",
@@ -100,6 +108,8 @@ def quantize(
         samples=samples,
         exclude=exclude,
         layer=layer,
+        kv_cache=kv_cache,
+        attention=attention,
         device=device,
         dtype=dtype,
         weight_format=weight_format,

@@ -27,6 +27,8 @@ def quantize_folder(
     samples: int | None,
     exclude: list[str] | None,
     layer: list[str] | None,
+    kv_cache: str | None,
+    attention: str | None,
     device: str,
     dtype: str,
     weight_format: str,
@@ -39,12 +41,14 @@ def quantize_folder(
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.tools.models import folder_bytes
     from quark.torch.exporter import check_options
+    from quark.torch.skeleton import read_config
 
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
     check_options("quark", weight_format, pack_method, max_shard_size)
-    config = scheme_config(scheme, exclude, layer)
-    _require_calibration(scheme, layer, calib)
+    kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
+    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention)
+    _require_calibration(scheme, layer, [kv_cache, attention], calib)
     export = {
         "weight_format": weight_format,
         "pack_method": pack_method,
@@ -109,18 +113,26 @@ def fits_memory(weight_bytes: int) -> bool:
     return available is None or 1.5 * weight_bytes < available
 
 
-def _require_calibration(scheme: str, layers: list[str] | None, calib: Path | None) -> None:
+def _require_calibration(scheme: str, layers: list[str] | None, inside: list[str | None], calib: Path | None) -> None:
     """Raise before anything is loaded when a scheme has static activations and there is no text."""
     from quark.core.schemes import SCHEMES
 
-    static = [n for n in (scheme, *(item.rpartition("=")[2] for item in layers or [])) if SCHEMES[n].needs_data]
+    names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
+    static = [name for name in names if SCHEMES[name].needs_data] + [name for name in inside if name]
     if static and calib is None:
         raise CalibrationError(
             f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
         )
 
 
-def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | None) -> Any:
+def scheme_config(
+    scheme: str,
+    exclude: list[str] | None,
+    layers: list[str] | None,
+    kind: str = "auto",
+    kv_cache: str | None = None,
+    attention: str | None = None,
+) -> Any:
     """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
     from quark.torch import LLMTemplate
 
@@ -130,6 +142,12 @@ def scheme_config(scheme: str, exclude: list[str] | None, layers: list[str] | No
         if not separator:
             raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
         rules[pattern] = name
-    template = LLMTemplate.get("auto")
+    template = LLMTemplate.get(kind)
     default = list(template.exclude_layers_name)
-    return template.get_config(scheme, layer_config=rules, exclude_layers=default + (exclude or []))
+    return template.get_config(
+        scheme,
+        kv_cache_scheme=kv_cache,
+        attention_scheme=attention,
+        layer_config=rules,
+        exclude_layers=default + (exclude or []),
+    )

@@ -67,11 +67,28 @@ class AutoSmoothQuantConfig(AlgoConfig):
     compute_scale_loss: str | None = "MSE"
 
 
+@checked
+@dataclass(frozen=True)
+class ImportanceScaleConfig(AlgoConfig):
+    """Weight scales that minimise the square error weighted by the second moments of the inputs; quark's own name."""
+
+    name: str = "importance"
+    inside_layer_modules: Modules = field(default_factory=list)
+    model_decoder_layers: str = ""
+
+
 class _ColumnOrder:
-    """What the GPTQ family has in common."""
+    """What the GPTQ family has in common.
+
+    Beside the documented fields: `group_aware_order` orders groups, and the columns within each, by importance, so that
+    scales may still be found on the way (desc_act=False, static_groups=False); `refine_passes` rounds of coordinate
+    descent follow the first solution, none of which makes the layer's error larger.
+    """
 
     desc_act: bool
     static_groups: bool
+    group_aware_order: bool
+    refine_passes: int
 
     def _check(self) -> None:
         if self.desc_act and not self.static_groups:
@@ -79,6 +96,12 @@ class _ColumnOrder:
                 f"{type(self).__name__}: desc_act=True needs static_groups=True: reordered columns would mix "
                 "groups. Set static_groups=True or desc_act=False."
             )
+        if self.desc_act and self.group_aware_order:
+            raise ConfigError(
+                f"{type(self).__name__}: group_aware_order takes the place of desc_act; set desc_act=False."
+            )
+        if self.refine_passes < 0:
+            raise ConfigError(f"{type(self).__name__}.refine_passes: {self.refine_passes} is below 0.")
 
 
 @checked
@@ -93,6 +116,8 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
     static_groups: bool = True
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
+    group_aware_order: bool = False
+    refine_passes: int = 2
 
 
 @checked
@@ -108,6 +133,8 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
     static_groups: bool = True
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
+    group_aware_order: bool = False
+    refine_passes: int = 2
 
 
 @checked
@@ -123,6 +150,8 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     static_groups: bool = True
     alpha: float = 1e-3
     beta: float = 1e4
+    group_aware_order: bool = False
+    refine_passes: int = 2
 
 
 @checked
@@ -238,6 +267,7 @@ for _name, _class in {
     "gptq": GPTQConfig,
     "gptaq": GPTAQConfig,
     "qronos": QronosConfig,
+    "importance": ImportanceScaleConfig,
     "rotation": RotationConfig,
     "quarot": QuaRotConfig,
     "autoround": AutoRoundConfig,

@@ -24,13 +24,17 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
 from quark.torch.calibrate import (
     calibrate_weights,
+    finish_ranges,
     observing,
     quantizers_off,
     share_scales,
     waiting_activations,
 )
+from quark.torch.config import QConfig
 from quark.torch.distributed import part_of
+from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
+from quark.torch.moe import sibling_groups
 from quark.torch.sweep import blocks_path, is_inside, sweep_block, with_hidden
 
 
@@ -103,9 +107,9 @@ def quantize_blocks(
     layers: Mapping[str, QuantLayer],
     algorithms: Sequence[Algorithm],
     data: Iterable[Any] | None,
-    shared_scale_groups: Sequence[Sequence[str]],
+    config: QConfig,
     weights: Weights,
-    finish: Callable[[str, State], None],
+    finish: Callable[[str, State], None] = lambda block, state: None,
     state: State | None = None,
 ) -> None:
     """Quantize the layers in the blocks of a model; those outside are left to the caller.
@@ -115,7 +119,7 @@ def quantize_blocks(
         layers: Full name -> quantized layer.
         algorithms: In the order in which they run.
         data: Calibration batches; None where nothing needs them.
-        shared_scale_groups: Leaf names of layers with one second-level weight scale.
+        config: Of the model: which layers share scales.
         weights: Brings and takes the weights.
         finish: Called with each finished block while its weights are there, and with what going on needs.
         state: Where an earlier run stopped.
@@ -125,7 +129,8 @@ def quantize_blocks(
         NotSupportedError: A static activation outside the blocks, or an algorithm that changes the whole model.
     """
     state = state or State()
-    names = find_blocks(model, blocks_path(algorithms))
+    names = find_blocks(model, blocks_path(model, algorithms))
+    _refuse_attention(config)
     if not weights.whole:
         _refuse_whole(algorithms)
     for algorithm in algorithms:
@@ -143,7 +148,7 @@ def quantize_blocks(
         inside = {layer: module for layer, module in layers.items() if is_inside(layer, name)}
         weights.bring(name)
         try:
-            state = State(index + 1, *_quantize_block(model, name, inside, own, stages, shared_scale_groups, state))
+            state = State(index + 1, *_quantize_block(model, name, inside, own, stages, config, state))
             finish(name, state)
         finally:
             weights.take(name)
@@ -155,7 +160,7 @@ def _quantize_block(
     inside: Mapping[str, QuantLayer],
     calls: list[Call],
     stages: Sequence[Algorithm],
-    shared_scale_groups: Sequence[Sequence[str]],
+    config: QConfig,
     state: State,
 ) -> tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]:
     """Quantize one block; its outputs, and those of the float block."""
@@ -163,19 +168,21 @@ def _quantize_block(
     own = with_hidden(calls, state.hidden)
     hidden: list[torch.Tensor] | None = None
     float_hidden: list[torch.Tensor] | None = None
+    groups = sibling_groups(model, config.shared_scale_groups)
     with torch.no_grad(), evaluating(module):
         if stages:
-            block = Block(
-                name, module, own, with_hidden(calls, state.float_hidden or state.hidden), shared_scale_groups
-            )
+            sync = config.sync_moe_expert_input_amax
+            block = Block(name, module, own, with_hidden(calls, state.float_hidden or state.hidden), groups)
             with quantizers_off(inside.values()):
-                hidden, float_hidden = sweep_block(block, inside, stages, any(stage.needs_float for stage in stages))
+                hidden, float_hidden = sweep_block(block, inside, stages, any(s.needs_float for s in stages), sync)
         calibrate_weights(inside)
-        share_scales(inside, shared_scale_groups)
+        share_scales(inside, groups)
         waiting = waiting_activations(inside)
         if calls and (waiting or not stages):
-            with observing(inside, waiting):
+            everything = [m for layer in inside.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+            with observing(everything, waiting):
                 outputs = [call.run(module) for call in own]
+            finish_ranges(waiting, config)
             hidden = hidden or outputs
     return hidden, float_hidden
 
@@ -195,6 +202,13 @@ def _record(
         )
     with weights.around(names), quantizers_off(layers.values()):
         return record_calls(model, names, part_of(data))
+
+
+def _refuse_attention(config: QConfig) -> None:
+    """Raise NotSupportedError for scales that belong to the attention of all blocks."""
+    for name in ("kv_cache_quant_config", "softmax_quant_spec"):
+        if getattr(config, name):
+            raise NotSupportedError(f"{name} is not possible block by block. Possible: quantize_model, standard flow.")
 
 
 def _refuse_whole(algorithms: Sequence[Algorithm]) -> None:

@@ -74,12 +74,12 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[str]:
                 f"model_decoder_layers={path!r} is no list of modules. Possible: {', '.join(lists) or 'none here'}."
             )
         return [f"{path}.{index}" for index in range(len(found))]
-    lists = {name: module for name, module in model.named_modules() if _is_stack(module)}
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
+    outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if not outer:
         return [WHOLE]
-    largest = max(outer, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    return [f"{largest}.{index}" for index in range(len(lists[largest]))]  # type: ignore[arg-type]
+    largest = max(outer, key=lambda name: sum(p.numel() for p in stacks[name].parameters()))
+    return [f"{largest}.{name}" for name, _ in stacks[largest].named_children()]
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -108,7 +108,7 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
         for batch in data:
             try:
                 forward_batch(model, batch, device)
-            except _LastBlockReached:
+            except _LastBlockReachedError:
                 pass
             except TypeError as error:
                 raise CalibrationError(
@@ -123,7 +123,7 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
     return calls
 
 
-class _LastBlockReached(Exception):
+class _LastBlockReachedError(Exception):
     """Nothing behind the last block needs to run."""
 
 
@@ -138,20 +138,20 @@ def _passing_through(model: nn.Module, names: list[str], calls: dict[str, list[C
             call = _as_call(name, args, kwargs)
             calls[name].append(call)
             if name == names[-1]:
-                raise _LastBlockReached
+                raise _LastBlockReachedError
             if not form:
                 form.append(_form(name, forward(*args, **kwargs)))
             return call.hidden if form[0] is None else form[0]((call.hidden,))
 
         return record
 
-    configs = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "use_cache")]
+    configs: list[Any] = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "use_cache")]
     caches = [(config, config.use_cache) for config in configs]
     try:
         for config in configs:
             config.use_cache = False  # a cache would grow with each run of a block
         for name, block in blocks.items():
-            block.forward = recorder(name, block.forward)  # type: ignore[method-assign]
+            block.forward = recorder(name, block.forward)
         yield
     finally:
         for block in blocks.values():

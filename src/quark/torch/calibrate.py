@@ -16,9 +16,13 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
+from quark.torch.attention import probability_quantizers
+from quark.torch.config import QConfig
 from quark.torch.distributed import merge_observers, part_of
 from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.kv_cache import floor_cache_scales, share_cache_ranges
 from quark.torch.layers import QuantLayer
+from quark.torch.moe import settle_experts
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
@@ -33,15 +37,19 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     for name, layer in progress(layers.items(), "weights", total=len(layers)):
         for role in ("weight", "bias"):
             quantizer = layer.quantizer(role)
-            if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.params is not None:
-                continue
-            tensor = getattr(layer, role).detach()
-            if tensor.is_meta:
-                raise CalibrationError(f"{name}.{role} is on the meta device (offloaded or not loaded): load it first.")
-            if quantizer.spec.is_cast:
-                continue
-            with naming(f"{name}.{role}"):
-                quantizer.store(tensor_qparams(tensor, quantizer.spec))
+            if isinstance(quantizer, FakeQuantize):
+                calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
+
+
+def calibrate_tensor(name: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
+    """Find the scale of one known tensor, unless it has one. Raises NonFiniteError, which names it."""
+    if quantizer.spec.dynamic or quantizer.params is not None:
+        return
+    if x.is_meta:
+        raise CalibrationError(f"{name} is on the meta device (offloaded or not loaded): load it first.")
+    if not quantizer.spec.is_cast:
+        with naming(name):
+            quantizer.store(tensor_qparams(x, quantizer.spec))
 
 
 def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
@@ -98,14 +106,47 @@ def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec)
     return quantize_scales(first, QParams(largest), spec.scale_spec)
 
 
-def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None) -> None:
+def calibrate_activations(
+    model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None, config: QConfig
+) -> None:
     """Run the data through the float model and fix the static scales of inputs and outputs.
+
+    Args:
+        model, layers: The model and its quantized layers.
+        data: The batches.
+        config: Of the model: it says which of them share a range.
 
     Raises:
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
         NonFiniteError: An activation held NaN or Inf; names the layer.
     """
-    quantizers = waiting_activations(layers)
+    quantizers = {
+        f"{name}.{role}": quantizer
+        for name, layer in layers.items()
+        for role in ("input", "output")
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize)
+    } | probability_quantizers(model)
+    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    calibrate_tensors(model, quantizers, everything, data, config)
+
+
+def calibrate_tensors(
+    model: nn.Module,
+    quantizers: Mapping[str, FakeQuantize],
+    everything: Sequence[FakeQuantize],
+    data: Iterable[Any] | None,
+    config: QConfig,
+) -> None:
+    """Fix the static scales of live tensors.
+
+    Args:
+        model: Holds the quantizers; runs in float.
+        quantizers: Those of live tensors, by the names that messages have.
+        everything: These and those of the weights.
+        data: Batches.
+        config: Which quantizers share a range or have a least scale.
+    """
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if needs_range(quantizer)}
     if not quantizers:
         return
     if data is None:
@@ -113,9 +154,21 @@ def calibrate_activations(model: nn.Module, layers: Mapping[str, QuantLayer], da
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with observing(layers, quantizers):
+    with observing(everything, quantizers):
         if run_batches(model, part_of(data)) == 0:
             raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    finish_ranges(quantizers, config)
+
+
+def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> None:
+    """Fix the scales of quantizers that have observed, on all ranks."""
+    merge_observers(quantizers)
+    settle_experts(quantizers, config.sync_moe_expert_input_amax)
+    share_cache_ranges(config, quantizers)
+    for name, quantizer in quantizers.items():
+        with naming(name):
+            quantizer.finish_observing()
+    floor_cache_scales(config, quantizers)
 
 
 def waiting_activations(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuantize]:
@@ -135,22 +188,23 @@ def needs_range(quantizer: FakeQuantize) -> bool:
 
 
 @contextmanager
-def observing(layers: Mapping[str, QuantLayer], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
-    """Within: the quantizers given observe, all others are off, so that the float model runs. Then scales are fixed."""
-    with quantizers_off(layers.values()):
+def observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+    """Within: the quantizers given observe, all others are off, so that the float model runs."""
+    with _off(everything):
         for quantizer in quantizers.values():
             quantizer.start_observing()
         yield
-    merge_observers(quantizers)
-    for name, quantizer in quantizers.items():
-        with naming(name):
-            quantizer.finish_observing()
 
 
 @contextmanager
 def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
     """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
-    everything = [m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]
+    with _off([m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]):
+        yield
+
+
+@contextmanager
+def _off(everything: Sequence[FakeQuantize]) -> Iterator[None]:
     modes = [(quantizer, quantizer.mode) for quantizer in everything]
     for quantizer in everything:
         if quantizer.mode is not Mode.baked:
@@ -183,7 +237,8 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
 def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
     try:
         forward_batch(model, batch, device)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
+        # An exported graph asserts the shapes that it was exported with.
         raise CalibrationError(
             f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
         ) from error

@@ -14,15 +14,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
+from quark.torch.attention import probability_quantizers
 from quark.torch.calibrate import needs_range
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.loading import empty_activation, empty_params
+from quark.torch.online import BUFFER, input_rotations, stored_matrix
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
 from quark.torch.tensor_file import Place, TensorFile, create_file, write_tensor
@@ -44,7 +47,9 @@ def entries(
     `only` names the source tensors to make entries for, where not all are wanted.
     """
     layers = quantized_layers(model)
+    probabilities = probability_quantizers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
+    quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.startswith(quantizer_names) or (only is not None and name not in only):
@@ -66,6 +71,11 @@ def entries(
         for entry in _activation_entries(name, layer, layout):
             if only is None or entry[0] in only:
                 yield entry
+    for name, quantizer in probabilities.items() if only is None else ():
+        assert quantizer.params is not None
+        yield _entry(name, layout(quantizer.spec, torch.float32).store_params(quantizer.params))
+    for name, rotation in input_rotations(model) if only is None else ():
+        yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
@@ -82,6 +92,10 @@ def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout
         return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
 
     return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
+
+
+def _rotation_entry(name: str, rotation: Rotation) -> Entry:
+    return name, lambda: {"": stored_matrix(rotation)}, {"": stored_matrix(rotation, "meta")}
 
 
 def _activation_entries(name: str, layer: QuantLayer, layout_class: type[Layout]) -> Iterator[Entry]:

@@ -53,7 +53,7 @@ class QTensorConfig:
         scale_type: Type of the scale; `float` is the model's dtype.
         scale_format: Type of the scale of a float group: "e8m0", "e4m3", "e5m3" or "float32".
         scale_calculation_mode: Rule of the e8m0 exponent: "even", "floor" or "ceil".
-        qat_spec: Quantization-aware training; not in this version.
+        qat_spec: A TQTSpec, which says where TQTObserver starts; LSQObserver needs none.
         mx_element_dtype: Element type of Dtype.mx.
         zero_point_type: Type of the zero point.
         is_scale_quant: Second of two configs: it quantizes the scales of the first.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.core.rounding import RoundType
 from quark.core.scales import ScaleRule, ScaleType
+from quark.core.spec import Learning
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.enums import Dtype, QSchemeType, ZeroPointType
 from quark.torch.observer import OBSERVER_CLASSES
@@ -94,6 +95,7 @@ def check_tensor(config: QTensorConfig) -> None:
     _check_split(config, kind)
     _check_scale(config, kind)
     _check_observer(config, kind)
+    _check_training(config)
 
 
 def _check_mx(config: QTensorConfig) -> None:
@@ -162,6 +164,21 @@ def _check_observer(config: QTensorConfig, kind: str) -> None:
             f"QTensorConfig.observer_cls={cls.__name__} does not belong to qscheme {scheme.name}. "
             f"Possible: {', '.join(fitting)}."
         )
+
+
+def _check_training(config: QTensorConfig) -> None:
+    learning = config.observer_cls.learning if config.observer_cls else None
+    if config.qat_spec is not None and not hasattr(config.qat_spec, "threshold_init_meth"):
+        raise ConfigError(f"QTensorConfig.qat_spec: expected a TQTSpec, got {type(config.qat_spec).__name__}.")
+    if config.qat_spec is not None and learning is not Learning.tqt:
+        raise ConfigError("QTensorConfig.qat_spec=TQTSpec(...) goes with observer_cls=TQTObserver, which trains.")
+    if learning is None:
+        return
+    name = config.observer_cls.__name__  # type: ignore[union-attr]
+    if config.is_dynamic:
+        raise ConfigError(f"QTensorConfig.observer_cls={name} trains a static scale: is_dynamic=False.")
+    if learning is Learning.tqt and (kind_of(config.dtype) != "integer" or config.symmetric is False):
+        raise ConfigError(f"QTensorConfig.observer_cls={name} trains symmetric integers; see LSQObserver for others.")
 
 
 def check_layer(config: QLayerConfig) -> None:

@@ -8,23 +8,30 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from quark import __version__
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.log import logger
+from quark.torch.attention import attention_modules, probability_quantizers
 from quark.torch.checkpoint import Entry, entries, plain_entry, read_tensors, shard_files, write_shards
 from quark.torch.config import QConfig
 from quark.torch.distributed import rank, shared_folder
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS
+from quark.torch.hub_names import published_names
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.online import record_rotations
+from quark.torch.passes import unconverted
+from quark.torch.plan import chooser
 from quark.torch.quantizer import quantized_layers
+from quark.torch.structure import routers
 
 LATER_MODES = ("awq", "fp8")
 SIDE_FILES = re.compile(
@@ -72,7 +79,9 @@ def export_safetensors(
             f"export_safetensors writes transformers models; {type(model).__name__} has no transformers config. "
             "Possible: quark.torch.save_params, which stores any module."
         )
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode]))
+    publish = published_names(model)
+    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, FORMATS[custom_mode])
+    items = [(publish(name), make, shapes) for name, make, shapes in made]
     source = _source_folder(model)
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
@@ -98,13 +107,14 @@ def check_options(custom_mode: str, weight_format: str, pack_method: str, max_sh
 
 def quantization_config(model: nn.Module, config: QConfig, weight_format: str, pack_method: str) -> dict[str, Any]:
     """The `quantization_config` of config.json: the config with excludes resolved, what the user wrote beside it."""
-    stored = config.to_dict()
+    stored = record_rotations(config.to_dict(), model)
     patterns = stored["exclude"]
-    stored["exclude"] = [
-        name
-        for name, module in model.named_modules()
-        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
-    ]
+    stored["exclude"] = _excluded_names(model, config)
+    # Readers look for the patterns of the cache among the layers, too.
+    own = config.layer_type_quant_config.get(nn.Linear, config.global_quant_config)
+    for pattern, cache in config.kv_cache_quant_config.items():
+        layer = replace(own, output_tensors=cache.output_tensors)
+        stored["layer_quant_config"].setdefault(pattern, layer.to_dict())
     export = {
         "kv_cache_group": list(config.kv_cache_group),
         "min_kv_scale": config.min_kv_scale,
@@ -113,6 +123,27 @@ def quantization_config(model: nn.Module, config: QConfig, weight_format: str, p
         "weight_merge_groups": None,
     }
     return {"quant_method": "quark", **stored, "exclude_patterns": patterns, "export": export}
+
+
+def _excluded_names(model: nn.Module, config: QConfig) -> list[str]:
+    """Everything that stays in float and could be taken for quantized, as the module and as checkpoints call it."""
+    publish = published_names(model)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if layer_class(module) and not isinstance(module, ONLY_WHEN_NAMED)
+    ]
+    layers = quantized_layers(model)
+    # Routers are linear layers in runtimes, whatever class transformers has for them.
+    names += sorted(routers(model) - layers.keys() - set(names))
+    # A layer without weights to quantize whose output feeds the cache is excluded and quantized at once.
+    excludes = chooser(config, model).excludes
+    names += [name for name in layers if excludes(name)]
+    if config.softmax_quant_spec is not None:
+        quantized = probability_quantizers(model)
+        names += [name for name in attention_modules(model) if f"{name}.prob_output" not in quantized]
+    names += unconverted(model)
+    return list(dict.fromkeys(form for name in names for form in (name, publish(name))))
 
 
 def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:
@@ -175,6 +206,8 @@ class ModelExporter:
 def _quantized_config(model: nn.Module) -> QConfig:
     config = getattr(model, "quant_config", None)
     layers = quantized_layers(model)
+    if isinstance(model, fx.GraphModule):
+        raise ConfigError("A graph has no safetensors layout. Possible: save_params(..., quant_mode=fx_graph_mode).")
     if not isinstance(config, QConfig) or not layers:
         raise ConfigError("Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized.")
     if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):

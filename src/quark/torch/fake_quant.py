@@ -1,24 +1,24 @@
 """FakeQuantize: the module that stands where a tensor is quantized. One class for weights, biases and activations.
 
-The gradient is straight-through: dL/dx = dL/dy.
+Gradients pass; see learning.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import nn
 
 from quark.core.granularity import PerTensor
 from quark.core.observers import OBSERVERS, Observer
-from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales
+from quark.core.quantize import compute_qparams, fake_quantize, fake_quantize_traceable, quantize_scales
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
+from quark.torch.learning import TrainableFakeQuantize, learned_scale, learned_value
 
 Extras = Mapping[str, torch.Tensor]
 """Tensors of one role beside scale and zero point, by their suffix in the file: "scale_2", "zero_point_2", "shift"."""
@@ -47,12 +47,14 @@ class FakeQuantize(nn.Module):
         scale, zero_point: Buffers, shaped `spec.split.scale_shape(x.shape)`; None until calibrated, and for ever
             where the tensor is dynamic or the type has none.
         scale_2, zero_point_2: The same of the second level.
+        learned: What an optimizer trains where the spec asks for LSQ or TQT, until `settle`; else None.
     """
 
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
     scale_2: torch.Tensor | None
     zero_point_2: torch.Tensor | None
+    learned: nn.Parameter | None
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__()
@@ -61,6 +63,7 @@ class FakeQuantize(nn.Module):
         self.observer: Observer | None = None
         for name in ("scale", "zero_point", "scale_2", "zero_point_2"):
             self.register_buffer(name, None)
+        self.register_parameter("learned", None)
 
     def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         """Return x quantized; `extras` are tensors that a loaded checkpoint keeps on the layer (second level)."""
@@ -70,9 +73,13 @@ class FakeQuantize(nn.Module):
             assert self.observer is not None
             self.observer.update(x.detach())
             return x
-        second = second_level_of(extras or {})
-        result: torch.Tensor = _StraightThrough.apply(x, self.params_for(x, second), self.spec)  # type: ignore[no-untyped-call]
-        return result
+        params = self.params_for(x, second_level_of(extras or {}))
+        if torch.compiler.is_exporting():
+            return fake_quantize_traceable(x, params, self.spec)
+        if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
+            y: torch.Tensor = TrainableFakeQuantize.apply(x, self.learned, params, self.spec)  # type: ignore[no-untyped-call]
+            return y
+        return fake_quantize(x.detach().contiguous(), params, self.spec)
 
     def params_for(self, x: torch.Tensor, second: QParams | None = None) -> QParams | None:
         """The scales that x is quantized with: the stored ones, or those of x itself."""
@@ -90,6 +97,8 @@ class FakeQuantize(nn.Module):
     @property
     def params(self) -> QParams | None:
         """The stored scale and zero point, or None."""
+        if self.learned is not None:
+            self.scale = learned_scale(self.learned, self.spec)
         if self.scale is None:
             return None
         return QParams(self.scale, self.zero_point, self._second)
@@ -102,7 +111,16 @@ class FakeQuantize(nn.Module):
         """Keep scale and zero point; from now on the tensor is quantized with them."""
         self.scale, self.zero_point = params.scale, params.zero_point
         self._store_second(params.second)
+        if self.spec.learning is not None:
+            self.learned = nn.Parameter(learned_value(params.scale, self.spec))
+            self.scale = learned_scale(self.learned, self.spec)
         self.mode = Mode.quantize
+
+    def settle(self) -> None:
+        """End training: the scale stays as it is."""
+        if self.learned is not None:
+            self.scale = learned_scale(self.learned, self.spec)
+            self.learned = None
 
     def _store_second(self, second: QParams | None) -> None:
         if second is not None:
@@ -129,6 +147,16 @@ class FakeQuantize(nn.Module):
             self.store(self.observer.qparams())
         self.observer, self.mode = None, Mode.quantize
 
+    @staticmethod
+    def share_observed(quantizers: Sequence[FakeQuantize]) -> None:
+        """Let quantizers that observe have one statistic: that of all values that any of them saw."""
+        seen = [quantizer.observer for quantizer in quantizers if quantizer.observer is not None]
+        merged = type(seen[0])(seen[0].spec)
+        for observer in seen:
+            merged.merge(observer)
+        for quantizer in quantizers:
+            quantizer.observer = merged
+
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.mode.value}"
 
@@ -136,16 +164,3 @@ class FakeQuantize(nn.Module):
 def second_level_of(extras: Extras) -> QParams | None:
     """The second level among a layer's extra tensors."""
     return QParams(extras["scale_2"], extras.get("zero_point_2")) if "scale_2" in extras else None
-
-
-class _StraightThrough(torch.autograd.Function):
-    """fake_quantize with the gradient of the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, params: QParams | None, spec: TensorSpec) -> torch.Tensor:
-        result: torch.Tensor = fake_quantize(x.contiguous(), params, spec)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient, None, None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, FormatError, QuarkError
+from quark.errors import ConfigError, FormatError, NotSupportedError, QuarkError
 from quark.log import logger, progress
 from quark.torch.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint import (
@@ -38,7 +38,8 @@ from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer
 from quark.torch.loading import REAL_QUANTIZED
-from quark.torch.plan import Plan, make_plan
+from quark.torch.passes import prepare, undo
+from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.quantizer import quantized_layers, replaced
 from quark.torch.skeleton import build_skeleton, read_config, source_names, tied_names
 from quark.torch.source import Source, quantization_of
@@ -113,6 +114,7 @@ def quantize_files(
     )
     checkpoint = Source(conversion.files, conversion.quantization)
     model = build_skeleton(source, checkpoint.dtype())
+    refuse_passes(config, model)
     plan = make_plan(config, model)
     _refuse_data(config, plan)
     with shared_folder(output, overwrite) as folder, replaced(model, plan):
@@ -132,12 +134,26 @@ def quantize_files(
     logger.info("Quantized %s to %s.", source, output)
 
 
+def refuse_passes(config: QConfig, model: torch.nn.Module) -> None:
+    """Raise NotSupportedError for layers that a model in memory takes apart first: their tensors have other names."""
+    taken = prepare(model, chooser(config, model).wanted)
+    undo(model, taken)
+    for name, module in taken.items():
+        raise NotSupportedError(
+            f"{name} ({type(module).__name__}) is taken apart before it is quantized, which needs the model in memory. "
+            "Possible: quantize_model, or exclude it."
+        )
+
+
 def _refuse_data(config: QConfig, plan: Plan) -> None:
     """Raise ConfigError for what needs the model to run."""
     why = "file to file never runs the model. Possible: a weight-only or dynamic scheme, or quantize_model with data."
     if config.algo_config:
         names = ", ".join(type(algorithm).__name__ for algorithm in config.algo_config)
         raise ConfigError(f"algo_config ({names}) needs calibration data, and {why}")
+    for name in ("kv_cache_quant_config", "softmax_quant_spec"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} needs calibration data, and {why}")
     for name, spec in plan.layers.items():
         for role in ("input", "output"):
             tensor = getattr(spec, role)

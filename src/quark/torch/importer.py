@@ -13,9 +13,11 @@ from torch import nn
 from quark.errors import ConfigError, FormatError, MissingDependencyError
 from quark.torch.checkpoint import read_tensors, shard_files
 from quark.torch.config import QConfig
+from quark.torch.hub_names import published_names
 from quark.torch.layers import ROLES
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
-from quark.torch.quantizer import quantized_layers, set_submodule
+from quark.torch.quantizer import quantized_layers
+from quark.torch.structure import set_submodule
 
 
 def import_model_from_safetensors(
@@ -85,9 +87,12 @@ def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: 
 def _fill(model: nn.Module, files: list[Path]) -> None:
     layers = quantized_layers(model)
     own = dict(model.state_dict(keep_vars=True))
+    publish = published_names(model)
+    # A checkpoint may use the names of the module or the published ones.
+    names = {name: name for name in own} | {publish(name): name for name in own}
     loaded: dict[str, torch.Tensor] = {}
     for stored, tensor in read_tensors(files):
-        name = _module_name(stored, own)
+        name = _module_name(stored, names)
         if name is None:
             continue
         if own[name].shape != tensor.shape:
@@ -104,16 +109,16 @@ def _fill(model: nn.Module, files: list[Path]) -> None:
         _assign(model.get_submodule(parent), leaf, tensor, quantized=parent in layers)
 
 
-def _module_name(stored: str, own: dict[str, torch.Tensor]) -> str | None:
+def _module_name(stored: str, names: dict[str, str]) -> str | None:
     """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
-    if stored in own:
-        return stored
-    for role in ROLES:
+    if stored in names:
+        return names[stored]
+    for role in (*ROLES, "prob_output"):
         for kind in ("scale", "zero_point"):
             parent, found, rest = stored.rpartition(f".{role}_{kind}")
             candidate = f"{parent}.{role}_quantizer.{kind}"
-            if found and not rest and candidate in own:
-                return candidate
+            if found and not rest and candidate in names:
+                return names[candidate]
     return None
 
 

@@ -14,13 +14,16 @@ from torch import nn
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
+from quark.torch.attention import probability_quantizers, quantize_attention
 from quark.torch.config import QConfig
-from quark.torch.fake_quant import Extras, FakeQuantize
+from quark.torch.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.plan import make_plan
-from quark.torch.quantizer import set_submodule
+from quark.torch.online import hold_rotations
+from quark.torch.passes import prepare, undo
+from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.structure import set_submodule
 
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 
@@ -73,10 +76,24 @@ def map_to_stored(
     Returns:
         The float layers that were replaced, by name.
     """
-    plan = make_plan(config, model, strict=False)
-    originals = {}
+    originals = prepare(model, chooser(config, model).wanted)
+    try:
+        _hold_layers(model, make_plan(config, model, strict=False), pack_method, weight_format, originals)
+        _hold_attention(model, config)
+        rotation = config.get_rotation_config()
+        if rotation is not None:
+            hold_rotations(model, rotation)
+    except BaseException:
+        undo(model, originals)
+        raise
+    return originals
+
+
+def _hold_layers(
+    model: nn.Module, plan: Plan, pack_method: str, weight_format: str, originals: dict[str, nn.Module]
+) -> None:
     for name, spec in plan.layers.items():
-        module = originals[name] = model.get_submodule(name)
+        module = model.get_submodule(name)
         quantized = layer_class(module)
         assert quantized is not None
         layer = quantized.from_float(module, spec)
@@ -85,7 +102,21 @@ def map_to_stored(
         for role in ("input", "output"):
             _hold_activation(layer, role)
         set_submodule(model, name, layer)
-    return originals
+        if not any(name == done or name.startswith(f"{done}.") for done in originals):
+            originals[name] = module
+
+
+def _hold_attention(model: nn.Module, config: QConfig) -> None:
+    """Add what acts inside attention, with buffers for its scales."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+    quantize_attention(model, config, layers)
+    for name, quantizer in probability_quantizers(model).items():
+        device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
+        params = empty_params(quantizer.spec, ())
+        assert params is not None
+        tensors = _on_device(QuarkLayout(quantizer.spec, torch.float32).store_params(params), device)
+        quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
+        quantizer.mode = Mode.quantize
 
 
 def _hold_stored(layer: QuantLayer, role: str, pack_method: str, real: bool) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
@@ -95,8 +95,8 @@ class Stop:
     def _require_tokens(self) -> None:
         if self.count == 0:
             raise CalibrationError(
-                f"{self}: no calibration token reaches these layers (experts that the router never chose?). Use more or "
-                "other data, or exclude them."
+                f"{self}: no calibration token reaches these layers (experts that the router never chose?). "
+                "Use more or other data, or exclude them."
             )
 
 
@@ -106,18 +106,23 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def input_groups(block: nn.Module, layers: Sequence[str], call: Call) -> list[tuple[str, ...]]:
-    """Names of the layers (relative to the block) that read the same tensor, in the order in which they run."""
-    groups: dict[Any, list[str]] = {}
+    """Names of the layers (relative to the block) that read the same tensor one after the other, in running order.
+
+    A layer that reads it after others have run (kv_a_proj of DeepSeek, after q_b_proj) is a group of its own.
+    """
+    groups: list[tuple[Any, list[str]]] = []
     alive = []  # a freed tensor's address may be given to another one
 
     def note(name: str, x: torch.Tensor) -> None:
         alive.append(x)
         place = (x.data_ptr(), tuple(x.shape), x.stride(), x._version) if x.numel() else id(x)
-        groups.setdefault(place, []).append(name)
+        if not groups or groups[-1][0] != place:
+            groups.append((place, []))
+        groups[-1][1].append(name)
 
     with _hooked(block, layers, note):
         call.run(block)
-    return [tuple(dict.fromkeys(names)) for names in groups.values()]
+    return [tuple(dict.fromkeys(names)) for _, names in groups]
 
 
 def lockstep(
@@ -171,7 +176,7 @@ def lockstep(
     return [walker.output for walker in first], [walker.output for walker in second]
 
 
-class _Walker(greenlet):
+class _Walker(greenlet):  # type: ignore[misc]
     """One batch on its way through a block.
 
     Attributes:
@@ -197,8 +202,8 @@ class _Walker(greenlet):
         self.switch()
         if not self.dead and self.group <= before:
             raise StructureError(
-                f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more than "
-                "once, or not in the same order for all batches, so it cannot be solved in one sweep."
+                f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more "
+                "than once, or not in the same order for all batches, so it cannot be solved in one sweep."
             )
 
     def arrive(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
 from quark.core.scales import ScaleRule, ScaleType
-from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError
+from quark.core.spec import LayerSpec, Learning, TensorSpec
+from quark.errors import ConfigError
 from quark.torch.config import QLayerConfig, QTensorConfig, TensorConfigs
 from quark.torch.config_rules import SCALE_FORMATS, kind_of
-from quark.torch.enums import Dtype, QSchemeType, ZeroPointType
+from quark.torch.enums import Dtype, QSchemeType, TQTThresholdInitMeth, ZeroPointType
 from quark.torch.observer import observer_class
 
 LIVE_OBSERVERS = ("min_max", "block", "placeholder", "pof2_min_max")
@@ -41,7 +41,6 @@ def lower_tensor(config: TensorConfigs, *, per_token: bool = False, live: bool =
 
     Raises:
         ConfigError: a combination that would not do what it says.
-        NotSupportedError: quantization-aware training.
     """
     if config is None:
         return None
@@ -77,8 +76,6 @@ def _static(config: TensorConfigs) -> TensorConfigs:
 
 
 def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec:
-    if config.qat_spec is not None:
-        raise NotSupportedError("qat_spec: quantization-aware training is not in this version.")
     kind = kind_of(config.dtype)
     dtype = _element(config)
     if kind == "cast":
@@ -102,6 +99,11 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
             "Use a MinMax observer, or is_dynamic=False."
         )
     scale_type = SCALE_FORMATS[config.scale_format] if config.scale_format else config.scale_type or ScaleType.float
+    learning = config.observer_cls.learning if config.observer_cls else None
+    if learning is not None:
+        # A scale that is trained is float32, whatever the dtype of the model.
+        scale_type = ScaleType.float32 if scale_type is ScaleType.float else scale_type
+        observer = _first_threshold(config, live) if learning is Learning.tqt else observer
     return TensorSpec(
         dtype,
         _granularity(config, scale_type, per_token),
@@ -112,7 +114,16 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
         rounding=config.round_method or RoundType.half_even,
         float_zero_point=config.zero_point_type is ZeroPointType.float32,
         observer=observer,
+        learning=learning,
     )
+
+
+def _first_threshold(config: QTensorConfig, live: bool) -> str:
+    """The statistic with which TQT starts; where nothing is said, those of the paper."""
+    method = getattr(config.qat_spec, "threshold_init_meth", None)
+    if method is None:
+        method = TQTThresholdInitMeth._KL_J if live else TQTThresholdInitMeth._3SD
+    return "kl_j" if method is TQTThresholdInitMeth._KL_J else "three_sigma"
 
 
 def _element(config: QTensorConfig) -> Row:

@@ -18,8 +18,8 @@ from quark.core.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import effective
 from quark.core.registry import Registry
-from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, NotSupportedError
+from quark.core.spec import Learning, TensorSpec
+from quark.errors import ConfigError
 from quark.torch.enums import QSchemeType
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class ObserverBase(nn.Module):
 
     observer: ClassVar[str] = "min_max"
     family: ClassVar[QSchemeType | None] = None
+    learning: ClassVar[Learning | None] = None
 
     def __init__(self, qspec: QTensorConfig | TensorSpec, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -212,20 +213,16 @@ class PerBlockBFPObserver(ObserverBase):
     observer, family = "block", _GROUP
 
 
-class _TrainedObserver(ObserverBase):
-    def __init__(self, qspec: QTensorConfig | TensorSpec, device: torch.device | str | None = None) -> None:
-        raise NotSupportedError(
-            f"{type(self).__name__} learns its scale during quantization-aware training, which this version "
-            "does not do. For calibration use PerTensorMinMaxObserver or PerTensorMSEObserver."
-        )
+class LSQObserver(UniformScalingObserver):
+    """Learned step size: where training starts; of any granularity."""
+
+    observer, learning = "mean_magnitude", Learning.lsq
 
 
-class LSQObserver(_TrainedObserver):
-    """Learned step size; not in this version."""
+class TQTObserver(UniformScalingObserver):
+    """Trained quantization threshold: where training starts, unless a `TQTSpec` says otherwise."""
 
-
-class TQTObserver(_TrainedObserver):
-    """Trained quantization thresholds; not in this version."""
+    observer, family, learning = "three_sigma", _TENSOR, Learning.tqt
 
 
 def observer_class(name: str, split: Granularity) -> type[ObserverBase]:
@@ -249,6 +246,5 @@ def observer_of_scheme(qscheme: QSchemeType | str) -> type[ObserverBase] | None:
 
 def _face(name: str, family: QSchemeType | None) -> type[ObserverBase] | None:
     """The first class defined for a statistic; those that only repeat another come later in this file."""
-    skipped = (UniformScalingObserver, _TrainedObserver)
-    entries = (c for c in OBSERVER_CLASSES.values() if c not in skipped and not issubclass(c, _TrainedObserver))
+    entries = (c for c in OBSERVER_CLASSES.values() if c is not UniformScalingObserver and c.learning is None)
     return next((c for c in entries if c.observer == name and c.family is family), None)

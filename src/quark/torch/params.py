@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.files import atomic_file
 from quark.torch.checkpoint import entries, save_tensors, stored_name
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantizationMode
+from quark.torch.graph.saving import load_graph, save_graph
 from quark.torch.importer import load_into
 from quark.torch.loading import FAKE_QUANTIZED, REAL_QUANTIZED
+from quark.torch.online import record_rotations
 from quark.torch.quantizer import quantized_layers
 
 
@@ -33,23 +35,30 @@ def save_params(
 ) -> Path:
     """Write `{model_type}.json` (config and structure) and `{model_type}.safetensors`.
 
+    In fx_graph_mode: `{model_type}_quantized.pth`, a file of torch.export that needs no quark to be loaded.
+
     Args:
         model: A model from `quantize_model`; not changed.
         model_type: Stem of the two file names.
-        args, kwargs: Example inputs of graph mode; unused in eager mode.
+        args, kwargs: Example inputs: graph mode exports the graph once more. Eager mode does not use them.
         export_dir: Folder; default: the system's temporary folder.
-        quant_mode: eager_mode.
-        compressed: Store codes; False stores float values that were quantized.
+        quant_mode: How the model was quantized.
+        compressed: Store codes; False stores float values that were quantized, which is all that graph mode can.
         reorder: Order of 4-bit codes in a word.
 
     Returns:
-        The JSON file.
+        The JSON file, or the .pth file.
     """
-    _only_eager(quant_mode)
+    folder = Path(export_dir if export_dir is not None else tempfile.gettempdir())
+    if quant_mode is QuantizationMode.fx_graph_mode:
+        if compressed:
+            raise NotSupportedError("save_params(compressed=True): fx_graph_mode stores float values.")
+        return save_graph(model, args, kwargs, folder / f"{model_type}_quantized.pth")
+    if isinstance(model, fx.GraphModule):
+        raise ConfigError("save_params of a graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
     config = getattr(model, "quant_config", None)
     if not isinstance(config, QConfig) or not quantized_layers(model):
         raise ConfigError("save_params needs a model from ModelQuantizer.quantize_model; this one is not quantized.")
-    folder = Path(export_dir if export_dir is not None else tempfile.gettempdir())
     pack_method = "reorder" if reorder else "order"
     tensors = {
         stored_name(source, suffix): tensor
@@ -57,7 +66,7 @@ def save_params(
         for suffix, tensor in make().items()
     }
     description = {
-        "config": config.to_dict(),
+        "config": record_rotations(config.to_dict(), model),
         "export": {"pack_method": pack_method, "weight_format": REAL_QUANTIZED if compressed else FAKE_QUANTIZED},
         "structure": _structure(model),
     }
@@ -82,16 +91,17 @@ def load_params(
     Args:
         model: The float model; its layers are replaced in place, and on any error it is as it was.
         json_path, safetensors_path: The two files.
-        pth_path: The file of graph mode; not in this version.
-        quant_mode: eager_mode.
+        pth_path: The file of graph mode, which holds the whole model: `model` is not needed.
+        quant_mode: As in save_params.
         compressed, reorder: Written in the JSON file, which decides.
 
     Raises:
         FormatError: A file is missing, corrupt, or of another model.
     """
-    _only_eager(quant_mode)
+    if (quant_mode is QuantizationMode.fx_graph_mode) is not bool(pth_path):
+        raise ConfigError("load_params: pth_path goes with fx_graph_mode, json_path and safetensors_path do not.")
     if pth_path:
-        raise NotSupportedError("load_params(pth_path=...) is of graph mode, which is not part of this version.")
+        return load_graph(pth_path)
     if model is None:
         raise ConfigError("load_params needs the float model to load into.")
     try:
@@ -117,8 +127,3 @@ def _structure(model: nn.Module) -> dict[str, dict[str, Any]]:
             "quantized": str(layer.spec),
         }
     return out
-
-
-def _only_eager(quant_mode: QuantizationMode) -> None:
-    if quant_mode is not QuantizationMode.eager_mode:
-        raise NotSupportedError(f"{quant_mode} is not part of this version; QuantizationMode.eager_mode is.")

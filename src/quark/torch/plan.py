@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -10,10 +11,12 @@ from torch import nn
 
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError, ShapeError
+from quark.errors import ConfigError, ShapeError
 from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.kv_cache import require_cache_patterns, with_cache
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.lowering import lower_layer
+from quark.torch.passes.experts import fused_blocks, layer_names
 from quark.torch.structure import resolve_selectors
 
 if TYPE_CHECKING:
@@ -53,14 +56,64 @@ class Plan:
         rows: dict[tuple[str, ...], list[str]] = {}
         for name in [*self.layers, *self.excluded, *self.unknown]:
             spec = self.layers.get(name, LayerSpec())
-            weight = cast(torch.Tensor, model.get_submodule(name).weight)
-            kept = "float (own forward)" if name in self.unknown else "float"
-            key = (str(tuple(weight.shape)), *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
+            kept, shape = self.kept(name), self.weight_shape(model, name)
+            key = (shape, *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"
             table.add_row(shown, str(len(names)), *key)
         return table
+
+    def weight_shape(self, model: nn.Module, name: str) -> str:
+        """The shape of the weight of a layer, as the table shows it."""
+        return str(tuple(cast(torch.Tensor, model.get_submodule(name).weight).shape))
+
+    def kept(self, name: str) -> str:
+        """What the table says of a tensor that is not quantized."""
+        return "float (own forward)" if name in self.unknown else "float"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layer gets which spec: exclude > layer_quant_config > layer_type_quant_config > global.
+
+    A layer that feeds a quantized cache has its output quantized whatever else is said of it.
+    """
+
+    config: QConfig
+    patterns: tuple[str, ...]
+    selected: frozenset[str]
+
+    def excludes(self, name: str) -> bool:
+        """Whether the exclude list names the layer."""
+        return name in self.selected or matches_any(name, self.patterns)
+
+    def spec(self, name: str, kind: type[nn.Module]) -> LayerSpec:
+        """The spec of a layer of this name and class; an empty one leaves it in float."""
+        linear = issubclass(kind, nn.Linear)
+        chosen = None if self.excludes(name) else self._config(name, kind)
+        spec = lower_layer(chosen, per_token=linear)
+        return with_cache(spec, self.config, name) if linear else spec
+
+    def wanted(self, name: str) -> bool:
+        """Whether a linear layer of this name is to be quantized."""
+        return self.spec(name, nn.Linear) != LayerSpec()
+
+    def _config(self, name: str, kind: type[nn.Module]) -> QLayerConfig | None:
+        by_name = first_match(name, self.config.layer_quant_config)
+        if by_name is not None:
+            return by_name
+        for layer_type, by_type in self.config.layer_type_quant_config.items():
+            if issubclass(kind, layer_type):
+                return by_type
+        return None if issubclass(kind, ONLY_WHEN_NAMED) else self.config.global_quant_config
+
+
+def chooser(config: QConfig, model: nn.Module) -> Choice:
+    """The choices that a config makes on a model."""
+    selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
+    patterns = tuple(pattern for pattern in config.exclude if not pattern.startswith("@"))
+    return Choice(config, patterns, frozenset(resolve_selectors(selectors, model)))
 
 
 def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
@@ -82,20 +135,22 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
     if strict:
         names = {name for name, _ in model.named_modules()}
+        # Experts that are kept fused may be excluded by the names that their layers would have.
+        names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
         require_matches(patterns, names, "exclude")
-        _require_layers(patterns, names, candidates)
-        _refuse_fused_experts(model, patterns)
+        require_layers(patterns, names, candidates)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
+        require_cache_patterns(config, candidates)
         _require_types(config, candidates)
-    selected = resolve_selectors((p for p in config.exclude if p.startswith("@")), model)
+    choice = chooser(config, model)
     layers, excluded = {}, []
     for name, module in candidates.items():
-        chosen = None if name in selected or matches_any(name, patterns) else _layer_config(config, name, module)
-        spec = lower_layer(chosen, per_token=isinstance(module, nn.Linear))
+        spec = choice.spec(name, type(module))
         if spec == LayerSpec():
             excluded.append(name)
             continue
-        _check_shapes(name, module, spec)
+        weight = cast(torch.Tensor, module.weight)
+        check_shapes(name, type(module).__name__, tuple(weight.shape), getattr(module, "in_features", None), spec)
         layers[name] = spec
     unknown = tuple(
         name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
@@ -110,17 +165,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     return Plan(layers, tuple(excluded), unknown)
 
 
-def _layer_config(config: QConfig, name: str, module: nn.Module) -> QLayerConfig | None:
-    by_name = first_match(name, config.layer_quant_config)
-    if by_name is not None:
-        return by_name
-    for layer_type, by_type in config.layer_type_quant_config.items():
-        if isinstance(module, layer_type):
-            return by_type
-    return None if isinstance(module, ONLY_WHEN_NAMED) else config.global_quant_config
-
-
-def _require_layers(patterns: list[str], names: set[str], candidates: dict[str, nn.Module]) -> None:
+def require_layers(patterns: list[str], names: set[str], candidates: Collection[str]) -> None:
     """Raise for an exclude pattern that names a block but none of the layers in it: it would exclude nothing."""
     for pattern in patterns:
         found = [name for name in names if matches(name, pattern)]
@@ -130,17 +175,6 @@ def _require_layers(patterns: list[str], names: set[str], candidates: dict[str, 
                 f"exclude: {pattern!r} matches the module {found[0]!r} but none of the layers in it. "
                 f"Possible: {pattern + '.*'!r}."
             )
-
-
-def _refuse_fused_experts(model: nn.Module, patterns: list[str]) -> None:
-    """Raise for experts held as one 3-D parameter, which no layer class here replaces, unless they are excluded."""
-    for name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and "expert" in f"{name}.{leaf}".lower() and not matches_any(name, patterns):
-                raise NotSupportedError(
-                    f"{name}.{leaf} of shape {tuple(parameter.shape)} holds fused experts, which this version cannot "
-                    "quantize. Possible: keep them in float, with '*experts*' in the exclude list."
-                )
 
 
 def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:
@@ -153,17 +187,15 @@ def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:
             )
 
 
-def _check_shapes(name: str, module: nn.Module, spec: LayerSpec) -> None:
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    features = getattr(module, "in_features", None)
+def check_shapes(name: str, kind: str, weight: tuple[int, ...] | None, features: int | None, spec: LayerSpec) -> None:
+    """Raise ShapeError, naming the layer, where a granularity does not fit its weight or its input features."""
     try:
-        if spec.weight is not None:
-            _fit(spec.weight, tuple(weight.shape), "weight")
+        if spec.weight is not None and weight is not None:
+            _fit(spec.weight, weight, "weight")
         if spec.input is not None and features is not None and spec.input.dynamic:
             _fit(spec.input, (1, features), "input")
     except ShapeError as error:
-        raise ShapeError(f"Layer {name!r} ({type(module).__name__}, weight {tuple(weight.shape)}): {error}") from None
+        raise ShapeError(f"Layer {name!r} ({kind}, weight {weight}): {error}") from None
 
 
 def _fit(spec: TensorSpec, shape: tuple[int, ...], role: str) -> None:

@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
-from quark.torch.algorithms import Algorithm, algorithms_of
+from quark.torch.algorithms import algorithms_of
+from quark.torch.attention import attention_quantized
 from quark.torch.block_flow import OnDevice, quantize_blocks
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.graph.quantize import freeze_graph, quantize_graph
+from quark.torch.kv_cache import check_cache_config
 from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.plan import Plan, make_plan
+from quark.torch.moe import sibling_groups
+from quark.torch.online import undo_input_rotation
+from quark.torch.passes import prepare, undo
+from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.structure import set_submodule
 from quark.torch.sweep import sweep
 
 
@@ -41,6 +48,7 @@ class ModelQuantizer:
         if not isinstance(config, QConfig):
             raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
         _refuse_unsupported(config)
+        check_cache_config(config)
         self.config = config
 
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
@@ -48,7 +56,7 @@ class ModelQuantizer:
 
         Args:
             model: Float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place;
-                on any error it is as it was.
+                on any error it is as it was. In fx_graph_mode: what `torch.export.export(...).module()` made.
             dataloader: Batches for static activations: tensors, dicts, BatchEncodings, tuples. May be None otherwise.
 
         Returns:
@@ -60,16 +68,26 @@ class ModelQuantizer:
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
+            if self.config.quant_mode is QuantizationMode.fx_graph_mode:
+                return quantize_graph(model, self.config, dataloader)
+            if isinstance(model, fx.GraphModule):
+                raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
             algorithms = algorithms_of(self.config.algo_config or [])
-            plan = make_plan(self.config, model)
-            with replaced(model, plan) as layers:
+            with (
+                prepared(model, self.config),
+                replaced(model, make_plan(self.config, model)) as layers,
+                attention_quantized(model, self.config, layers),
+            ):
+                groups = sibling_groups(model, self.config.shared_scale_groups)
                 if self.config.quant_flow is QuantFlow.per_block:
-                    _per_block(model, layers, algorithms, dataloader, self.config)
+                    weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
+                    quantize_blocks(model, layers, algorithms, dataloader, self.config, weights)
                 elif algorithms:
-                    sweep(model, layers, algorithms, dataloader, self.config.shared_scale_groups)
+                    sync = self.config.sync_moe_expert_input_amax
+                    sweep(model, layers, algorithms, dataloader, groups, sync_experts=sync)
                 calibrate_weights(layers)
-                share_scales(layers, self.config.shared_scale_groups)
-                calibrate_activations(model, layers, dataloader)
+                share_scales(layers, groups)
+                calibrate_activations(model, layers, dataloader, self.config)
             model.quant_config = self.config  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
@@ -77,11 +95,12 @@ class ModelQuantizer:
 
     @staticmethod
     def freeze(model: nn.Module, quantize: bool | None = None, runtime_options: object | None = None) -> nn.Module:
-        """Write the quantized values into the weights and biases, so that a forward no longer quantizes them.
+        """End training, and write the quantized values into the weights and biases: a forward no longer quantizes them.
 
         Args:
             model: A model from `quantize_model`.
-            quantize: None or True: write them. False: keep the float weights and quantize in each forward.
+            quantize: None or True: write them. False: keep the float weights and quantize in each forward. Learned
+                scales (LSQ, TQT) stay as they are from now on, either way.
             runtime_options: Native kernels; not in this version.
 
         Returns:
@@ -89,9 +108,14 @@ class ModelQuantizer:
         """
         if runtime_options is not None:
             raise NotSupportedError("freeze(runtime_options=...): native kernels are not part of this version.")
+        if isinstance(model, fx.GraphModule):
+            return freeze_graph(model, quantize is not False)
         layers = quantized_layers(model)
         if not layers:
             raise ConfigError("freeze needs a model from quantize_model; this one has no quantized layer.")
+        for module in model.modules():
+            if isinstance(module, FakeQuantize):
+                module.settle()
         if quantize is False:
             return model
         shared = _shared_parameters(model)
@@ -140,6 +164,17 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
 
 
 @contextmanager
+def prepared(model: nn.Module, config: QConfig) -> Iterator[None]:
+    """Run the passes on what the config quantizes; undo them if the body fails."""
+    originals = prepare(model, chooser(config, model).wanted)
+    try:
+        yield
+    except BaseException:
+        undo(model, originals)
+        raise
+
+
+@contextmanager
 def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
     """Replace the layers of the plan; put the float layers back if the body fails."""
     if "" in plan.layers:
@@ -155,14 +190,10 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
         yield layers
     except BaseException:
         for name, module in originals.items():
+            undo_input_rotation(layers[name])
+            module._parameters = layers[name]._parameters
             set_submodule(model, name, module)
         raise
-
-
-def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:
@@ -190,26 +221,9 @@ def _shared_parameters(model: nn.Module) -> set[int]:
     return shared
 
 
-def _per_block(
-    model: nn.Module,
-    layers: dict[str, QuantLayer],
-    algorithms: list[Algorithm],
-    data: Iterable[Any] | None,
-    config: QConfig,
-) -> None:
-    """Quantize a model in memory with one block at a time on the GPU, if there is one."""
-    weights = OnDevice(model, resident=config.gpu_resident_blocks)
-    quantize_blocks(model, layers, algorithms, data, config.shared_scale_groups, weights, lambda block, state: None)
-
-
 def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
     later = {
-        "kv_cache_quant_config": config.kv_cache_quant_config,
-        "softmax_quant_spec": config.softmax_quant_spec,
-        "quant_mode=fx_graph_mode": config.quant_mode is not QuantizationMode.eager_mode,
-        "kv_cache_post_rope": config.kv_cache_post_rope,
-        "min_kv_scale": config.min_kv_scale,
         "keep_prequantized_layers=False": not config.keep_prequantized_layers,
     }
     for name, value in later.items():

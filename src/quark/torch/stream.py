@@ -36,7 +36,7 @@ from quark.torch.checkpoint import (
 from quark.torch.config import QConfig
 from quark.torch.distributed import first_then_all, rank, wait, world
 from quark.torch.exporter import check_options, dropped_names, quantization_config, write_companions, write_config
-from quark.torch.file2file import sources_of
+from quark.torch.file2file import refuse_passes, sources_of
 from quark.torch.layers import QuantLayer
 from quark.torch.loading import REAL_QUANTIZED
 from quark.torch.manifest import Manifest, fingerprint_of_data, fingerprint_of_files
@@ -82,6 +82,7 @@ def stream(
     files, quantization = shard_files(source), quantization_of(read_config(source), source)
     checkpoint = Source(files, quantization)
     model = build_skeleton(source, checkpoint.dtype())
+    refuse_passes(config, model)
     plan = make_plan(config, model)
     batches = None if data is None else list(data)
     export = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
@@ -143,10 +144,9 @@ class _Run:
 
     def quantize(self, config: QConfig, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
         """Quantize and write everything that is not written yet."""
-        groups = config.shared_scale_groups
         state = self.manifest.state()
-        quantize_blocks(self.model, self.layers, algorithms, data, groups, self.weights, self._finish, state)
-        names = find_blocks(self.model, blocks_path(algorithms))
+        quantize_blocks(self.model, self.layers, algorithms, data, config, self.weights, self._finish, state)
+        names = find_blocks(self.model, blocks_path(self.model, algorithms))
         if rank() > 0:
             return
         outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]

@@ -63,3 +63,9 @@ def resolve_selectors(selectors: Iterable[str], model: nn.Module) -> set[str]:
             raise ConfigError(f"exclude: unknown selector {selector!r}. {did_you_mean(selector, SELECTORS)}")
         found |= SELECTORS[selector](model)
     return found
+
+
+def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where `name` is."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -27,6 +27,7 @@ from quark.torch.distributed import agree, merge_observers, part_of
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import input_groups, lockstep
+from quark.torch.moe import settle_experts
 
 
 def sweep(
@@ -35,6 +36,7 @@ def sweep(
     algorithms: Sequence[Algorithm],
     data: Iterable[Any] | None,
     shared_scale_groups: Sequence[Sequence[str]] = (),
+    sync_experts: bool = False,
 ) -> None:
     """Run the algorithms on a model whose layers are replaced and not yet calibrated.
 
@@ -44,12 +46,13 @@ def sweep(
         algorithms: In the order in which they run.
         data: Calibration batches; may be None if no algorithm needs activations.
         shared_scale_groups: Leaf names of layers with one second-level weight scale.
+        sync_experts: Whether the experts of a mixture share the range of their inputs.
 
     Raises:
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    names = find_blocks(model, blocks_path(algorithms))
+    names = find_blocks(model, blocks_path(model, algorithms))
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
     stages = [algorithm for algorithm in algorithms if algorithm.visits]
@@ -57,7 +60,8 @@ def sweep(
         return
     if data is None:
         raise ConfigError(
-            f"{', '.join(type(a).__name__ for a in stages)}: needs calibration data; pass a dataloader to quantize_model."
+            f"{', '.join(type(a).__name__ for a in stages)} needs calibration data: pass a dataloader to "
+            "quantize_model."
         )
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         calls = record_calls(model, names, part_of(data))
@@ -70,11 +74,15 @@ def sweep(
             block = Block(
                 name, module, with_hidden(own, hidden), with_hidden(own, float_hidden or hidden), shared_scale_groups
             )
-            hidden, float_hidden = sweep_block(block, layers, stages, needs_float)
+            hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
 
 
 def sweep_block(
-    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], needs_float: bool = False
+    block: Block,
+    layers: Mapping[str, QuantLayer],
+    stages: Sequence[Algorithm],
+    needs_float: bool = False,
+    sync_experts: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run the algorithms on one block; its outputs and, if `needs_float`, those of the float block."""
     block.groups = quantized_groups(block, layers)
@@ -85,7 +93,7 @@ def sweep_block(
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
             original = copy.deepcopy(block.module)
-        with _observing_inputs(block, layers) if index == len(stages) - 1 else nullcontext():
+        with _observing_inputs(block, layers, sync_experts) if index == len(stages) - 1 else nullcontext():
             hidden, beside = _run(block, stage, original)
         float_hidden = beside or float_hidden
     return hidden, float_hidden
@@ -108,7 +116,7 @@ def _run(block: Block, stage: Algorithm, original: nn.Module | None) -> tuple[li
 
 
 @contextmanager
-def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterator[None]:
+def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_experts: bool) -> Iterator[None]:
     """Within: the block's static input quantizers collect what their layers really get; then their scales are fixed.
 
     A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
@@ -123,6 +131,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer]) -> Iterato
         quantizer.start_observing()
     yield
     merge_observers(waiting)
+    settle_experts(waiting, sync_experts)
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()
@@ -143,9 +152,9 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tup
     return input_groups(block.module, linear, block.calls[0])
 
 
-def blocks_path(algorithms: Sequence[Algorithm]) -> str | None:
+def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
     """Where the algorithms say that the blocks are; None: they are found."""
-    paths = {path for a in algorithms if (path := getattr(a.config, "model_decoder_layers", None))}
+    paths = {path for algorithm in algorithms if (path := algorithm.blocks_path(model))}
     if len(paths) > 1:
         raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
     return paths.pop() if paths else None

@@ -1,12 +1,12 @@
 """LLMTemplate: a QConfig from the name of a scheme, for any model.
 
-Nothing is tabulated for each model type: what to exclude is said by role (`SELECTORS`) and found in the model
-when the plan is made.
+What to exclude is said by role (`SELECTORS`) and found in the model when the plan is made. Tabulated is only which
+families make keys and values in one layer: checkpoints name that layer by a pattern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,9 +16,9 @@ from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.algo_configs import ALGO_CONFIGS, AlgoConfig
-from quark.torch.config import SELECTORS, QConfig, QLayerConfig
+from quark.torch.config import SELECTORS, QConfig, QLayerConfig, QTensorConfig
 from quark.torch.lowering import lower_layer, raise_layer
-from quark.torch.specs import FP8E4M3PerTensorSpec
+from quark.torch.specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 
 _NAMES = (
     "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "
@@ -51,6 +51,23 @@ OLD_SCHEMES = {
 
 SHARED_SCALE_SCHEMES = ("nvfp4", "fp4_block16_scale_e4m3")
 """Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
+
+
+CACHE_SCHEMES: dict[str, type[FP8E4M3PerTensorSpec] | type[Int8PerTensorSpec]] = {
+    "fp8": FP8E4M3PerTensorSpec,
+    "int8": Int8PerTensorSpec,
+}
+"""How a cache may be quantized, by name."""
+
+
+FUSED_NAMES = {
+    "*qkv_proj": ("phi3",),
+    "*query_key_value": ("chatglm", "gpt_neox", "bloom"),
+    "*c_attn": ("gpt2", "qwen"),
+    "*Wqkv": ("dbrx", "mpt"),
+    "*kv_b_proj": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2"),
+}
+"""Layers that make keys and values together -> the families that have them; all others have `k_proj` and `v_proj`."""
 
 
 class LLMTemplate:
@@ -106,7 +123,12 @@ class LLMTemplate:
     @classmethod
     def get(cls, model_type: str) -> LLMTemplate:
         """The registered template of a model type, or one that finds the roles in the model."""
-        return cls._registered.get(model_type) or cls(model_type)
+        if model_type in cls._registered:
+            return cls._registered[model_type]
+        fused = next((pattern for pattern, families in FUSED_NAMES.items() if model_type in families), None)
+        if fused is None:
+            return cls(model_type)
+        return cls(model_type, [fused], "*q_b_proj" if fused == "*kv_b_proj" else fused)
 
     @classmethod
     def register_template(cls, template: LLMTemplate) -> None:
@@ -161,7 +183,7 @@ class LLMTemplate:
         Args:
             scheme: For every linear layer that nothing below names.
             algorithm: Name or names of algorithms, in order.
-            kv_cache_scheme: "fp8" quantizes the cache.
+            kv_cache_scheme: "fp8" or "int8" quantizes the cache.
             min_kv_scale: Smallest scale of the cache.
             attention_scheme: "fp8" quantizes queries and attention probabilities.
             layer_config: Pattern -> scheme.
@@ -177,14 +199,14 @@ class LLMTemplate:
         layers = {pattern: self.scheme(name) for pattern, name in (layer_config or {}).items()}
         cache: dict[str, QLayerConfig] = {}
         softmax = None
-        fp8 = FP8E4M3PerTensorSpec().to_quantization_spec()
-        if _fp8("kv_cache_scheme", kv_cache_scheme):
-            cache = {p: replace(layers.get(p, base), output_tensors=fp8) for p in self.kv_layers_name}
+        if kv_cache_scheme is not None:
+            stored = _tensor_scheme("kv_cache_scheme", kv_cache_scheme, CACHE_SCHEMES)
+            cache = {p: replace(layers.get(p, base), output_tensors=stored) for p in self.kv_layers_name}
             # Readers of checkpoints look for these patterns among the layers, too.
             layers.update(cache)
-        if _fp8("attention_scheme", attention_scheme):
-            layers.update({p: replace(layers.get(p, base), output_tensors=fp8) for p in self.q_layer_name})
-            softmax = fp8
+        if attention_scheme is not None:
+            softmax = _tensor_scheme("attention_scheme", attention_scheme, ("fp8",))
+            layers.update({p: replace(layers.get(p, base), output_tensors=softmax) for p in self.q_layer_name})
         shared = any(name in SHARED_SCALE_SCHEMES for name in (scheme, *(layer_config or {}).values()))
         if shared_scale_groups is None:
             shared_scale_groups = self._siblings() if shared else []
@@ -229,7 +251,7 @@ def _strings(value: str | list[str] | None, default: list[str]) -> list[str]:
     return default if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def _fp8(name: str, scheme: str | None) -> bool:
-    if scheme not in (None, "fp8"):
-        raise ConfigError(f"{name}: unknown scheme {scheme!r}. Possible: 'fp8'.")
-    return scheme is not None
+def _tensor_scheme(option: str, name: str, known: Iterable[str]) -> QTensorConfig:
+    if name not in known:
+        raise ConfigError(f"{option}: unknown scheme {name!r}. Possible: {', '.join(map(repr, known))}.")
+    return CACHE_SCHEMES[name]().to_quantization_spec()

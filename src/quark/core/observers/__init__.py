@@ -7,7 +7,9 @@ from quark.core.observers.block import BlockObserver, MXDiffsObserver
 from quark.core.observers.distribution import DistributionObserver
 from quark.core.observers.entropy import EntropyObserver
 from quark.core.observers.histogram import HistogramObserver
+from quark.core.observers.kl_j import JeffreysObserver
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
+from quark.core.observers.mean_magnitude import MeanMagnitudeObserver
 from quark.core.observers.min_max import MinMaxObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.observers.mse import MSEObserver
@@ -18,6 +20,7 @@ from quark.core.observers.power_of_two import (
     PowerOfTwoMinMSEObserver,
     PowerOfTwoNonOverflowObserver,
 )
+from quark.core.observers.three_sigma import ThreeSigmaObserver
 from quark.core.registry import Registry
 
 OBSERVERS: Registry[type[Observer]] = Registry("observer")
@@ -34,6 +37,9 @@ OBSERVERS.register("pof2_min_mse", PowerOfTwoMinMSEObserver)
 OBSERVERS.register("pof2_non_overflow", PowerOfTwoNonOverflowObserver)
 OBSERVERS.register("block", BlockObserver)
 OBSERVERS.register("mx_diffs", MXDiffsObserver)
+OBSERVERS.register("mean_magnitude", MeanMagnitudeObserver)
+OBSERVERS.register("three_sigma", ThreeSigmaObserver)
+OBSERVERS.register("kl_j", JeffreysObserver)
 OBSERVERS.register("placeholder", PlaceholderObserver)
 
 __all__ = ["OBSERVERS", "Observer"]

@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quark.errors import NotSupportedError
-from quark.torch.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
+from quark.torch.algo_configs import (
+    AlgoConfig,
+    AutoRoundConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    ImportanceScaleConfig,
+    QronosConfig,
+    RotationConfig,
+)
+from quark.torch.algorithms.autoround import AutoRound
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
+from quark.torch.algorithms.importance import ImportanceScale
+from quark.torch.algorithms.rotation import QuaRot
 
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     GPTQConfig: GPTQ,
     GPTAQConfig: GPTAQ,
     QronosConfig: Qronos,
+    ImportanceScaleConfig: ImportanceScale,
+    AutoRoundConfig: AutoRound,
+    RotationConfig: QuaRot,
 }
 """Config class -> algorithm."""
 

@@ -43,7 +43,7 @@ class Block:
 
 
 class Algorithm:
-    """One accuracy algorithm with its settings. The sweep calls, for each block: `enter`, `visit` at each stop, `leave`.
+    """One accuracy algorithm with its settings: for each block, `enter`, then `visit` at each stop, then `leave`.
 
     Subclasses override what they need; registered in `quark.torch.algorithms` under their config class.
 
@@ -60,6 +60,10 @@ class Algorithm:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    def blocks_path(self, model: nn.Module) -> str | None:
+        """Name of the list of blocks that the config gives; None: it is found."""
+        return getattr(self.config, "model_decoder_layers", None) or None
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         """Once, before the first block, on the whole float model."""

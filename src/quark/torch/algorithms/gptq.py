@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from quark.core.granularity import PerGroup
-from quark.core.quantize import compute_qparams, elementwise, quantize_elements
+from quark.core.quantize import elementwise, quantize_elements
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
+from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.calibrate import naming, share_scales, tensor_qparams
-from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.algorithms.weights import bake, chosen_layers, fix_scales
+from quark.torch.calibrate import naming
+from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import Stop
 
@@ -29,15 +30,17 @@ class GPTQ(Algorithm):
     solves_weights = True
 
     def visit(self, stop: Stop, block: Block) -> None:
-        layers = self._chosen(stop, block)
+        layers = chosen_layers(stop, block, self.config.inside_layer_modules)
         if not layers:
             return
         with naming(", ".join(layers)):
-            _fix_scales(layers, block)
             hessian = stop.gram
             order = self._order(hessian, layers)
             hessian = hessian[order][:, order]
             upper, _ = gptq.inverse_factor(hessian, self.damping(hessian))
+            importance = torch.empty_like(upper[0])
+            importance[order] = upper.diagonal() ** -2.0
+            fix_scales(layers, block, importance.float())
             drift = self.drift(stop, order, upper)
             for same in _by_spec(layers):
                 self._solve(same, order, upper, drift, stop)
@@ -54,24 +57,12 @@ class GPTQ(Algorithm):
         """The float weight to be rounded, transposed and in order."""
         return weight
 
-    def _chosen(self, stop: Stop, block: Block) -> dict[str, QuantLayer]:
-        """The layers of the stop that `inside_layer_modules` names (all, if it names none) and a grid can hold."""
-        patterns = self.config.inside_layer_modules
-        chosen = {}
-        for name, layer in stop.layers.items():
-            leaf = name.removeprefix(f"{block.name}.")
-            quantizer = cast(QuantLayer, layer).quantizer("weight")
-            assert isinstance(quantizer, FakeQuantize)
-            if (not patterns or leaf in patterns) and not quantizer.spec.is_cast:
-                chosen[name] = cast(QuantLayer, layer)
-        return chosen
-
     def _order(self, hessian: torch.Tensor, layers: dict[str, QuantLayer]) -> torch.Tensor:
         if self.config.desc_act:
             return gptq.importance_order(hessian)
-        size = max(_dynamic_group(_spec(layer)) for layer in layers.values())
-        if getattr(self.config, "group_aware_order", False):
-            return gptq.importance_order(hessian, size if size > 1 else None)
+        if self.config.group_aware_order:
+            sizes = {_dynamic_group(_spec(layer)) for layer in layers.values()}
+            return gptq.importance_order(hessian, max(sizes) if max(sizes) > 1 else None)
         return torch.arange(len(hessian), device=hessian.device)
 
     def _solve(
@@ -88,16 +79,19 @@ class GPTQ(Algorithm):
         target = self.target(torch.cat([w.float() for w in weights]).T[order].contiguous(), stop, order)
         group = _dynamic_group(spec)
         if self.config.static_groups or group == 1:
-            rounder: gptq.Rounder = StaticGrid(grids, weights, spec, order)
-            solved = gptq.solve(target, upper, rounder, drift)
+            solved = gptq.solve(target, upper, StaticGrid(grids, weights, spec, order), drift)
         else:
-            rounder = DynamicGrid(spec, order, group, str(weights[0].dtype).removeprefix("torch."))
+            rounder = DynamicGrid(spec, order, group, weights[0].dtype, upper.diagonal().float() ** -2.0)
             solved = gptq.solve(target, upper, rounder, drift, group)
             grids = rounder.params([len(w) for w in weights])
+        if self.config.refine_passes:
+            hessian = gptq.damped(stop.gram, self.damping(stop.gram))[order][:, order]
+            grid = StaticGrid(grids, weights, spec, order)
+            solved = gptq.refine(target, solved, hessian, grid, self.config.refine_passes, self.config.block_size)
         back = torch.empty_like(solved)
         back[order] = solved
         for layer, weight, params, rows in zip(
-            layers.values(), weights, grids, back.T.split([len(w) for w in weights]), strict=True
+            layers.values(), weights, grids, torch.split(back.T, [len(w) for w in weights]), strict=True
         ):
             bake(layer, rows.to(weight.dtype), params)
 
@@ -148,16 +142,18 @@ class StaticGrid:
 class DynamicGrid:
     """Rounds columns on scales that are found when a group is reached, from its columns as they are then."""
 
-    def __init__(self, spec: TensorSpec, order: torch.Tensor, group: int, model_dtype: str) -> None:
-        self.spec, self.order, self.group = spec, order, group
-        self.dtype = getattr(torch, model_dtype)
+    def __init__(
+        self, spec: TensorSpec, order: torch.Tensor, group: int, dtype: torch.dtype, importance: torch.Tensor
+    ) -> None:
+        self.spec, self.order, self.group, self.dtype, self.importance = spec, order, group, dtype, importance
         self.found: dict[int, QParams] = {}
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
         group = int(self.order[index]) // self.group
         if group not in self.found:
-            columns = work[index : index + self.group].T.to(self.dtype)
-            self.found[group] = compute_qparams(columns.contiguous(), self.spec)
+            columns = slice(index, index + self.group)
+            weight = work[columns].T.to(self.dtype).contiguous()
+            self.found[group] = weighted_qparams(weight, self.importance[columns], self.spec)
         params = self.found[group]
         zero = None if params.zero_point is None else params.zero_point[:, 0]
         return quantize_elements(work[index], params.scale[:, 0], zero, self.spec)
@@ -165,38 +161,17 @@ class DynamicGrid:
     def params(self, rows: list[int]) -> list[QParams]:
         """The scales of the layers, which have so many rows each."""
         found = [self.found[group] for group in sorted(self.found)]
-        scales = torch.cat([p.scale for p in found], 1).split(rows)
+        scales = torch.split(torch.cat([p.scale for p in found], 1), rows)
         if found[0].zero_point is None:
             return [QParams(scale.contiguous()) for scale in scales]
-        zeros = torch.cat([p.zero_point for p in found], 1).split(rows)
+        zeros = torch.split(torch.cat([cast(torch.Tensor, p.zero_point) for p in found], 1), rows)
         return [QParams(s.contiguous(), z.contiguous()) for s, z in zip(scales, zeros, strict=True)]
-
-
-def bake(layer: QuantLayer, weight: torch.Tensor, params: QParams) -> None:
-    """Write a solved weight, whose values lie on the grid of `params`, into a layer."""
-    parameter = cast(nn.Parameter, layer.weight)
-    parameter.data.copy_(weight)
-    quantizer = cast(FakeQuantize, layer.quantizer("weight"))
-    quantizer.store(params)
-    quantizer.mode = Mode.baked
 
 
 def _spec(layer: QuantLayer) -> TensorSpec:
     spec = layer.spec.weight
     assert spec is not None
     return spec
-
-
-def _fix_scales(layers: dict[str, QuantLayer], block: Block) -> None:
-    """Find the scales of weights for which no algorithm before has chosen any."""
-    for name, layer in layers.items():
-        quantizer = cast(FakeQuantize, layer.quantizer("weight"))
-        if quantizer.mode is Mode.baked:
-            raise ConfigError(f"{name} was solved by an algorithm before this one; name one solver in algo_config.")
-        if quantizer.params is None:
-            quantizer.store(tensor_qparams(cast(nn.Linear, layer).weight.detach(), quantizer.spec))
-            quantizer.mode = Mode.off
-    share_scales(layers, block.shared_scale_groups)
 
 
 def _params(layer: QuantLayer) -> QParams:
@@ -208,8 +183,9 @@ def _params(layer: QuantLayer) -> QParams:
 def _dynamic_group(spec: TensorSpec) -> int:
     """The group size along the columns whose scale can be found on the way; 1 where there is none."""
     split = spec.split
-    along = isinstance(split, PerGroup) and split.axis in (-1, 1) and not split.pad
-    return split.size if along and split.size > 0 and spec.scale_spec is None else 1  # type: ignore[union-attr]
+    if not isinstance(split, PerGroup) or split.axis not in (-1, 1) or split.pad or spec.scale_spec is not None:
+        return 1
+    return max(split.size, 1)
 
 
 def _by_spec(layers: dict[str, QuantLayer]) -> list[dict[str, QuantLayer]]:

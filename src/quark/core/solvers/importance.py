@@ -1,0 +1,87 @@
+"""Scales that minimise the weighted square error of the values, not their range.
+
+    (low, high)* = argmin over a, b of sum_i h_i (w_i - Q_[a low, b high](w_i))^2    for each part with one scale
+
+h_i is the importance of input channel i: the second moment of what it carries (the diagonal of X^T X), or the inverse
+of the variance left when the channels after it may make up for it (GPTQ: 1 / U_ii^2). The grid of a and b is searched
+coarse to fine; it holds (1, 1), so the error is never above that of the full range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quark.core.array import Array, astype, dtype_name, namespace
+from quark.core.quantize import fake_quantize, quantize_scales, range_of, second_level
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+
+COARSE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Shares of the range that are tried first."""
+FINE = 0.05
+"""Step of the second round, around the best of the first."""
+
+
+def weighted_qparams(weight: Array, importance: Array, spec: TensorSpec) -> QParams:
+    """Scale and zero point of a weight that lose least under `importance`.
+
+    Args:
+        weight: Any float array.
+        importance: Non-negative, broadcasts against the weight: (in_features,) for a linear layer.
+        spec: Its observer is not asked.
+    """
+    return _Search(weight, importance, spec).solve()
+
+
+class _Search:
+    def __init__(self, weight: Array, importance: Array, spec: TensorSpec) -> None:
+        self.weight, self.importance, self.spec = weight, importance, spec
+        self.values = astype(weight, "float32")
+        self.low, self.high = range_of(weight, spec)
+        self.one_sided = spec.symmetric or not spec.has_zero_point
+        self.second = second_level(self._first(self.low, self.high), weight, spec).second
+
+    def solve(self) -> QParams:
+        xp = namespace(self.low)
+        a = b = xp.ones_like(self.low)
+        best = self._error(a, b)
+        for share in COARSE[1:]:
+            for low_side, high_side in self._sides():
+                p, q = (side * 0 + share if moved else side for side, moved in ((a, low_side), (b, high_side)))
+                a, b, best = self._better(p, q, a, b, best)
+        for by in (-FINE, FINE):
+            for low_side, high_side in self._sides():
+                p, q = (side + by if moved else side for side, moved in ((a, low_side), (b, high_side)))
+                a, b, best = self._better(p, q, a, b, best)
+        return self._params(a, b)
+
+    def _better(self, p: Array, q: Array, a: Array, b: Array, best: Array) -> tuple[Array, Array, Array]:
+        """(p, q) where they lose less than (a, b), and the error then."""
+        xp = namespace(best)
+        error = self._error(p, q)
+        better = error < best
+        return xp.where(better, p, a), xp.where(better, q, b), xp.where(better, error, best)
+
+    def _sides(self) -> tuple[tuple[bool, bool], ...]:
+        return ((True, True),) if self.one_sided else ((True, True), (True, False), (False, True))
+
+    def _first(self, low: Array, high: Array) -> QParams:
+        return qparams_from_range(low, high, self.spec, dtype_name(self.weight))
+
+    def _params(self, a: Array, b: Array) -> QParams:
+        first = self._first(self.low * a, self.high * b)
+        if self.second is None:
+            return first
+        assert self.spec.scale_spec is not None
+        return quantize_scales(first, self.second, self.spec.scale_spec)
+
+    def _error(self, a: Array, b: Array) -> Array:
+        """The weighted square error of each part, in the shape of the scale."""
+        split = self.spec.split
+        y = fake_quantize(self.values, self._params(a, b), replace(self.spec, dynamic=False))
+        y -= self.values
+        y *= y
+        y *= self.importance
+        blocks = split.blocks(y)
+        axes = split.axes(y.ndim)
+        return (blocks.sum(axes) if axes else blocks).reshape(split.scale_shape(tuple(y.shape)))

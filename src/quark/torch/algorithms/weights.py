@@ -1,0 +1,65 @@
+"""What algorithms that solve weights share: which layers, their scales, and the solved weight written back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from quark.core.scales import QParams
+from quark.core.solvers.importance import weighted_qparams
+from quark.errors import ConfigError
+from quark.torch.algorithms.base import Block
+from quark.torch.calibrate import FROM_OWN_RANGE, share_scales, tensor_qparams
+from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.layers import QuantLayer
+from quark.torch.lockstep import Stop
+
+
+def weight_quantizer(layer: QuantLayer) -> FakeQuantize:
+    """The quantizer of a layer's weight."""
+    return cast(FakeQuantize, layer.quantizer("weight"))
+
+
+def chosen_layers(stop: Stop, block: Block, names: Sequence[str]) -> dict[str, QuantLayer]:
+    """The layers of a stop that `inside_layer_modules` names (all, if it names none) and whose type has scales."""
+    layers = {name: cast(QuantLayer, layer) for name, layer in stop.layers.items()}
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if (not names or name.removeprefix(f"{block.name}.") in names) and not weight_quantizer(layer).spec.is_cast
+    }
+
+
+def fix_scales(layers: Mapping[str, QuantLayer], block: Block, importance: torch.Tensor) -> None:
+    """Find the scales of weights for which no algorithm before has chosen any.
+
+    Where the spec asks for no statistic of its own, they are the scales that lose least under `importance`, shape
+    (in_features,); the range itself is among those tried.
+
+    Raises:
+        ConfigError: A weight was solved before.
+    """
+    for name, layer in layers.items():
+        quantizer = weight_quantizer(layer)
+        if quantizer.mode is Mode.baked:
+            raise ConfigError(f"{name} was solved by an algorithm before this one; name one solver in algo_config.")
+        if quantizer.params is None:
+            weight = cast(nn.Linear, layer).weight.detach()
+            if quantizer.spec.observer in FROM_OWN_RANGE:
+                quantizer.store(weighted_qparams(weight, importance, quantizer.spec))
+            else:
+                quantizer.store(tensor_qparams(weight, quantizer.spec))
+            quantizer.mode = Mode.off
+    share_scales(layers, block.shared_scale_groups)
+
+
+def bake(layer: QuantLayer, weight: torch.Tensor, params: QParams) -> None:
+    """Write a solved weight, whose values lie on the grid of `params`, into a layer."""
+    parameter = cast(nn.Parameter, layer.weight)
+    parameter.data.copy_(weight)
+    quantizer = weight_quantizer(layer)
+    quantizer.store(params)
+    quantizer.mode = Mode.baked

@@ -1,0 +1,1 @@
+"""Graph mode: quantizes what torch.export made, operator by operator."""

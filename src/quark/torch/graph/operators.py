@@ -1,0 +1,127 @@
+"""What graph mode knows about aten operators, as tables. A new operator is a row.
+
+An operator is quantized (KINDS), or moves values without changing them (MOVES), or is fused into the one before it
+(ACTIVATIONS); whatever else computes stays in float, and the plan names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How an operator is quantized; positions count its arguments.
+
+    Attributes:
+        name: Of the operator in tables and messages.
+        module: Class of torch.nn that `layer_type_quant_config` means it by.
+        inputs: Positions of the activations; a list of tensors counts as all of its members.
+        weight, bias: Positions of the parameters.
+        same_scale: What shares one scale: "inputs", "all" (inputs and output), or None.
+        only_named: Whether the global config leaves it alone. A table lookup gains nothing; products, differences
+            and means are the inside of norms and gates, which lose more than they gain.
+    """
+
+    name: str
+    module: type[nn.Module] | None = None
+    inputs: tuple[int, ...] = (0,)
+    weight: int | None = None
+    bias: int | None = None
+    same_scale: str | None = None
+    only_named: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "aten.linear.default": Kind("linear", nn.Linear, weight=1, bias=2),
+    "aten.conv1d.default": Kind("conv1d", nn.Conv1d, weight=1, bias=2),
+    "aten.conv2d.default": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
+    "aten.conv2d.padding": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
+    "aten.conv_transpose2d.input": Kind("conv_transpose2d", nn.ConvTranspose2d, weight=1, bias=2),
+    "aten.embedding.default": Kind("embedding", nn.Embedding, inputs=(), weight=0, only_named=True),
+    "aten.matmul.default": Kind("matmul", inputs=(0, 1)),
+    "aten.bmm.default": Kind("matmul", inputs=(0, 1)),
+    "aten.add.Tensor": Kind("add", inputs=(0, 1), same_scale="inputs"),
+    "aten.sub.Tensor": Kind("sub", inputs=(0, 1), same_scale="inputs", only_named=True),
+    "aten.mul.Tensor": Kind("mul", inputs=(0, 1), only_named=True),
+    "aten.cat.default": Kind("cat", same_scale="all"),
+    "aten.stack.default": Kind("stack", same_scale="all"),
+    "aten.max_pool2d.default": Kind("max_pool2d", nn.MaxPool2d, same_scale="all"),
+    "aten.avg_pool2d.default": Kind("avg_pool2d", nn.AvgPool2d, same_scale="all"),
+    "aten.adaptive_avg_pool2d.default": Kind("adaptive_avg_pool2d", nn.AdaptiveAvgPool2d, same_scale="all"),
+    "aten.mean.dim": Kind("mean", same_scale="all", only_named=True),
+    "aten.upsample_nearest2d.vec": Kind("upsample", nn.Upsample, same_scale="all"),
+}
+
+_MOVES = (
+    *("flatten.using_ints", "view.default", "reshape.default", "unflatten.int", "permute.default", "transpose.int"),
+    *("t.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor", "select.int"),
+    *("expand.default", "contiguous.default", "clone.default", "detach.default", "alias.default", "dropout.default"),
+    *("pixel_shuffle.default", "pixel_unshuffle.default"),
+)
+MOVES = frozenset(f"aten.{name}" for name in _MOVES)
+"""Operators whose output holds values of their first argument: one scale serves both sides."""
+
+ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("relu", "relu6", "hardtanh", "clamp"))
+"""Operators that a runtime fuses into the one before them: an output is quantized behind them."""
+
+SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
+BATCH_NORM, DROPOUT = "aten.batch_norm.default", "aten.dropout.default"
+QUANT_STUB, DEQUANT_STUB = "quark_quant.QuantStub.default", "quark_quant.DeQuantStub.default"
+
+
+def target_name(node: fx.Node) -> str:
+    """Name of what a node calls, such as "aten.conv2d.default"."""
+    return str(node.target)
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """The row of a node, or None where it is not quantized."""
+    return KINDS.get(target_name(node)) if node.op == "call_function" else None
+
+
+def is_call(node: object, *targets: str) -> bool:
+    """Whether a node calls one of the operators."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and target_name(node) in targets
+
+
+def parameter_of(node: fx.Node, position: int | None) -> fx.Node | None:
+    """The get_attr node at a position of the arguments, or None."""
+    found = node.args[position] if position is not None and position < len(node.args) else None
+    return found if isinstance(found, fx.Node) and found.op == "get_attr" else None
+
+
+def activations_of(node: fx.Node) -> list[fx.Node]:
+    """The float tensors that a quantized operator reads as activations; a weight that is computed is one of them."""
+    kind = kind_of(node)
+    assert kind is not None
+    positions = [*kind.inputs]
+    if kind.weight is not None and parameter_of(node, kind.weight) is None:
+        positions.append(kind.weight)
+    found: list[fx.Node] = []
+    for value in (node.args[position] for position in positions):
+        members = value if isinstance(value, (list, tuple)) else [value]
+        found += [m for m in members if isinstance(m, fx.Node) and is_float(m)]
+    return found
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether a node gives a floating-point tensor."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Where the values of a tensor come from: back through the operators that only move them."""
+    while is_call(node, *MOVES) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def fused_end(node: fx.Node) -> fx.Node:
+    """Where the output of an operator is quantized: behind the activation that alone reads it."""
+    readers = list(node.users)
+    return readers[0] if len(readers) == 1 and is_call(readers[0], *ACTIVATIONS) else node

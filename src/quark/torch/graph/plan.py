@@ -1,0 +1,241 @@
+"""The plan of graph mode: which operator gets which spec.
+
+A layer goes by the name of its module ("stem.0"), as in eager mode, however often it is called. Any other operator
+goes by the module that it is in and its name in the graph ("encoder.add_1").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx, nn
+
+from quark.core.patterns import first_match, matches_any, require_matches
+from quark.core.spec import LayerSpec
+from quark.errors import ConfigError
+from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.graph.batch_norm import foldable
+from quark.torch.graph.operators import (
+    ACTIVATIONS,
+    DEQUANT_STUB,
+    MOVES,
+    QUANT_STUB,
+    SOFTMAX,
+    Kind,
+    activations_of,
+    is_call,
+    is_float,
+    kind_of,
+    parameter_of,
+    source_of,
+    target_name,
+)
+from quark.torch.lowering import lower_layer
+from quark.torch.plan import Plan, check_shapes, require_layers
+from quark.torch.structure import resolve_selectors
+
+
+@dataclass(frozen=True)
+class Site:
+    """An operator that can be quantized, or a layer with all of its calls.
+
+    Attributes:
+        name: In the plan.
+        kind: Row of the operator.
+        nodes: Its calls.
+    """
+
+    name: str
+    kind: Kind
+    nodes: list[fx.Node]
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The weight (a fake tensor: shape and dtype only), or None."""
+        node = parameter_of(self.nodes[0], self.kind.weight)
+        return None if node is None else node.meta["val"]
+
+
+@dataclass(frozen=True)
+class GraphPlan(Plan):
+    """A Plan whose layers are sites of a graph.
+
+    Attributes:
+        sites: Name -> site, of everything that could be quantized.
+        reasons: Name of an operator that stays in float -> why.
+    """
+
+    sites: dict[str, Site] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def weight_shape(self, model: nn.Module, name: str) -> str:
+        weight = self.sites[name].weight if name in self.sites else None
+        return "-" if weight is None else str(tuple(weight.shape))
+
+    def kept(self, name: str) -> str:
+        return f"float ({self.reasons[name]})" if name in self.reasons else "float"
+
+
+def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
+    """Decide what happens to each operator: exclude > layer_quant_config > layer_type_quant_config > global.
+
+    Args:
+        config: The user's config; it is not changed.
+        model: What `torch.export.export(...).module()` made.
+
+    Raises:
+        ConfigError: A pattern or type matches nothing, or nothing is left to quantize.
+        ShapeError: A granularity does not fit a weight; names the layer.
+    """
+    sites, reasons = find_sites(model), unsupported(model)
+    inside = region(model.graph)
+    reasons |= {name: why for name, site in sites.items() if (why := _stays_float(site, inside))}
+    sites = {name: site for name, site in sites.items() if name not in reasons}
+    patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
+    names = {*sites, *reasons, *(name for name, _ in model.named_modules())}
+    require_matches(patterns, names, "exclude")
+    require_layers(patterns, names, {*sites, *reasons})
+    require_matches(config.layer_quant_config, sites, "layer_quant_config")
+    _require_types(config, sites)
+    selected = _selected(config, model, sites)
+    layers, excluded = {}, []
+    for name, site in sites.items():
+        chosen = None if name in selected or matches_any(name, patterns) else _layer_config(config, site)
+        spec = _lowered(chosen, site)
+        if spec == LayerSpec():
+            excluded.append(name)
+            continue
+        weight = site.weight
+        features = weight.shape[1] if weight is not None and site.kind.name == "linear" else None
+        check_shapes(name, site.kind.name, None if weight is None else tuple(weight.shape), features, spec)
+        layers[name] = spec
+    if not layers:
+        kinds = sorted({site.kind.name for site in sites.values()})
+        raise ConfigError(
+            f"Nothing to quantize: of {len(sites)} operators that can be ({', '.join(kinds) or 'none'}), all are "
+            f"excluded or without a config. Others in the graph: {', '.join(sorted(set(reasons.values()))) or 'none'}."
+        )
+    return GraphPlan(layers, tuple(excluded), tuple(reasons), sites, reasons)
+
+
+def find_sites(model: fx.GraphModule) -> dict[str, Site]:
+    """Everything that graph mode can quantize, in the order of the graph."""
+    sites: dict[str, Site] = {}
+    modules = {name for name, _ in model.named_modules()}
+    for node in model.graph.nodes:
+        kind = kind_of(node)
+        if kind is None or not is_float(node) or not (activations_of(node) or parameter_of(node, kind.weight)):
+            continue
+        name = _layer_name(node, kind)
+        if name is None or (name in sites and sites[name].kind.name != kind.name):
+            name = _operator_name(node, modules)
+        sites.setdefault(name, Site(name, kind, [])).nodes.append(node)
+    return sites
+
+
+def unsupported(model: fx.GraphModule) -> dict[str, str]:
+    """Operators without a row that give float tensors: name -> what they are."""
+    found = {}
+    for node in model.graph.nodes:
+        if node.op != "call_function" or kind_of(node) or is_call(node, *MOVES, *ACTIVATIONS, QUANT_STUB, DEQUANT_STUB):
+            continue
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            found[node.name] = f"a graph of its own: {node.target}"
+        elif is_float(node) and isinstance(node.target, torch._ops.OpOverload) and foldable(node) is None:
+            found[node.name] = target_name(node)
+    return found
+
+
+def _layer_name(node: fx.Node, kind: Kind) -> str | None:
+    """The module that this operator is the whole of, or that holds its `weight`; else None."""
+    weight, stack = parameter_of(node, kind.weight), list(node.meta.get("nn_module_stack", {}).values())
+    if weight is None:
+        return None
+    path, module = stack[-1] if stack else ("", "")
+    type_name = module if isinstance(module, str) else f"{module.__module__}.{module.__qualname__}"
+    if kind.module is not None and type_name == f"{kind.module.__module__}.{kind.module.__qualname__}":
+        return str(path)
+    parent, _, leaf = str(weight.target).rpartition(".")
+    return parent if leaf == "weight" and parent else None
+
+
+def _operator_name(node: fx.Node, modules: set[str]) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    name = f"{stack[-1][0]}.{node.name}".lstrip(".") if stack else node.name
+    return f"{name}_" if name in modules else name
+
+
+def _stays_float(site: Site, inside: set[fx.Node]) -> str | None:
+    """Why an operator with a row is not quantized, or None."""
+    if site.kind.name == "add" and all(_only_softmax_reads(node) for node in site.nodes):
+        return "the mask before a softmax"
+    if not all(node in inside for node in site.nodes):
+        return "outside QuantStub and DeQuantStub"
+    written = [t.name for n in site.nodes for t in activations_of(n) if any(map(_writes, source_of(t).users))]
+    return f"{written[0]} is written in place" if written else None
+
+
+def _only_softmax_reads(node: fx.Node) -> bool:
+    return bool(node.users) and all(is_call(reader, *SOFTMAX) for reader in node.users)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def region(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes to quantize: all, or those behind a QuantStub and before a DeQuantStub where there is one."""
+    if not any(is_call(node, QUANT_STUB) for node in graph.nodes):
+        return set(graph.nodes)
+    inside: set[fx.Node] = set()
+    for node in graph.nodes:
+        behind = any(source in inside for source in node.all_input_nodes)
+        if is_call(node, QUANT_STUB) or (behind and not is_call(node, DEQUANT_STUB)):
+            inside.add(node)
+    return inside
+
+
+def _layer_config(config: QConfig, site: Site) -> QLayerConfig | None:
+    by_name = first_match(site.name, config.layer_quant_config)
+    if by_name is not None:
+        return by_name
+    for layer_type, by_type in config.layer_type_quant_config.items():
+        if site.kind.module is not None and issubclass(site.kind.module, layer_type):
+            return by_type
+    return None if site.kind.only_named else config.global_quant_config
+
+
+def _lowered(config: QLayerConfig | None, site: Site) -> LayerSpec:
+    """The spec of a site, without what it does not have."""
+    spec = lower_layer(config, per_token=site.kind.name == "linear")
+    if site.weight is None:
+        spec = replace(spec, weight=None)
+    if all(parameter_of(node, site.kind.bias) is None for node in site.nodes):
+        spec = replace(spec, bias=None)
+    return replace(spec, input=None) if not activations_of(site.nodes[0]) else spec
+
+
+def _require_types(config: QConfig, sites: dict[str, Site]) -> None:
+    present = {site.kind.module for site in sites.values() if site.kind.module is not None}
+    for layer_type in config.layer_type_quant_config:
+        if not any(issubclass(module, layer_type) for module in present):
+            raise ConfigError(
+                f"layer_type_quant_config: no operator of this graph is a {layer_type.__name__}. "
+                f"Present: {', '.join(sorted(module.__name__ for module in present)) or 'none'}."
+            )
+
+
+def _selected(config: QConfig, model: fx.GraphModule, sites: dict[str, Site]) -> set[str]:
+    """Names that the selectors of `exclude` stand for. A graph has no classes: the head is a linear layer at the top
+    of the model with as many rows as an embedding.
+    """
+    selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
+    found = resolve_selectors([s for s in selectors if s != "@output_head"], model)
+    if "@output_head" in selectors:
+        weights = {name: site.weight for name, site in sites.items() if site.weight is not None}
+        tables = {len(weights[name]) for name in weights if sites[name].kind.name == "embedding"}
+        top = [name for name in weights if "." not in name and sites[name].kind.name == "linear"]
+        found |= {name for name in top if len(weights[name]) in tables}
+    return found

@@ -1,0 +1,76 @@
+"""How a published checkpoint calls the tensors of a transformers model, which since version 5 may call them otherwise.
+
+transformers keeps a list of conversions for each model: renamings (`.block_sparse_moe.` of Mixtral is `.mlp.` in the
+module) and mergers (`experts.*.w1.weight` and `experts.*.w3.weight` make `experts.gate_up_proj`). A quantized
+checkpoint is written under the published names: those are what runtimes read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def conversions(model: nn.Module) -> list[Any]:
+    """Transformers' conversions for a model of its own; none for any other module."""
+    # A model can only be one of transformers' if this is loaded; nothing is imported for the question.
+    modeling, mapping = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "conversion_mapping"))
+    if modeling is None or mapping is None or not isinstance(model, modeling.PreTrainedModel):
+        return []
+    found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    return found
+
+
+def expert_leaves(known: Sequence[Any], fused: str) -> tuple[str, ...]:
+    """Leaf names of the linear layers of an expert that a fused tensor is merged from, in the order of its rows.
+
+    Args:
+        known: From `conversions`.
+        fused: Full name of the fused tensor.
+
+    Example: ("w1", "w3") for `model.layers.0.mlp.experts.gate_up_proj` of Mixtral; empty where nothing is known.
+    """
+    for conversion in known:
+        targets = [target.replace("\\", "") for target in conversion.target_patterns]
+        if len(targets) != 1 or not fused.endswith(targets[0]) or not hasattr(conversion, "operations"):
+            continue
+        parts = [source.split(".") for source in conversion.source_patterns]
+        if all(len(part) > 2 and part[-1] == "weight" and part[-3].endswith("*") for part in parts):
+            return tuple(part[-2] for part in parts)
+    return ()
+
+
+def published_names(model: nn.Module) -> Callable[[str], str]:
+    """The function from the name of a tensor in the module to its name in a checkpoint.
+
+    A name that transformers' renamings would not bring back keeps the module's form.
+    """
+    core = sys.modules.get("transformers.core_model_loading")
+    known = conversions(model)
+    if core is None or not known:
+        return lambda name: name
+    kept = [c for c in known if isinstance(c, core.WeightRenaming) and not isinstance(c, core.PrefixChange)]
+    reverse = [renaming.reverse_transform() for renaming in reversed(kept)]
+
+    def publish(name: str) -> str:
+        out: str = core.apply_renamings(name, reverse)
+        return out if core.apply_renamings(out, kept) == name else name
+
+    return publish
+
+
+def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The names of a module's tensors that transformers merges with others when it loads a checkpoint.
+
+    It does not where the published name is the module's own: such a tensor is taken as it is.
+    """
+    publish, known = published_names(model), conversions(model)
+    renamed = [name for name in names if publish(name) != name]
+    if not renamed:
+        return set()
+    core = sys.modules["transformers.core_model_loading"]
+    converters = [c for c in known if isinstance(c, core.WeightConverter)]
+    return {name for name in renamed if core.apply_converters(name, converters)[1] is not None}

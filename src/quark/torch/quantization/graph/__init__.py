@@ -1,0 +1,1 @@
+"""Address; see ops.quant_stubs."""

@@ -1,0 +1,1 @@
+"""Address of the operators of graph mode."""

@@ -1,0 +1,8 @@
+"""Address of QuantStub and DeQuantStub. The code is in quark.torch.graph.stubs."""
+
+from quark.torch.graph.stubs import DeQuantStub, QuantStub
+
+__all__ = [
+    "DeQuantStub",
+    "QuantStub",
+]

@@ -1,0 +1,60 @@
+"""Small random models of the families of language models that transformers has, two blocks each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+"""What most families call their sizes."""
+
+GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+
+MOE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                  "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                    "moe_intermediate_size": 64, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+                    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 16,
+                 "moe_intermediate_size": 64, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 16},
+}  # fmt: skip
+"""Families whose experts transformers holds in one tensor: the sizes of their mixtures."""
+
+
+def family(model_type: str, seed: int = 0, **options: Any) -> Any:
+    """A random model of a family, in evaluation mode, with weights large enough that every part matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = GPT2 if model_type == "gpt2" else {**SIZES, **MOE.get(model_type, {})}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+    return model.eval()
+
+
+CONVERTED: dict[str, Callable[[], Any]] = {name: (lambda name=name: family(name)) for name in ("gpt2", *MOE)}  # type: ignore[misc]
+"""Models that a pass changes."""
