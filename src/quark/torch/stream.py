@@ -86,13 +86,7 @@ def stream(
     plan = make_plan(config, model)
     batches = None if data is None else list(data)
     export = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    settings = {
-        "config": {**config.to_dict(), "shared_scale_groups": config.shared_scale_groups},
-        **export,
-        "model": fingerprint_of_files([source / "config.json", *files]),
-        "calibration data": fingerprint_of_data(batches),
-        "processes": world(),
-    }
+    settings = _settings(config, export, [source / "config.json", *files], batches)
     work = work or output.with_name(f"{output.name}.partial")
     with (
         replaced(model, plan) as layers,
@@ -109,6 +103,19 @@ def stream(
             manifest.remove()
         wait()
     logger.info("Quantized %s to %s.", source, output)
+
+
+def _settings(
+    config: QConfig, export: Mapping[str, str], files: Sequence[Path], batches: list[Any] | None
+) -> dict[str, Any]:
+    """What a run that goes on must share with the one that began."""
+    return {
+        "config": {**config.to_dict(), "shared_scale_groups": config.shared_scale_groups},
+        **export,
+        "model": fingerprint_of_files(files),
+        "calibration data": fingerprint_of_data(batches),
+        "processes": world(),
+    }
 
 
 class _Run:
