@@ -19,7 +19,9 @@ from quark.errors import ConfigError, FormatError, NonFiniteError, OutputExistsE
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.config import QConfig, QLayerConfig
 from quark.torch.lowering import raise_tensor
+from quark.torch.stream import stream
 from quark.torch.tensor_file import DTYPES, TensorFile, create_file, write_tensor
+from tests.torch.architectures import build
 from tests.zoo import tiny_llama, tiny_opt
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -124,6 +126,17 @@ def test_a_checkpoint_of_the_base_model(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
     expected = in_memory(scheme("int8_wo"), tmp_path / "float", tmp_path / "memory", freeze=False)
     assert file_to_file(scheme("int8_wo"), tmp_path / "float", tmp_path / "files") == expected
+
+
+def test_names_are_those_of_published_checkpoints(tmp_path: Path) -> None:
+    """GPT-NeoX calls its head `embed_out`, which transformers calls `lm_head`."""
+    build("gpt_neox").save_pretrained(tmp_path / "float")
+    config = scheme("int8_wo", exclude_layers=[])
+    expected = in_memory(config, tmp_path / "float", tmp_path / "memory", freeze=False)
+    assert {"embed_out.weight", "embed_out.weight_scale"} < set(load_file(tmp_path / "memory" / "model.safetensors"))
+    assert file_to_file(config, tmp_path / "float", tmp_path / "files") == expected
+    stream(config, tmp_path / "float", tmp_path / "streamed")
+    assert contents(tmp_path / "streamed") == expected
 
 
 # Bad input. ----------------------------------------------------------------------------------------------------------
