@@ -18,7 +18,7 @@ import torch.multiprocessing as spawning
 from safetensors.torch import load_file
 
 from quark.errors import CalibrationError, QuarkError
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.algo_configs import GPTQConfig
 from quark.torch.config import QConfig
 from quark.torch.distributed import processes
@@ -74,22 +74,36 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     for name in ("int8", "gptq"):
         model = ModelQuantizer(configs()[name]).quantize_model(tiny_llama(), token_batches(4))
         export_safetensors(model, one / name)
-        assert contents(tmp_path / f"{name}-streamed").keys() >= {"config.json", "model.safetensors"}
-        for kind in (name, f"{name}-streamed"):
-            compare(load_file(tmp_path / kind / "model.safetensors"), load_file(one / name / "model.safetensors"))
+        streamed = tmp_path / f"{name}-streamed"
+        assert contents(streamed).keys() >= {"config.json", "model.safetensors"}
+        for folder in (tmp_path / name, streamed):
+            (same_error if name == "gptq" else same_tensors)(folder, one / name)
     ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(tmp_path / "float", one / "files")
     assert contents(tmp_path / "files") == contents(one / "files")
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*"))
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Scales to float tolerance; codes, but for the few whose sums of moments round to the other side."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(found[name], tensor, msg=name)
-        else:
-            assert (found[name] != tensor).float().mean() < 0.01, name
+def same_tensors(found: Path, expected: Path) -> None:
+    """Ranges add up exactly."""
+    tensors, own = load_file(expected / "model.safetensors"), load_file(found / "model.safetensors")
+    assert own.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(own[name], tensor), name
+
+
+def same_error(found: Path, expected: Path) -> None:
+    """Sums of second moments differ by rounding, and GPTQ hands a weight that falls to the other side on to the rest.
+
+    What it reaches is the same; with half of the data the error is several times as large.
+    """
+    assert output_error(found) == pytest.approx(output_error(expected), rel=0.1)
+
+
+def output_error(folder: Path) -> float:
+    """Mean square error of the logits on the calibration data."""
+    original, model = tiny_llama(), import_model_from_safetensors(tiny_llama(), folder)
+    with torch.no_grad():
+        return sum(float((model(x).logits - original(x).logits).square().mean()) for x in token_batches(4))
 
 
 def dying(folder: Path) -> None:
