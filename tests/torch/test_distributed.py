@@ -17,9 +17,9 @@ import torch
 import torch.multiprocessing as spawning
 from safetensors.torch import load_file
 
-from quark.errors import CalibrationError, QuarkError
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
-from quark.torch.algo_configs import GPTQConfig
+from quark.errors import CalibrationError, NotSupportedError, QuarkError
+from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors, import_model_from_safetensors
+from quark.torch.algo_configs import AlgoConfig, AutoRoundConfig, AutoSmoothQuantConfig, GPTQConfig
 from quark.torch.config import QConfig
 from quark.torch.distributed import processes
 from quark.torch.manifest import Manifest
@@ -158,3 +158,16 @@ def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "world", lambda: 4)
     with pytest.raises(CalibrationError, match="3 calibration batches are too few for 4 processes"):
         distributed.part_of(token_batches(3))
+
+
+@pytest.mark.parametrize("flow", [QuantFlow.standard, QuantFlow.per_block])
+@pytest.mark.parametrize("algorithm", [AutoRoundConfig(), AutoSmoothQuantConfig()])
+def test_algorithms_that_would_see_a_part_of_the_data(
+    algorithm: AlgoConfig, flow: QuantFlow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quark.torch import sweep
+
+    monkeypatch.setattr(sweep, "world", lambda: 2)
+    config = replace(LLMTemplate.get("auto").get_config("uint4_wo_32"), algo_config=[algorithm], quant_flow=flow)
+    with pytest.raises(NotSupportedError, match="needs all calibration data in one process, of which there are 2"):
+        ModelQuantizer(config).quantize_model(tiny_llama(), token_batches(2))

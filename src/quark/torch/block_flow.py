@@ -35,7 +35,7 @@ from quark.torch.distributed import part_of
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.moe import sibling_groups
-from quark.torch.sweep import blocks_path, is_inside, sweep_block, with_hidden
+from quark.torch.sweep import blocks_path, is_inside, refuse_processes, sweep_block, with_hidden
 
 
 class OnDevice:
@@ -129,6 +129,7 @@ def quantize_blocks(
         NotSupportedError: A static activation outside the blocks, or an algorithm that changes the whole model.
     """
     state = state or State()
+    refuse_processes(algorithms)
     names = find_blocks(model, blocks_path(model, algorithms))
     _refuse_attention(config)
     if not weights.whole:

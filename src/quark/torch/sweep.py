@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NotSupportedError
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
 from quark.torch.calibrate import naming, needs_range, quantizers_off
-from quark.torch.distributed import agree, merge_observers, part_of
+from quark.torch.distributed import agree, merge_observers, part_of, world
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import input_groups, lockstep
@@ -52,6 +52,7 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
+    refuse_processes(algorithms)
     names = find_blocks(model, blocks_path(model, algorithms))
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
@@ -150,6 +151,16 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tup
         if isinstance(module, nn.Linear) and block.full(leaf) in layers and layers[block.full(leaf)].spec.weight
     ]
     return input_groups(block.module, linear, block.calls[0])
+
+
+def refuse_processes(algorithms: Sequence[Algorithm]) -> None:
+    """Raise NotSupportedError for an algorithm that would learn from a part of the data only."""
+    for algorithm in algorithms:
+        if world() > 1 and not algorithm.sums:
+            raise NotSupportedError(
+                f"{type(algorithm).__name__} needs all calibration data in one process, of which there are {world()}. "
+                "Possible: one process, or an algorithm that reads second moments (GPTQ, AWQ, SmoothQuant, ...)."
+            )
 
 
 def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
