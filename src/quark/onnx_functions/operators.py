@@ -17,8 +17,8 @@ from quark.core.dtypes import DTYPES, MICRO_EXPONENT
 from quark.core.granularity import PerGroup
 from quark.core.rounding import RoundType
 from quark.core.spec import TensorSpec
-from quark.onnx.custom_ops.blocks import block_body
-from quark.onnx.custom_ops.linear import linear_body
+from quark.onnx_functions.blocks import block_body
+from quark.onnx_functions.linear import linear_body
 
 DOMAIN, VERSION = "com.amd.quark", 1
 BLOCK_OPSET, MINIMUM_IR = 14, 10  # Reshape with allowzero; overloads
