@@ -32,7 +32,7 @@ from quark.errors import NotSupportedError
 from quark.onnx.algorithms import ALGORITHMS
 from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
-from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_onnx, export_safetensors
+from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors
 from quark.torch.algo_configs import ALGO_CONFIGS
 from quark.torch.config import QConfig, QLayerConfig
 from quark.torch.enums import QuantFlow
@@ -288,7 +288,6 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
         lambda: ModelQuantizer(replace(simple, quant_flow=QuantFlow.file2file)),
         lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
         lambda: ModelQuantizer(template.get_config("int8")).direct_quantize_checkpoint("in", "out"),
-        lambda: export_onnx(model, "out", ()),
         lambda: export_gguf(model, "out", "llama", "tokenizer"),
         lambda: export_safetensors(model, "out", custom_mode="awq"),
         lambda: export_safetensors(model, "out", custom_mode="fp8"),

@@ -3,6 +3,7 @@
 A package of its own between the flows and `core`: `core` knows no file format, and the flows do not import each other.
 """
 
+from quark.onnx_functions.live import live
 from quark.onnx_functions.nodes import add_function_node
 from quark.onnx_functions.operators import (
     ATTRIBUTES,
@@ -29,4 +30,5 @@ __all__ = [
     "block",
     "function",
     "linear",
+    "live",
 ]
