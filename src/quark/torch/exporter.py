@@ -28,8 +28,8 @@ from quark.torch.formats.quark import PACK_METHODS
 from quark.torch.hub_names import published_names
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
-from quark.torch.onnx_export import export_onnx
 from quark.torch.online import record_rotations
+from quark.torch.onnx_export import export_onnx
 from quark.torch.passes import unconverted
 from quark.torch.plan import chooser
 from quark.torch.quantizer import quantized_layers
