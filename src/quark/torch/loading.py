@@ -73,9 +73,8 @@ class StoredTensor(nn.Module):
         if not self.layout.real:
             raise NotSupportedError("A fake_quantized checkpoint holds no codes: export from a real_quantized one.")
         if type(self.layout) is not QuarkLayout:
-            raise NotSupportedError(
-                f"Codes of {type(self.layout).__name__}: export from a checkpoint in quark's format."
-            )
+            name = type(self.layout).__name__
+            raise NotSupportedError(f"{name} gives no codes for export: export from a checkpoint in quark's format.")
         return self.layout
 
     @property
