@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,6 +63,38 @@ def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterato
         raise _output_error(target, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_files(folder: str | os.PathLike[str], names: Iterable[str], overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty folder whose files move into `folder`, beside what is there, when the body ends.
+
+    Args:
+        folder: Made if it is not there.
+        names: Of the files, in the order in which they move; one that the body did not write, and that is there, goes.
+        overwrite: Replace files of these names.
+
+    Raises:
+        OutputExistsError: One of the files is there already, and `overwrite` is False.
+        OutputError: The disk is full or the folder cannot be written.
+    """
+    target, names = Path(folder), list(names)
+    for name in names:
+        refuse_existing(target / name, overwrite)
+    temporary = _beside(target)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if (temporary / name).exists():
+                (temporary / name).replace(target / name)
+            else:
+                (target / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise _output_error(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:

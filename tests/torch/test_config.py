@@ -363,7 +363,7 @@ def test_algorithm_configs() -> None:
         "inside_layer_modules": [],
         "model_decoder_layers": "",
         "group_aware_order": False,
-        "refine_passes": 2,
+        "refine_passes": 1,
     }
     assert GPTQConfig().to_dict() == gptq and list(GPTQConfig().to_dict()) == list(gptq)
     assert RotationConfig({"first_layer": []}).r2 is False and QuaRotConfig().r4 is True

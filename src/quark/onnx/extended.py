@@ -9,8 +9,8 @@ import numpy as np
 from quark.core.dtypes import DTYPES
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.onnx.custom_ops import DOMAIN, MINIMUM_IR, VERSION, Operator, block, function, linear
 from quark.onnx.model import opset
+from quark.onnx_functions import Operator, add_function_node, block, linear
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,21 +39,7 @@ def linear_operator(op_type: str, spec: TensorSpec, axis: int | None) -> Operato
 def block_node(model: ir.Model, value: ir.Value, name: str, spec: TensorSpec) -> ir.Node:
     """The one node of a block format."""
     operator = block(spec, opset(model), None if value.shape is None else value.shape.dims)
-    return extended_node(model, operator, [value], f"{name}_DequantizeLinear")
-
-
-def extended_node(model: ir.Model, operator: Operator, inputs: list[ir.Value], name: str) -> ir.Node:
-    """A node of an extended operator; the model gets its function, the import and the IR version that these need."""
-    import onnx_ir as ir
-
-    key = (DOMAIN, operator.name, operator.overload)
-    if key not in model.functions:
-        model.functions[key] = ir.serde.deserialize_function(function(operator, opset(model)))
-        model.opset_imports[DOMAIN] = VERSION
-        model.ir_version = max(model.ir_version, MINIMUM_IR)
-    node = _node(operator.name, inputs, name, operator.attributes)
-    node.domain, node.overload = DOMAIN, operator.overload
-    return node
+    return add_function_node(model, operator, [value], f"{name}_DequantizeLinear")
 
 
 def clip_bfloat16(rewriter: Rewriter, value: ir.Value, name: str) -> ir.Node:

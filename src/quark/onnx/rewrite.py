@@ -24,7 +24,6 @@ from quark.onnx.extended import (
     cast_down,
     cast_up,
     clip_bfloat16,
-    extended_node,
     is_bfloat16,
     linear_operator,
 )
@@ -34,6 +33,7 @@ from quark.onnx.parameters import CAST, Parameters, channel_bias, encode, larges
 from quark.onnx.placement import Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
+from quark.onnx_functions import add_function_node
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -181,7 +181,7 @@ class Rewriter:
         operator = linear_operator(op_type, spec, axis)
         if operator is None:
             return self._plain(op_type, inputs, name, spec, axis)
-        return extended_node(self.model, operator, inputs, f"{name}_{op_type}")
+        return add_function_node(self.model, operator, inputs, f"{name}_{op_type}")
 
     def _plain(self, op_type: str, inputs: list[ir.Value], name: str, spec: TensorSpec, axis: int | None = None) -> Any:
         domain = self._domain(spec)

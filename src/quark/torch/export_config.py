@@ -29,9 +29,13 @@ class JsonExporterConfig:
 
 @dataclass(frozen=True)
 class OnnxExporterConfig:
-    """Options of the ONNX export."""
+    """Options of the ONNX export.
 
-    uint4_int4_flag: bool = False
+    Attributes:
+        uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4, not as INT8 and UINT8.
+    """
+
+    uint4_int4_flag: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.errors import ConfigError, did_you_mean
 from quark.log import logger
 from quark.torch.checkpoint import Entry, entries, plain_entry, read_tensors, shard_files, write_shards
 from quark.torch.config import QConfig
@@ -26,6 +26,7 @@ from quark.torch.gguf.blocks import GgufFormat
 from quark.torch.gguf.writer import write_gguf
 from quark.torch.hub_names import published_names
 from quark.torch.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.onnx_export import export_onnx
 from quark.torch.quantizer import quantized_layers
 
 SIDE_FILES = re.compile(
@@ -105,13 +106,6 @@ def check_options(custom_mode: str, weight_format: str, pack_method: str, max_sh
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
 
 
-def export_onnx(model: nn.Module, output_dir: str | os.PathLike[str], input_args: Any, **options: Any) -> None:
-    """ONNX export; not in this version."""
-    raise NotSupportedError(
-        "export_onnx is not part of this version. Possible: export_safetensors, or quantize the float ONNX model."
-    )
-
-
 def export_gguf(
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -181,9 +175,38 @@ class ModelExporter:
         """Write a Hugging Face checkpoint: the "quark format" of old is the same tensors in the same layout."""
         return self.export_safetensors_model(model, quant_config, custom_mode)
 
-    def export_onnx_model(self, model: nn.Module, input_args: Any, *args: Any, **options: Any) -> None:
-        """ONNX export; not in this version."""
-        export_onnx(model, self.export_dir, input_args)
+    def export_onnx_model(
+        self,
+        model: nn.Module,
+        input_args: Any,
+        input_names: Sequence[str] = (),
+        output_names: Sequence[str] = (),
+        verbose: bool = False,
+        opset_version: int | None = None,
+        do_constant_folding: bool = True,
+        operator_export_type: Any = None,
+        uint4_int4_flag: bool | None = None,
+        **options: Any,
+    ) -> Path:
+        """Write `quark_model.onnx`; see `export_onnx`, which knows further options.
+
+        `uint4_int4_flag` is by default that of the config, if there is one.
+        """
+        config = getattr(self.config, "onnx_export_config", None)
+        flag = getattr(config, "uint4_int4_flag", True) if uint4_int4_flag is None else uint4_int4_flag
+        return export_onnx(
+            model,
+            self.export_dir,
+            input_args,
+            opset_version,
+            input_names,
+            output_names,
+            verbose,
+            do_constant_folding,
+            operator_export_type,
+            flag,
+            **options,
+        )
 
     def export_gguf_model(self, model: nn.Module, tokenizer_path: str | os.PathLike[str], model_type: str) -> Path:
         """Write one GGUF file; see `export_gguf`."""

@@ -14,11 +14,13 @@ from torch import nn
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import NotSupportedError
 from quark.torch.attention import probability_quantizers, quantize_attention
 from quark.torch.config import QConfig
 from quark.torch.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.online import hold_rotations
 from quark.torch.passes import prepare, undo
@@ -49,9 +51,31 @@ class StoredTensor(nn.Module):
 
     def forward(self, stored: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         """The float tensor; `extras` are the stored tensors that live on the layer."""
+        return self.layout.load({"": stored, **self._params(extras)}, self.shape)
+
+    def _params(self, extras: Extras | None) -> Tensors:
         own = {"scale": self.scale, "zero_point": self.zero_point}
-        tensors = {"": stored, **{k: v for k, v in own.items() if v is not None}, **(extras or {})}
-        return self.layout.load(tensors, self.shape)
+        return {**{k: v for k, v in own.items() if v is not None}, **(extras or {})}
+
+    def params(self, extras: Extras | None = None) -> QParams | None:
+        """Scale and zero point; None for a plain cast.
+
+        Raises:
+            NotSupportedError: The checkpoint holds float values in place of codes.
+        """
+        return None if self.spec.is_cast else self._quark().load_params(self._params(extras), self.shape)
+
+    def codes(self, stored: torch.Tensor) -> torch.Tensor:
+        """The codes, as floats that hold their values."""
+        return stored.float() if self.spec.is_cast else self._quark().load_codes(stored, self.shape)
+
+    def _quark(self) -> QuarkLayout:
+        if not self.layout.real:
+            raise NotSupportedError("A fake_quantized checkpoint holds no codes: export from a real_quantized one.")
+        if type(self.layout) is not QuarkLayout:
+            name = type(self.layout).__name__
+            raise NotSupportedError(f"{name} gives no codes for export: export from a checkpoint in quark's format.")
+        return self.layout
 
     @property
     def spec(self) -> TensorSpec:

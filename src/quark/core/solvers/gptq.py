@@ -66,7 +66,8 @@ def inverse_factor(hessian: Array, damp: float) -> tuple[Array, float]:
 def _inverse_upper(upper: Array) -> Array:
     xp = namespace(upper)
     if is_torch(upper):
-        return xp.linalg.solve_triangular(upper, xp.eye(len(upper), dtype=upper.dtype, device=upper.device), upper=True)
+        unit = xp.eye(len(upper), dtype=upper.dtype, device=upper.device)
+        return xp.linalg.solve_triangular(upper, unit, upper=True, out=unit)
     return xp.triu(xp.linalg.solve(upper, xp.eye(len(upper))))
 
 
@@ -110,24 +111,20 @@ def solve(weight: Array, upper: Array, rounder: Rounder, drift: Array | None = N
     spread = astype(upper, "float32")
     pull = None if drift is None else astype(drift, "float32")
 
-    def halves(start: int, stop: int) -> None:
-        if stop - start == 1:
-            result[start] = rounder(start, work)
-            error[start] = (work[start] - result[start]) / pivots[start]
-            return
-        middle = _middle(start, stop, align)
-        halves(start, middle)
+    def step(i: int) -> None:
+        result[i] = rounder(i, work)
+        error[i] = (work[i] - result[i]) / pivots[i]
+
+    def carry(start: int, middle: int, stop: int) -> None:
         work[middle:stop] -= spread[start:middle, middle:stop].T @ error[start:middle]
         if pull is not None:
             work[middle:stop] += pull[start:middle, middle:stop].T @ work[start:middle]
-        halves(middle, stop)
 
-    if len(weight):
-        halves(0, len(weight))
+    _in_halves(0, len(weight), step, carry, align)
     return result
 
 
-def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, passes: int, block: int = 64) -> Array:
+def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, passes: int) -> Array:
     """Coordinate descent on (W - Q) H (W - Q)^T from a first solution: each column is rounded again, others fixed.
 
         q_i <- quantize(q_i + ((W - Q) H)_i / H_ii)
@@ -140,22 +137,39 @@ def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, pa
         hessian: Damped H in the same order, shape (columns, columns).
         rounder: Quantizes one column of what it is given.
         passes: How often all columns are visited.
-        block: Columns between two products with the whole of H.
     """
     xp = namespace(weight)
     hessian, result = astype(hessian, "float32"), quantized * 1.0
     diagonal = [float(h) for h in xp.diagonal(hessian)]
+    change = xp.empty_like(result)
     for _ in range(passes):
-        for start in range(0, len(weight), block):
-            stop = min(start + block, len(weight))
-            gradient = hessian[start:stop] @ (weight - result)
-            own = hessian[start:stop, start:stop]
-            for i in range(start, stop):
-                before = result[i] * 1.0
-                result[i] += gradient[i - start] / diagonal[i]
-                result[i] = rounder(i, result)
-                gradient -= own[i - start][:, None] * (result[i] - before)
+        gradient = hessian @ (weight - result)
+
+        def step(i: int, gradient: Array = gradient) -> None:
+            change[i] = result[i]
+            result[i] += gradient[i] / diagonal[i]
+            result[i] = rounder(i, result)
+            change[i] -= result[i]
+
+        def carry(start: int, middle: int, stop: int, gradient: Array = gradient) -> None:
+            gradient[middle:stop] += hessian[middle:stop, start:middle] @ change[start:middle]
+
+        _in_halves(0, len(weight), step, carry)
     return result
+
+
+def _in_halves(
+    start: int, stop: int, step: Callable[[int], None], carry: Callable[[int, int, int], None], align: int = 1
+) -> None:
+    """Step through columns; between the left and the right half of every range, `carry` what the left one changed."""
+    if stop - start <= 1:
+        if stop > start:
+            step(start)
+        return
+    middle = _middle(start, stop, align)
+    _in_halves(start, middle, step, carry, align)
+    carry(start, middle, stop)
+    _in_halves(middle, stop, step, carry, align)
 
 
 def _middle(start: int, stop: int, align: int) -> int:

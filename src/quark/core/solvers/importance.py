@@ -16,10 +16,10 @@ from quark.core.quantize import fake_quantize, quantize_scales, range_of, second
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 
-COARSE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Shares of the range that are tried first."""
+COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
+"""Shares of the range that are tried first, beside 1, for both ends alike."""
 FINE = 0.05
-"""Step of the second round, around the best of the first."""
+"""Step of the second round, around the best of the first; each end of an asymmetric range moves by twice as much."""
 ROUNDING = 1e-5
 """Share of the error that sums in another order (over batches, over processes) may change: no reason to choose."""
 
@@ -47,14 +47,14 @@ class _Search:
         xp = namespace(self.low)
         a = b = xp.ones_like(self.low)
         best = self._error(a, b)
-        for share in COARSE[1:]:
-            for low_side, high_side in self._sides():
-                p, q = (side * 0 + share if moved else side for side, moved in ((a, low_side), (b, high_side)))
-                a, b, best = self._better(p, q, a, b, best)
+        for share in COARSE:
+            a, b, best = self._better(xp.full_like(a, share), xp.full_like(b, share), a, b, best)
         for by in (-FINE, FINE):
-            for low_side, high_side in self._sides():
-                p, q = (side + by if moved else side for side, moved in ((a, low_side), (b, high_side)))
-                a, b, best = self._better(p, q, a, b, best)
+            a, b, best = self._better(a + by, b + by, a, b, best)
+        if not self.one_sided:
+            for by in (-2 * FINE, 2 * FINE):
+                a, b, best = self._better(a + by, b, a, b, best)
+                a, b, best = self._better(a, b + by, a, b, best)
         return self._params(a, b)
 
     def _better(self, p: Array, q: Array, a: Array, b: Array, best: Array) -> tuple[Array, Array, Array]:
@@ -63,9 +63,6 @@ class _Search:
         error = self._error(p, q)
         better = error < best * (1 - ROUNDING)
         return xp.where(better, p, a), xp.where(better, q, b), xp.where(better, error, best)
-
-    def _sides(self) -> tuple[tuple[bool, bool], ...]:
-        return ((True, True),) if self.one_sided else ((True, True), (True, False), (False, True))
 
     def _first(self, low: Array, high: Array) -> QParams:
         return qparams_from_range(low, high, self.spec, dtype_name(self.weight))

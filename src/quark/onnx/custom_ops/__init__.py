@@ -1,6 +1,7 @@
 """Operators beyond ONNX, domain com.amd.quark: as ONNX functions in the file, and as a library that is compiled."""
 
-from quark.onnx.custom_ops.functions import (
+from quark.onnx.custom_ops.library import get_library_path
+from quark.onnx_functions import (
     ATTRIBUTES,
     BLOCK_OPSET,
     DOMAIN,
@@ -12,7 +13,6 @@ from quark.onnx.custom_ops.functions import (
     function,
     linear,
 )
-from quark.onnx.custom_ops.library import get_library_path
 
 __all__ = [
     "ATTRIBUTES",

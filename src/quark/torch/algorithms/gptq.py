@@ -87,7 +87,7 @@ class GPTQ(Algorithm):
         if self.config.refine_passes:
             hessian = gptq.damped(stop.gram, self.damping(stop.gram))[order][:, order]
             grid = StaticGrid(grids, weights, spec, order)
-            solved = gptq.refine(target, solved, hessian, grid, self.config.refine_passes, self.config.block_size)
+            solved = gptq.refine(target, solved, hessian, grid, self.config.refine_passes)
         back = torch.empty_like(solved)
         back[order] = solved
         for layer, weight, params, rows in zip(

@@ -80,7 +80,7 @@ class QuarkLayout(Layout):
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         if self.spec.is_cast or not self.real:
             return tensors[""].to(self.model_dtype)
-        codes = self._load_codes(tensors[""], shape)
+        codes = self.load_codes(tensors[""], shape)
         return dequantize(codes, self.load_params(tensors, shape), self.spec).to(self.model_dtype)
 
     # Codes ---------------------------------------------------------------------------------------------------------
@@ -127,7 +127,8 @@ class QuarkLayout(Layout):
             return pack_bits(_whole_words(codes), dtype.bits, _bit_order(dtype))
         return _as_native(codes, dtype)
 
-    def _load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """The values of the codes of a tensor of `shape`."""
         dtype, transposed = self.element, self._transposed(len(shape))
         matrix = (shape[1], shape[0]) if transposed else (shape[0], math.prod(shape[1:]))
         if dtype.name == "int2":

@@ -4,6 +4,7 @@ x is viewed as (rows, block, inner), padded with zeros, and each block gets the 
 
     p      = 2^floor(log2 amax) = q - (1 - u) q,  q = (1/(2u) + 1) amax     (Rump's unit in the first place, u = 2^-53)
     OCP    step = max(2^-127, min(p, 2^127) 2^-emax)                        y = round_to(x / step) step
+           p is that of amax + 2^-(mbits + 1) p by the rule "even", and twice as large by "ceil" where p < amax
     bfp16  step = 2^-6 p, doubled where the largest value would round to 128 steps
     mx*    step = 2^(2 - bits) p, halved for a pair whose own maximum is below p
 
@@ -20,8 +21,11 @@ product with 1 - u is optimised away, so that it is -(1 - u) here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quark.core.dtypes import MICRO_EXPONENT, Dtype
 from quark.core.rounding import RoundType
+from quark.core.scales import ScaleRule
 
 VIEW = """
   axis = Constant <value_int: int = @axis> ()
@@ -95,8 +99,26 @@ BASE = """
   q = Mul (capped, ufp64)
   r = Mul (q, minus64)
   unit = Add (q, r)
-  base = Max (unit, least)
+{rule}
+  base = Max ({unit}, least)
 """
+RULES = {
+    ScaleRule.floor: "",
+    ScaleRule.even: """
+  nudge = Mul (unit, half_ulp)
+  bumped = Add (capped, nudge)
+  q_up = Mul (bumped, ufp64)
+  r_up = Mul (q_up, minus64)
+  chosen_unit = Add (q_up, r_up)
+""",
+    ScaleRule.ceil: """
+  power = Mul (unit, upward)
+  above = Greater (capped, power)
+  twice = Mul (unit, two)
+  higher = Where (above, twice, unit)
+  chosen_unit = Min (higher, top)
+""",
+}
 OCP_STEP = """
   step32 = Cast <to = 1> (base)
   step = Where (bad, total, step32)
@@ -137,20 +159,25 @@ INTEGER = """
   code = Clip (rounded, qmin, qmax)
   fake = Mul (code, step)
 """
-FLOAT = """
-  scaled_ = Div ({v}, step)
-  held = Clip (scaled_, qmin, qmax)
-  fq = Mul (held, ufp32)
-  fr = Mul (fq, minus32)
-  fs = Add (fq, fr)
-  fa = Abs (fs)
-  spacing = Max (fa, smallest)
-  scaled = Div (held, spacing)
+# {p} is a prefix of names, so that a body may round twice: scales and elements.
+ROUND_TO = """
+  {p}held = Clip ({p}scaled_, {p}qmin, {p}qmax)
+  {p}fq = Mul ({p}held, {p}ufp32)
+  {p}fr = Mul ({p}fq, {p}minus32)
+  {p}fs = Add ({p}fq, {p}fr)
+  {p}fa = Abs ({p}fs)
+  {p}spacing = Max ({p}fa, {p}smallest)
+  {p}scaled = Div ({p}held, {p}spacing)
 {round}
-  code = Mul (rounded, spacing)
+  {p}code = Mul ({p}rounded, {p}spacing)
+"""
+FLOAT = f"""
+  scaled_ = Div ({{v}}, step)
+{ROUND_TO.replace("{p}", "")}
   fake = Mul (code, step)
 """
 ROUND = {
+    RoundType.floor: "  rounded = Floor (scaled)",
     RoundType.half_even: "  rounded = Round (scaled)",
     # The number below 0.5: adding 0.5 itself would round 0.49999997 up to 1.
     RoundType.round: """
@@ -163,21 +190,31 @@ ROUND = {
 }
 
 
-def block_body(dtype: Dtype, rounding: RoundType, opset: int, size: int = 0, inner: int | None = None) -> str:
+def block_body(
+    dtype: Dtype,
+    rounding: RoundType,
+    opset: int,
+    size: int = 0,
+    inner: int | None = None,
+    rule: ScaleRule = ScaleRule.floor,
+) -> str:
     """The text of the function that fake-quantizes x in blocks of `dtype`.
 
     Args:
         dtype: An element type of a block format.
-        rounding: Half to even, or half away from zero.
+        rounding: Of the codes.
         opset: Of the model: reductions take their axes as an input from 18 on.
         size: Block length, where `inner` is given.
         inner: How many values lie behind the axis, which blocks fill; None for any shape.
+        rule: Of an E8M0 scale.
     """
     micro, aligned = dtype.name in MICRO_EXPONENT, inner is not None
     step = PAIR_STEP if micro else BFP_STEP if dtype.name == "bfp16" else OCP_STEP
     body = BASE + step + (FLOAT if dtype.is_float else INTEGER) + (ALIGNED_UNVIEW if aligned else UNVIEW)
     shape = "1, -1, {}" if inner == 1 else f"-1, {{}}, {inner}"
     words = {
+        "rule": RULES[rule],
+        "unit": "unit" if rule is ScaleRule.floor else "chosen_unit",
         "view": ALIGNED_VIEW if aligned else VIEW,
         "pair_view": ALIGNED_PAIR_VIEW if aligned else PAIR_VIEW,
         "round": ROUND[rounding],
@@ -210,18 +247,23 @@ def _constants(dtype: Dtype) -> str:
         "tie": 127.5,
         "most": 2.0**128 * down,
         "upward": 1 / down,
+        "top": 2.0**127 * down,
+        "half_ulp": 2.0 ** -((dtype.mbits if dtype.is_float else 8) + 1) / down,
         "none": 0.0,
     }
-    floats = {
-        "halved": 0.5,
-        "below_half": 0.5 - 2.0**-25,
-        "ufp32": (2.0**23 + 1) * 2.0**-dtype.mbits,
-        "minus32": 2.0**-24 - 1,
-        "smallest": 2.0 ** (dtype.emin - dtype.mbits) if dtype.is_float else 0.0,
-    }
+    return constants(doubles, "double[1,1,1]") + constants({"halved": 0.5}) + element_constants(dtype)
+
+
+def element_constants(dtype: Dtype, prefix: str = "") -> str:
+    """The numbers of rounding to an element type."""
+    numbers = {"below_half": 0.5 - 2.0**-25, "minus32": 2.0**-24 - 1}
+    if dtype.is_float:
+        numbers |= {"ufp32": (2.0**23 + 1) * 2.0**-dtype.mbits, "smallest": 2.0 ** (dtype.emin - dtype.mbits)}
+    lines = constants({prefix + name: value for name, value in numbers.items()})
     # Clip takes scalars.
-    limits = {"qmin": dtype.min, "qmax": dtype.max}
-    lines = [f"  {name} = Constant <value = double[1,1,1] {{{value!r}}}> ()" for name, value in doubles.items()]
-    lines += [f"  {name} = Constant <value = float[1,1,1] {{{value!r}}}> ()" for name, value in floats.items()]
-    lines += [f"  {name} = Constant <value = float {{{float(value)!r}}}> ()" for name, value in limits.items()]
-    return "\n".join(lines) + "\n"
+    return lines + constants({f"{prefix}qmin": dtype.min, f"{prefix}qmax": dtype.max}, "float")
+
+
+def constants(values: Mapping[str, float], kind: str = "float[1,1,1]") -> str:
+    """Lines that make named numbers."""
+    return "".join(f"  {name} = Constant <value = {kind} {{{float(value)!r}}}> ()\n" for name, value in values.items())
