@@ -248,8 +248,6 @@ def test_the_older_exporter_and_importer(tmp_path: Path) -> None:
     ModelExporter(export_dir=tmp_path / "out").export_safetensors_model(model, model.quant_config)
     loaded = ModelImporter(tmp_path / "out", "hf_format").import_model_info(tiny_llama(seed=3))
     assert torch.equal(logits(loaded), logits(model))
-    with pytest.raises(NotImplementedError, match="export_onnx"):
-        ModelExporter(tmp_path).export_onnx_model(model, token_batches(1)[0])
 
 
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "int3", "uint2", "int32"])
