@@ -35,15 +35,13 @@ from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algo_configs import ALGO_CONFIGS
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
-from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.enums import QuantFlow
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS
 from quark.torch.loading import empty_params
 from quark.torch.observer import OBSERVER_CLASSES
 from quark.torch.quantization.config import config as config_address
-from quark.torch.specs import OBSERVER_METHODS, Int8PerTensorSpec, TwoStageSpec
+from quark.torch.specs import OBSERVER_METHODS, TwoStageSpec
 from quark.torch.structure import SELECTORS
 from tests.tools.program import quark
 from tests.zoo import mlp
@@ -283,11 +281,8 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
     template = LLMTemplate.get("llama")
     fused = mlp()
     fused.register_parameter("experts", torch.nn.Parameter(torch.zeros(2, 4, 4)))
-    simple = QConfig(global_quant_config=QLayerConfig(weight=Int8PerTensorSpec()))  # type: ignore[arg-type]
     calls: list[Callable[[], object]] = [
-        lambda: ModelQuantizer(replace(simple, quant_flow=QuantFlow.file2file)),
         lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
-        lambda: ModelQuantizer(template.get_config("int8")).direct_quantize_checkpoint("in", "out"),
     ]
     missing = {name: cls for name, cls in ALGO_CONFIGS.items() if not issubclass(cls, tuple(TORCH_ALGORITHMS))}
     assert missing

@@ -21,23 +21,31 @@ def atomic_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iter
         OutputError: The disk is full or the folder cannot be written.
     """
     target = Path(path)
-    _refuse_existing(target, overwrite)
+    refuse_existing(target, overwrite)
     temporary = _beside(target)
-    old = _beside(target)
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        replace_folder(temporary, target)
+    except OSError as error:
+        raise _output_error(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_folder(folder: Path, target: Path) -> None:
+    """Rename a folder to `target`, which is replaced if it is there. Raises OutputError and leaves all as it was."""
+    old = _beside(target)
+    try:
         if target.exists():
             target.rename(old)
-        temporary.rename(target)
+        folder.rename(target)
     except OSError as error:
         if old.exists() and not target.exists():
             old.rename(target)
         raise _output_error(target, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if target.exists() and old.exists():
-            shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterato
     """Yield a temporary path whose file becomes `path` when the body ends, and vanishes when it fails."""
     target = Path(path)
     if not overwrite:
-        _refuse_existing(target, overwrite)
+        refuse_existing(target, overwrite)
     temporary = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +80,7 @@ def atomic_files(folder: str | os.PathLike[str], names: Iterable[str], overwrite
     """
     target, names = Path(folder), list(names)
     for name in names:
-        _refuse_existing(target / name, overwrite)
+        refuse_existing(target / name, overwrite)
     temporary = _beside(target)
     try:
         temporary.mkdir(parents=True)
@@ -89,7 +97,8 @@ def atomic_files(folder: str | os.PathLike[str], names: Iterable[str], overwrite
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _refuse_existing(target: Path, overwrite: bool) -> None:
+def refuse_existing(target: Path, overwrite: bool) -> None:
+    """Raise OutputExistsError for a file, or a folder that is not empty, unless it may be replaced."""
     empty_folder = target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty_folder and not overwrite:
         raise OutputExistsError(

@@ -9,7 +9,7 @@ import torch
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, elementwise, fake_quantize, quantize_elements, range_of
 from quark.core.scales import qparams_from_range
-from quark.core.solvers import gptq
+from quark.core.solvers import gptq, importance
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError
@@ -179,3 +179,14 @@ def test_weighted_scales_never_lose_more_than_the_full_range(rule: TensorSpec) -
         low, high = range_of(weight, rule)
         shares = np.linspace(0.4, 1.0, 61)
         assert error(found) < 1.05 * min(error(qparams_from_range(low * a, high * a, rule)) for a in shares)
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(1e-7, False), (1e-3, True)])
+def test_a_scale_that_gains_only_rounding_is_not_taken(
+    gain: float, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importance._Search, "_error", lambda self, a, b: 1 - gain * (a < 1))
+    weight = np.float32(problem()[0])
+    rule = spec("int4", PerChannel(0))
+    found = weighted_qparams(weight, np.ones(COLUMNS, np.float32), rule)
+    assert (found.scale != compute_qparams(weight, rule).scale).all() == taken

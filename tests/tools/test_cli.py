@@ -120,6 +120,23 @@ def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path)
     assert float(tensors["model.layers.0.mlp.down_proj.input_scale"]) > 0
 
 
+def test_streaming_writes_the_same_files(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quark.tools import quantize_torch
+
+    line = ("quantize", places["llama"], "--scheme", "int8", "--calib", places["text"])
+    assert quark(*line, "-o", tmp_path / "memory").code == 0
+    assert quark(*line, "-o", tmp_path / "stream", "--stream").code == 0
+    monkeypatch.setattr(quantize_torch, "fits_memory", lambda size: size < 1000)
+    assert quark(*line, "-o", tmp_path / "small").code == 0
+    for file in (tmp_path / "memory").iterdir():
+        for other in ("stream", "small"):
+            assert (tmp_path / other / file.name).read_bytes() == file.read_bytes(), file.name
+    done = quark(*line, "-o", tmp_path / "no", "--stream", "--dtype", "float32")
+    assert done.code == 1 and "--dtype auto" in done.err
+
+
 def test_quantize_with_rules_for_layers(places: dict[str, Path], tmp_path: Path) -> None:
     line = "quantize {llama} --scheme int4_wo_32 --layer *.down_proj=int8_wo --layer *.up_proj=mxfp4_weight_only "
     succeed(line + "--exclude *.q_proj --exclude re:.*k_proj -o {out}", places, out=tmp_path / "out")

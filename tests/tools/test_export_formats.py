@@ -71,6 +71,11 @@ REFUSED = {
         ("--scheme", "int8_wo", "--export-format", "gguf", "--weight-format", "fake_quantized"),
         "do not apply",
     ),
+    "another format block by block": (
+        ("--scheme", "uint4_wo_32", "--export-format", "awq", "--stream"),
+        "--stream with --export-format awq: block by block only the quark format is written",
+    ),
+    "gguf block by block": (("--scheme", "uint4_wo_32", "--export-format", "gguf", "--stream"), "--stream with"),
     "a misspelled format": (("--scheme", "int8_wo", "--export-format", "compressed_tensors"), "'compressed-tensors'"),
 }
 

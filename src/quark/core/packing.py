@@ -18,7 +18,6 @@ import numpy as np
 
 from quark.core.array import Array, astype, is_torch, like, namespace, pad_axis, row_chunks, view
 from quark.core.dtypes import Dtype
-from quark.core.rounding import power_of_two_below
 from quark.errors import ShapeError
 
 SEQUENTIAL = tuple(range(8))
@@ -34,16 +33,17 @@ def encode(values: Array, dtype: Dtype) -> Array:
         if dtype.bits > 16:
             return astype(values, "int64")
         return astype(astype(values, "int32") & ((1 << dtype.bits) - 1), "uint8" if dtype.bits <= 8 else "int32")
-    xp = namespace(values)
-    magnitude = abs(values)
-    bits = view(magnitude, "int32")
-    code = (bits >> (23 - dtype.mbits)) - ((127 - dtype.bias) << dtype.mbits)
+    xp, sign_bit = namespace(values), 1 << (dtype.bits - 1)
+    bits = view(values, "int32")
+    magnitude = bits & 0x7FFFFFFF
+    code = (magnitude >> (23 - dtype.mbits)) - ((127 - dtype.bias) << dtype.mbits)
     if dtype.ebits < 8:
-        small = xp.clip(magnitude, None, 2.0**dtype.emin)
-        subnormal = astype(small * 2.0 ** (dtype.mbits - dtype.emin), "int32")
-        code = xp.where(power_of_two_below(magnitude) < 2.0**dtype.emin, subnormal, code)
+        # Below 2^emin codes are evenly spaced; above it this is the first normal code at most.
+        small = xp.clip(view(magnitude, "float32"), None, 2.0**dtype.emin)
+        small *= 2.0 ** (dtype.mbits - dtype.emin)
+        code = xp.maximum(code, astype(small, "int32"))
     if dtype.signed:
-        code = code | (astype(view(values, "int32") < 0, "int32") << (dtype.bits - 1))
+        code |= (bits >> (32 - dtype.bits)) & sign_bit
     return astype(code, "uint8" if dtype.bits <= 8 else "int32")
 
 
@@ -92,6 +92,9 @@ def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Arr
         )
     if 0 in codes.shape:
         return codes[..., : n * bits // 8]
+    if bits == 4 and tuple(order) == SEQUENTIAL:
+        pairs = view(_flat(codes), "int16").reshape(*codes.shape[:-1], n // 2)
+        return astype((pairs | (pairs >> 4)) & 0xFF, "uint8")
     codes = pad_axis(codes, codes.ndim - 1, -n % 8)
     words = view(_flat(codes), "int64")
     packed = namespace(codes).empty_like(words)

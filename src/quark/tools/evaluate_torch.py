@@ -37,11 +37,12 @@ def evaluate_folders(
 ) -> None:
     """Compare perplexity, size, latency and the damage of each layer."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
+    from quark.tools.models import folder_bytes, load_model, load_tokenizer
     from quark.tools.text import token_windows
     from quark.torch.quantizer import quantized_layers
+    from quark.torch.skeleton import read_config
 
-    _same_architecture(check_folder(float_model), check_folder(quantized))
+    _same_architecture(read_config(float_model), read_config(quantized))
     data = token_windows(load_tokenizer(float_model), text, length, windows or None)
     before, after = load_model(float_model, device, dtype), load_model(quantized, device, dtype)
     if not quantized_layers(after):

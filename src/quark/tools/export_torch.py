@@ -30,6 +30,16 @@ class Export:
     max_shard_size: str
     force: bool
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `export_safetensors` beside the format."""
+        return {
+            "weight_format": self.weight_format,
+            "pack_method": self.pack_method,
+            "max_shard_size": self.max_shard_size,
+            "overwrite": self.force,
+        }
+
     def check(self, source: Path, schemes: Iterable[str]) -> None:
         """Raise for a format, an option, a scheme or a model that do not go together."""
         from quark.torch.exporter import check_options
@@ -65,13 +75,5 @@ class Export:
             file = self.output.suffix == ".gguf"
             folder, name = (self.output.parent, self.output.stem) if file else (self.output, source.resolve().name)
             return export_gguf(model, folder, name, source, overwrite=self.force).stat().st_size
-        folder = export_safetensors(
-            model,
-            self.output,
-            self.form,
-            self.weight_format,
-            self.pack_method,
-            max_shard_size=self.max_shard_size,
-            overwrite=self.force,
-        )
+        folder = export_safetensors(model, self.output, self.form, **self.options)
         return folder_bytes(folder)

@@ -37,6 +37,13 @@ ExportFormat = Annotated[
 ]
 WeightFormat = Annotated[str, typer.Option(help="real_quantized or fake_quantized.", rich_help_panel=TORCH)]
 PackMethod = Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.", rich_help_panel=TORCH)]
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small.",
+        rich_help_panel=TORCH,
+    ),
+]
 ShardSize = Annotated[str, typer.Option(help="Largest safetensors file.", rich_help_panel=TORCH)]
 
 Config = Annotated[str | None, typer.Option(help="Named configuration: A8W8, XINT8, ...", rich_help_panel=ONNX)]
@@ -72,6 +79,7 @@ def quantize(
     weight_format: WeightFormat = "real_quantized",
     pack_method: PackMethod = "reorder",
     max_shard_size: ShardSize = "5GB",
+    stream: Stream = None,
     config: Config = None,
     target: Target = None,
     statistics: Statistics = None,
@@ -111,4 +119,5 @@ def quantize(
         device=device,
         dtype=dtype,
         export=Export(output, export_format, weight_format, pack_method, max_shard_size, force),
+        stream=stream,
     )

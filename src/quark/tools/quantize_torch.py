@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ from rich.console import Console
 from quark.errors import CalibrationError, ConfigError, OutputExistsError
 from quark.tools.export_torch import Export
 
+Windows = Callable[[Any], list[Any] | None]
+"""The calibration data for a model with this config."""
+
 CALIBRATION_LENGTH = 512
 CALIBRATION_WINDOWS = 128
+STREAMED = "quark"
+"""The format that is written block by block."""
 
 
 def quantize_folder(
@@ -28,35 +34,81 @@ def quantize_folder(
     device: str,
     dtype: str,
     export: Export,
+    stream: bool | None,
 ) -> None:
     """Load, quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.tools.models import check_folder, folder_bytes, load_model, load_tokenizer
-    from quark.tools.text import token_windows
-    from quark.torch import ModelQuantizer
+    from quark.tools.models import folder_bytes
+    from quark.torch.skeleton import read_config
 
     output = export.output
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
-    kind = check_folder(model)["model_type"] if kv_cache or attention else "auto"
+    kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
     config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention)
-    check_folder(model)
+    read_config(model)
     export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(scheme, layer, [kv_cache, attention], calib)
-    float_model = load_model(model, device, dtype)
-    data = (
-        token_windows(load_tokenizer(model), calib, _length(float_model), samples or CALIBRATION_WINDOWS)
-        if calib
-        else None
+    run = _streamed if _streams(stream, export, model) else _in_memory
+    console, start, before = Console(), time.perf_counter(), folder_bytes(model)
+    after = run(
+        model, config, lambda own: _windows(model, calib, samples, own) if calib else None, device, dtype, export
     )
-    console, start = Console(), time.perf_counter()
-    quantizer = ModelQuantizer(config)
-    quantized = quantizer.freeze(quantizer.quantize_model(float_model, data))
-    before, after = folder_bytes(model), export.write(quantized, model)
     console.print(
         f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
+
+
+def _in_memory(model: Path, config: Any, windows: Windows, device: str, dtype: str, export: Export) -> int:
+    """Write the quantized model; return the bytes of its weights on disk."""
+    from quark.tools.models import load_model
+    from quark.torch import ModelQuantizer
+
+    float_model = load_model(model, device, dtype)
+    quantizer = ModelQuantizer(config)
+    quantized = quantizer.quantize_model(float_model, windows(float_model.config))
+    return export.write(quantizer.freeze(quantized), model)
+
+
+def _streamed(model: Path, config: Any, windows: Windows, device: str, dtype: str, export: Export) -> int:
+    """The same without a model in memory."""
+    from quark.tools.models import folder_bytes, load_config
+    from quark.torch.stream import stream
+
+    if dtype != "auto":
+        raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
+    stream(config, model, export.output, windows(load_config(model)), device=device, **export.options)
+    return folder_bytes(export.output)
+
+
+def _streams(stream: bool | None, export: Export, model: Path) -> bool:
+    """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
+    from quark.tools.models import folder_bytes
+
+    if export.form != STREAMED and stream:
+        raise ConfigError(
+            f"--stream with --export-format {export.form}: block by block only the {STREAMED} format is written. "
+            f"Possible: --export-format {STREAMED}, or no --stream."
+        )
+    return export.form == STREAMED and (not fits_memory(folder_bytes(model)) if stream is None else stream)
+
+
+def _windows(model: Path, calib: Path, samples: int | None, config: Any) -> list[Any]:
+    """The calibration text as windows of tokens: 512 tokens, or what the model takes."""
+    from quark.tools.models import load_tokenizer
+    from quark.tools.text import token_windows
+
+    length = min(CALIBRATION_LENGTH, getattr(config, "max_position_embeddings", None) or CALIBRATION_LENGTH)
+    return token_windows(load_tokenizer(model), calib, length, samples or CALIBRATION_WINDOWS)
+
+
+def fits_memory(weight_bytes: int) -> bool:
+    """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
+    path = Path("/proc/meminfo")
+    rows = path.read_text().splitlines() if path.exists() else []
+    available = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), None)
+    return available is None or 1.5 * weight_bytes < available
 
 
 def _require_calibration(scheme: str, layers: list[str] | None, inside: list[str | None], calib: Path | None) -> None:
@@ -97,8 +149,3 @@ def scheme_config(
         layer_config=rules,
         exclude_layers=default + (exclude or []),
     )
-
-
-def _length(model: Any) -> int:
-    """Calibration window: 512 tokens, or what the model takes."""
-    return min(CALIBRATION_LENGTH, getattr(model.config, "max_position_embeddings", None) or CALIBRATION_LENGTH)

@@ -18,6 +18,7 @@ from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
 from quark.torch.attention import probability_quantizers
 from quark.torch.config import QConfig
+from quark.torch.distributed import merge_observers, part_of
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.kv_cache import floor_cache_scales, share_cache_ranges
 from quark.torch.layers import QuantLayer
@@ -73,24 +74,36 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
 
     A runtime that fuses q, k and v (or gate and up) into one matrix has one such scale for it (NVFP4).
     """
-    families: dict[tuple[str, int], list[tuple[QuantLayer, FakeQuantize]]] = {}
-    for name, layer in layers.items():
+    quantizers = {
+        name: quantizer
+        for name, layer in layers.items()
+        # Solved weights lie on scales that were shared before.
+        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.mode is not Mode.baked
+    }
+    specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
+    for members in sharing_scales(specs, groups):
+        largest = torch.stack([s for n in members if (s := quantizers[n].scale_2) is not None]).amax(0)
+        for name in members:
+            weight: torch.Tensor = layers[name].weight.detach()  # type: ignore[operator]
+            quantizers[name].store(qparams_under(largest.clone(), weight, specs[name]))
+
+
+def sharing_scales(specs: Mapping[str, TensorSpec], groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Names of layers that share a second-level weight scale: siblings, at least two, with leaf names in one group."""
+    families: dict[tuple[str, int], list[str]] = {}
+    for name, spec in specs.items():
         parent, _, leaf = name.rpartition(".")
-        quantizer = layer.quantizer("weight")
-        if not isinstance(quantizer, FakeQuantize) or quantizer.spec.scale_spec is None or quantizer.scale_2 is None:
-            continue
-        if quantizer.mode is Mode.baked:
-            continue  # solved on scales that were shared before
         for index, group in enumerate(groups):
-            if leaf in group:
-                families.setdefault((parent, index), []).append((layer, quantizer))
-    for members in families.values():
-        largest = torch.stack([quantizer.scale_2 for _, quantizer in members if quantizer.scale_2 is not None]).amax(0)
-        for layer, quantizer in members:
-            assert quantizer.spec.scale_spec is not None
-            weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
-            first = compute_qparams(weight, replace(quantizer.spec, scale_spec=None))
-            quantizer.store(quantize_scales(first, QParams(largest.clone()), quantizer.spec.scale_spec))
+            if leaf in group and spec.scale_spec is not None:
+                families.setdefault((parent, index), []).append(name)
+    return [members for members in families.values() if len(members) > 1]
+
+
+def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec) -> QParams:
+    """Scales of a weight whose second-level scale is given."""
+    assert spec.scale_spec is not None
+    first = compute_qparams(weight, replace(spec, scale_spec=None))
+    return quantize_scales(first, QParams(largest), spec.scale_spec)
 
 
 def calibrate_activations(
@@ -141,16 +154,31 @@ def calibrate_tensors(
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with _observing(everything, quantizers):
-        batches = run_batches(model, data)
-    if batches == 0:
-        raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    with observing(everything, quantizers):
+        if run_batches(model, part_of(data)) == 0:
+            raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    finish_ranges(quantizers, config)
+
+
+def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> None:
+    """Fix the scales of quantizers that have observed, on all ranks."""
+    merge_observers(quantizers)
     settle_experts(quantizers, config.sync_moe_expert_input_amax)
     share_cache_ranges(config, quantizers)
     for name, quantizer in quantizers.items():
         with naming(name):
             quantizer.finish_observing()
     floor_cache_scales(config, quantizers)
+
+
+def waiting_activations(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuantize]:
+    """The static activation quantizers that have no scale yet, by the names of their tensors."""
+    return {
+        f"{name}.{role}": quantizer
+        for name, layer in layers.items()
+        for role in ("input", "output")
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and needs_range(quantizer)
+    }
 
 
 def needs_range(quantizer: FakeQuantize) -> bool:
@@ -160,7 +188,7 @@ def needs_range(quantizer: FakeQuantize) -> bool:
 
 
 @contextmanager
-def _observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+def observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
     """Within: the quantizers given observe, all others are off, so that the float model runs."""
     with _off(everything):
         for quantizer in quantizers.values():

@@ -8,14 +8,10 @@ memory holds one shard beside the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from quark.core.solvers.hadamard import Rotation
@@ -23,22 +19,33 @@ from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
 from quark.torch.attention import probability_quantizers
+from quark.torch.calibrate import needs_range
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark import QuarkLayout
+from quark.torch.hub_names import published_names
 from quark.torch.layers import ROLES, QuantLayer
-from quark.torch.loading import empty_params
+from quark.torch.loading import empty_activation, empty_params
 from quark.torch.online import BUFFER, input_rotations, stored_matrix
 from quark.torch.plan import Plan
 from quark.torch.quantizer import quantized_layers
+from quark.torch.tensor_file import Place, TensorFile, create_file, write_tensor
 
 INDEX = "model.safetensors.index.json"
 Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
+Naming = Callable[[str, str], str]
+"""Name in the file of a source tensor and a suffix."""
 
 
-def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMATS["quark"]) -> Iterator[Entry]:
+def entries(
+    model: nn.Module,
+    pack_method: str,
+    real: bool,
+    form: Format = FORMATS["quark"],
+    only: Container[str] | None = None,
+) -> Iterator[Entry]:
     """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once.
 
     Args:
@@ -46,6 +53,7 @@ def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMA
         pack_method: Order of 4-bit codes in a word.
         real: Store codes; False stores float values that were quantized.
         form: The format.
+        only: Names of the source tensors to make entries for, where not all are wanted.
     """
     layers = quantized_layers(model)
     probabilities = probability_quantizers(model)
@@ -53,7 +61,7 @@ def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMA
     quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.startswith(quantizer_names):
+        if name.startswith(quantizer_names) or (only is not None and name not in only):
             continue
         parent, _, leaf = name.rpartition(".")
         layer = layers.get(parent)
@@ -62,18 +70,20 @@ def entries(model: nn.Module, pack_method: str, real: bool, form: Format = FORMA
             layout = form.make_layout(quantizer.spec, layer.spec, tensor.dtype, pack_method, real)
             yield _quantized_entry(name, tensor.detach(), quantizer, layout)
             continue
-        key = (tensor.data_ptr(), tensor.shape)
-        if not tensor.is_meta and tensor.numel() and key in seen:
+        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in seen:
             continue
         seen[key] = name
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
-        yield from _activation_entries(name, layer, form)
-    for name, quantizer in probabilities.items():
+        for entry in _activation_entries(name, layer, form):
+            if only is None or entry[0] in only:
+                yield entry
+    for name, quantizer in probabilities.items() if only is None else ():
         assert quantizer.params is not None
         layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
         yield _entry(name, layout.store_params(quantizer.params))
-    for name, rotation in input_rotations(model):
+    for name, rotation in input_rotations(model) if only is None else ():
         yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 
 
@@ -104,7 +114,9 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
         if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
             continue
         layout = form.make_layout(quantizer.spec, layer.spec, weight.dtype, "reorder", True)
-        if quantizer.spec.dynamic:
+        if needs_range(quantizer):
+            tensors = empty_activation(layer, role, layout)
+        elif quantizer.spec.dynamic:
             assert quantizer.scale_2 is not None
             tensors = layout.store_second(quantizer.scale_2)
         else:
@@ -133,46 +145,54 @@ def stored_name(source: str, suffix: str) -> str:
     return f"{source}_{suffix}" if suffix else source
 
 
-def write_shards(
-    folder: Path, items: list[Entry], max_shard_size: str = "5GB", named: Callable[[str, str], str] = stored_name
-) -> int:
-    """Write the entries as model.safetensors, or as shards with an index; return the bytes of all tensors.
+def published_naming(model: nn.Module) -> Naming:
+    """Names in the file for the tensors of a model: those of its published checkpoints."""
+    publish = published_names(model)
+    return lambda source, suffix: stored_name(publish(source), suffix)
 
-    Args:
-        folder: Where to.
-        items: The entries.
-        max_shard_size: Largest file.
-        named: Name in the file of a source and a suffix.
+
+def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False) -> dict[str, Place]:
+    """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written.
+
+    With `keep` the files are there already, partly filled.
     """
     # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    meta = {named(name, suffix): t for name, _, shapes in items for suffix, t in shapes.items()}
-    split = split_torch_state_dict_into_shards(meta, max_shard_size=max_shard_size)
-    where = {name: file for file, names in split.filename_to_tensors.items() for name in names}
-    makers = {named(name, suffix): (name, suffix, make) for name, make, shapes in items for suffix in shapes}
-    leftover: Tensors = {}
-    for file, names in progress(split.filename_to_tensors.items(), "write", total=len(split.filename_to_tensors)):
-        shard = {}
-        for stored in names:
-            if stored not in leftover:
-                source, _, make = makers[stored]
-                leftover |= {named(source, suffix): t for suffix, t in make().items()}
-            shard[stored] = leftover.pop(stored)
-        save_tensors(shard, folder / file)
-    total = sum(t.numel() * t.element_size() for t in meta.values())
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    places: dict[str, Place] = {}
+    for file, names in split.filename_to_tensors.items():
+        places |= create_file(folder / file, {name: tensors[name] for name in names}, keep)
     if split.is_sharded:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        where = {name: place.file.name for name, place in sorted(places.items())}
+        index = {"metadata": {"total_size": sum(p.length for p in places.values())}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return total
+    return places
+
+
+def stored_shapes(items: Iterable[Entry], named: Naming = stored_name) -> Tensors:
+    """The tensors of the entries under their names in the file, on the meta device."""
+    return {named(name, suffix): tensor for name, _, shapes in items for suffix, tensor in shapes.items()}
+
+
+def write_entry(name: str, tensors: Tensors, places: Mapping[str, Place], named: Naming = stored_name) -> None:
+    """Write the stored tensors of a source tensor to their places."""
+    for suffix, tensor in tensors.items():
+        write_tensor(tensor, places[named(name, suffix)])
+
+
+def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB", named: Naming = stored_name) -> None:
+    """Write the entries as model.safetensors, or as shards with an index."""
+    places = create_shards(folder, stored_shapes(items, named), max_shard_size)
+    for name, make, _ in progress(items, "write", total=len(items)):
+        write_entry(name, make(), places, named)
 
 
 def save_tensors(tensors: Tensors, file: Path) -> None:
-    """Write one safetensors file. Raises OSError, also where safetensors has an error class of its own."""
-    try:
-        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    """Write one safetensors file. Raises OSError."""
+    places = create_file(file, tensors)
+    for name, tensor in tensors.items():
+        write_tensor(tensor, places[name])
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -195,23 +215,13 @@ def shard_files(folder: Path) -> list[Path]:
 
 def read_names(files: list[Path]) -> Iterator[str]:
     """Name of everything in the files. Raises FormatError for a corrupt file."""
-    for file in files:
-        with _opened(file) as handle:
-            yield from handle.keys()
+    for path in files:
+        yield from TensorFile(path).names
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in the files, one at a time. Raises FormatError for a corrupt file."""
-    for file in files:
-        with _opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                yield name, handle.get_tensor(name)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            yield handle
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"{file} is corrupt or truncated: {error}.") from None
+    for path in files:
+        file = TensorFile(path)
+        for name in file.names:
+            yield name, file.read(name)

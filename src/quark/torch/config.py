@@ -198,7 +198,9 @@ class QConfig:
         kv_cache_post_rope: Quantize in the cache instead of at the projections.
         shared_scale_groups: Names of sibling layers that share one global scale (NVFP4).
         softmax_quant_spec: For attention probabilities.
-        quant_mode, quant_flow, gpu_resident_blocks: How quantization runs.
+        quant_mode: Modules or a graph.
+        quant_flow: standard; per_block: one block at a time on the GPU; file2file: no model in memory.
+        gpu_resident_blocks: With per_block, so many blocks stay on the GPU.
         sync_moe_expert_input_amax: Experts share the range of their inputs.
         keep_prequantized_layers: Layers that are quantized already stay as they are.
         weight_format: How the checkpoint that this config was read from stores weights; None for a config of one's own.
@@ -241,6 +243,11 @@ class QConfig:
         for pattern in self.exclude:
             if pattern.startswith("@") and pattern not in SELECTORS:
                 raise ConfigError(f"QConfig.exclude: unknown selector {pattern!r}. {did_you_mean(pattern, SELECTORS)}")
+        if self.gpu_resident_blocks < 0 or (self.gpu_resident_blocks and self.quant_flow is not QuantFlow.per_block):
+            raise ConfigError(
+                f"QConfig.gpu_resident_blocks={self.gpu_resident_blocks} is for quant_flow=QuantFlow.per_block, and at "
+                "least 0."
+            )
 
     def get_rotation_config(self) -> RotationConfig | None:
         """The rotation among the algorithms, if any."""

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import fx, nn
 
 from quark.errors import ConfigError, did_you_mean
-from quark.files import atomic_folder
 from quark.log import logger
-from quark.torch.checkpoint import Entry, entries, plain_entry, shard_files, write_shards
+from quark.torch.checkpoint import Entry, entries, plain_entry, read_tensors, shard_files, write_shards
 from quark.torch.config import QConfig
+from quark.torch.distributed import rank, shared_folder
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.folder import folder_of
 from quark.torch.formats import FORMATS
@@ -83,11 +82,12 @@ def export_safetensors(
     def named(name: str, suffix: str) -> str:
         return form.stored_name(name, suffix, specs.get(name.rpartition(".")[0]))
 
-    with atomic_folder(output_dir, overwrite) as folder:
-        items += _dropped_entries(model, source)
-        write_shards(folder, items, max_shard_size, named)
-        _write_config(model, form.describe(content), folder)
-        _write_companions(model, source, tokenizer, folder)
+    with shared_folder(output_dir, overwrite) as folder:
+        if rank() == 0:
+            items += _dropped_entries(model, source)
+            write_shards(folder, items, max_shard_size, named)
+            write_config(model, form.describe(content), folder)
+            write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 
@@ -243,22 +243,23 @@ def _source_folder(model: Any) -> Path | None:
     return Path(path) if path and Path(path).is_dir() else None
 
 
-def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
-    """Tensors of the source checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
+def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
+    """Tensors of a checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    if source is None or not patterns or not list(source.glob("*.safetensors")):
+    own = set(model.state_dict()) if patterns else set()
+    return [name for name in stored if name not in own and any(re.search(p, name) for p in patterns)]
+
+
+def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
+    """What the source checkpoint holds beside the model."""
+    if source is None or not list(source.glob("*.safetensors")):
         return []
-    own = set(model.state_dict())
-    found: list[Entry] = []
-    for file in shard_files(source):
-        with safe_open(file, framework="pt") as handle:
-            names = [n for n in handle.keys() if n not in own and any(re.search(p, n) for p in patterns)]  # noqa: SIM118
-            for name in names:
-                found.append(plain_entry(name, handle.get_tensor(name)))
-    return found
+    stored = dict(read_tensors(shard_files(source)))
+    return [plain_entry(name, stored[name]) for name in dropped_names(model, stored)]
 
 
-def _write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
+def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
+    """Write config.json: the config of the model with its quantization."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
@@ -274,7 +275,8 @@ def _write_config(model: Any, quantization: dict[str, Any], folder: Path) -> Non
     path.write_text(json.dumps(stored, indent=2) + "\n")
 
 
-def _write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
+def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
+    """Write what a checkpoint has beside tensors and config: generation config, tokenizer, processors, code."""
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.to_json_file(folder / "generation_config.json")

@@ -168,7 +168,7 @@ def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:
         return
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     layout = form.make_layout(quantizer.spec, layer.spec, _float_dtype(layer, weight), "reorder", True)
-    tensors = _on_device(_empty_activation(layer, role, layout), weight.device)
+    tensors = _on_device(empty_activation(layer, role, layout), weight.device)
     if not quantizer.spec.dynamic:
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
     _register_extras(layer, role, tensors)
@@ -201,7 +201,8 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
     return QParams(scale, zero, second)
 
 
-def _empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
+def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
+    """What `layout` stores for a static activation, on the meta device."""
     spec = layout.spec
     if spec.dynamic:
         # Only the scale of the scales is static.

@@ -19,6 +19,7 @@ from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.blocks import Call
+from quark.torch.distributed import largest, summed
 
 
 class Stop:
@@ -38,10 +39,11 @@ class Stop:
     def __str__(self) -> str:
         return ", ".join(self.layers)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Tokens that reach the layers."""
-        return sum(x.numel() // x.shape[-1] for x in self.inputs)
+        own = sum(x.numel() // x.shape[-1] for x in self.inputs)
+        return int(summed(torch.tensor(own)))
 
     @cached_property
     def gram(self) -> torch.Tensor:
@@ -62,13 +64,16 @@ class Stop:
     def max_abs(self) -> torch.Tensor:
         """Largest magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        return torch.stack([flat(x).abs().amax(0) for x in self.inputs if x.numel()]).amax(0).float()
+        none = self.inputs[0].new_zeros(self.inputs[0].shape[-1])
+        own = torch.stack([none, *(flat(x).abs().amax(0) for x in self.inputs if x.numel())]).amax(0)
+        return largest(own.float())
 
     @cached_property
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        return torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0) / self.count
+        own = torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0)
+        return summed(own) / self.count
 
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
@@ -82,6 +87,7 @@ class Stop:
         total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
         for x, y in zip(left, right, strict=True):
             total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
+        total = summed(total)
         if not bool(torch.isfinite(total).all()):
             raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
         return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
 from quark.torch.attention import attention_quantized
+from quark.torch.block_flow import OnDevice, quantize_blocks
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
@@ -63,6 +66,8 @@ class ModelQuantizer:
         Raises:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
         """
+        if self.config.quant_flow is QuantFlow.file2file:
+            raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
             if self.config.quant_mode is QuantizationMode.fx_graph_mode:
                 return quantize_graph(model, self.config, dataloader)
@@ -75,7 +80,10 @@ class ModelQuantizer:
                 attention_quantized(model, self.config, layers),
             ):
                 groups = sibling_groups(model, self.config.shared_scale_groups)
-                if algorithms:
+                if self.config.quant_flow is QuantFlow.per_block:
+                    weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
+                    quantize_blocks(model, layers, algorithms, dataloader, self.config, weights)
+                elif algorithms:
                     sync = self.config.sync_moe_expert_input_amax
                     sweep(model, layers, algorithms, dataloader, groups, sync_experts=sync)
                 calibrate_weights(layers)
@@ -117,9 +125,38 @@ class ModelQuantizer:
                 _bake(layer, role, shared)
         return model
 
-    def direct_quantize_checkpoint(self, pretrained_model_path: str, save_path: str, **options: object) -> None:
-        """File to file without a model object; not in this version."""
-        raise NotSupportedError("direct_quantize_checkpoint is not part of this version; use quantize_model.")
+    def direct_quantize_checkpoint(
+        self,
+        pretrained_model_path: str | os.PathLike[str],
+        save_path: str | os.PathLike[str],
+        keep_excluded_layers_as_original_model_state: bool = False,
+        *,
+        weight_converters: object | None = None,
+        device: str | list[str] | None = None,
+        presharded_weights: object | None = None,
+        **options: Any,
+    ) -> None:
+        """Quantize a checkpoint folder into another, tensor by tensor; see `quark.torch.file2file.quantize_files`.
+
+        Args:
+            pretrained_model_path: Folder of a float, FP8-block or compressed-tensors checkpoint.
+            save_path: Folder to make.
+            keep_excluded_layers_as_original_model_state: Excluded layers of a quantized checkpoint stay quantized as
+                they are; else they are stored in the dtype of the model.
+            weight_converters, presharded_weights: Not in this version.
+            device: Where the arithmetic runs, or a list of such; default: the CPU.
+            options: `workers` (processes per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
+        """
+        # The flow from file to file uses this module.
+        from quark.torch.file2file import quantize_files
+
+        for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
+            if value is not None:
+                raise NotSupportedError(f"direct_quantize_checkpoint({name}=...) is not part of this version.")
+        if keep_excluded_layers_as_original_model_state:
+            raise NotSupportedError("keep_excluded_layers_as_original_model_state is not part of this version.")
+        devices = [device] if isinstance(device, str) else list(device or ["cpu"])
+        quantize_files(self.config, Path(pretrained_model_path), Path(save_path), devices=devices, **options)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
@@ -188,8 +225,6 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
     later = {
-        "quant_flow": config.quant_flow is not QuantFlow.standard,
-        "gpu_resident_blocks": config.gpu_resident_blocks,
         "keep_prequantized_layers=False": not config.keep_prequantized_layers,
     }
     for name, value in later.items():

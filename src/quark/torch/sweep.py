@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NotSupportedError
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
 from quark.torch.calibrate import naming, needs_range, quantizers_off
+from quark.torch.distributed import agree, merge_observers, part_of, world
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import input_groups, lockstep
@@ -51,7 +52,8 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    names = find_blocks(model, _blocks_path(model, algorithms))
+    refuse_processes(algorithms)
+    names = find_blocks(model, blocks_path(model, algorithms))
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
     stages = [algorithm for algorithm in algorithms if algorithm.visits]
@@ -63,14 +65,16 @@ def sweep(
             "quantize_model."
         )
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
-        calls = record_calls(model, names, data)
+        calls = record_calls(model, names, part_of(data))
         needs_float = any(stage.needs_float for stage in stages)
         hidden: list[torch.Tensor] | None = None
         float_hidden: list[torch.Tensor] | None = None
         for name in progress(names, "blocks", total=len(names)):
             own = calls.pop(name)
             module = model.get_submodule(name)
-            block = Block(name, module, _with(own, hidden), _with(own, float_hidden or hidden), shared_scale_groups)
+            block = Block(
+                name, module, with_hidden(own, hidden), with_hidden(own, float_hidden or hidden), shared_scale_groups
+            )
             hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
 
 
@@ -108,6 +112,7 @@ def _run(block: Block, stage: Algorithm, original: nn.Module | None) -> tuple[li
         block.float_calls if original is not None else (),
     )
     stage.leave(block)
+    agree(block.module)
     return outputs
 
 
@@ -117,7 +122,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
 
     A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
     """
-    inside = {name: layer for name, layer in layers.items() if _is_inside(name, block.name)}
+    inside = {name: layer for name, layer in layers.items() if is_inside(name, block.name)}
     waiting = {
         f"{name}.input": quantizer
         for name, layer in inside.items()
@@ -126,13 +131,15 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
     for quantizer in waiting.values():
         quantizer.start_observing()
     yield
+    merge_observers(waiting)
     settle_experts(waiting, sync_experts)
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()
 
 
-def _is_inside(name: str, block: str) -> bool:
+def is_inside(name: str, block: str) -> bool:
+    """Whether a tensor or layer belongs to a block."""
     return not block or name.startswith(f"{block}.")
 
 
@@ -146,12 +153,24 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tup
     return input_groups(block.module, linear, block.calls[0])
 
 
-def _blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
+def refuse_processes(algorithms: Sequence[Algorithm]) -> None:
+    """Raise NotSupportedError for an algorithm that would learn from a part of the data only."""
+    for algorithm in algorithms:
+        if world() > 1 and not algorithm.sums:
+            raise NotSupportedError(
+                f"{type(algorithm).__name__} needs all calibration data in one process, of which there are {world()}. "
+                "Possible: one process, or an algorithm that reads second moments (GPTQ, AWQ, SmoothQuant, ...)."
+            )
+
+
+def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
+    """Where the algorithms say that the blocks are; None: they are found."""
     paths = {path for algorithm in algorithms if (path := algorithm.blocks_path(model))}
     if len(paths) > 1:
         raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
     return paths.pop() if paths else None
 
 
-def _with(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
+def with_hidden(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
+    """The calls on other hidden states, if there are any."""
     return list(calls) if hidden is None else [c.with_hidden(h) for c, h in zip(calls, hidden, strict=True)]

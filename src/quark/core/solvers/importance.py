@@ -20,6 +20,8 @@ COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
 """Shares of the range that are tried first, beside 1, for both ends alike."""
 FINE = 0.05
 """Step of the second round, around the best of the first; each end of an asymmetric range moves by twice as much."""
+ROUNDING = 1e-5
+"""Share of the error that sums in another order (over batches, over processes) may change: no reason to choose."""
 
 
 def weighted_qparams(weight: Array, importance: Array, spec: TensorSpec) -> QParams:
@@ -56,10 +58,10 @@ class _Search:
         return self._params(a, b)
 
     def _better(self, p: Array, q: Array, a: Array, b: Array, best: Array) -> tuple[Array, Array, Array]:
-        """(p, q) where they lose less than (a, b), and the error then."""
+        """(p, q) where they lose less than (a, b), by more than rounding, and the error then."""
         xp = namespace(best)
         error = self._error(p, q)
-        better = error < best
+        better = error < best * (1 - ROUNDING)
         return xp.where(better, p, a), xp.where(better, q, b), xp.where(better, error, best)
 
     def _first(self, low: Array, high: Array) -> QParams:

@@ -34,6 +34,7 @@ class AutoRound(Algorithm):
     """Learned rounding of a block's linear layers together; see `AutoRoundConfig`."""
 
     needs_float = True
+    sums = False
     solves_weights = True
 
     def enter(self, block: Block) -> None:

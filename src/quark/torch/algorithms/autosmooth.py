@@ -37,6 +37,7 @@ class AutoSmoothQuant(Folding):
     """AutoSmoothQuant; see `AutoSmoothQuantConfig`."""
 
     needs = ("max_abs", "sample")
+    sums = False
 
     def __init__(self, config: object) -> None:
         super().__init__(config)

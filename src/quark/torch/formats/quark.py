@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from quark.core.array import astype
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
-from quark.core.granularity import PerGroup, PerTensor
+from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.packing import (
     AWQ_ORDER,
     MSB_PAIRS,
@@ -50,6 +51,8 @@ TRANSPOSED = frozenset({"int4", "uint4", "int2", "uint2"})
 FIRST_ON_TOP = frozenset({"uint2"})
 NATIVE_BITS = frozenset({8, 16, 32})
 """Widths that have a torch dtype; any other is packed into bytes."""
+PIECE = 1 << 20
+"""Bytes of float32 that are turned into codes at once."""
 
 
 class QuarkLayout(Layout):
@@ -72,10 +75,7 @@ class QuarkLayout(Layout):
         assert params is not None
         if not self.real:
             return {"": fake_quantize(x, params, self.spec), **self._fake_params(params)}
-        codes = quantize(x, params, self.spec)
-        if baked and not x.is_meta:
-            codes = recover_codes(x, codes, params, self.spec)
-        return {"": self._store_codes(codes), **self.store_params(params, x.ndim)}
+        return {"": self._store_rows(x, params, baked), **self.store_params(params, x.ndim)}
 
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         if self.spec.is_cast or not self.real:
@@ -87,6 +87,32 @@ class QuarkLayout(Layout):
 
     def _transposed(self, ndim: int) -> bool:
         return ndim == 2 and self.element.name in TRANSPOSED and isinstance(self.spec.granularity, PerGroup)
+
+    def _store_rows(self, x: torch.Tensor, params: QParams, baked: bool) -> torch.Tensor:
+        """Packed codes of x, made from rows that stay in the cache: no step of it holds all of x in float32."""
+        step = _rows_at_once(self.spec, tuple(x.shape))
+        if x.is_meta or step >= x.shape[0]:
+            return self._store_piece(x, params, baked)
+        axis = 1 if self._transposed(x.ndim) else 0
+        out: torch.Tensor | None = None
+        for start in range(0, x.shape[0], step):
+            rows = slice(start, min(start + step, x.shape[0]))
+            piece = self._store_piece(x[rows], params_of_rows(params, self.spec, rows, tuple(x.shape)), baked)
+            if out is None:
+                per_row = piece.shape[axis] / step
+                size = list(piece.shape)
+                size[axis] = math.ceil(x.shape[0] * per_row)
+                out = piece.new_empty(size)
+            begin = round(start * per_row)
+            out.narrow(axis, begin, piece.shape[axis]).copy_(piece)
+        assert out is not None
+        return out
+
+    def _store_piece(self, x: torch.Tensor, params: QParams, baked: bool) -> torch.Tensor:
+        codes = quantize(x, params, self.spec)
+        if baked and not x.is_meta:
+            codes = recover_codes(x, codes, params, self.spec)
+        return self._store_codes(codes)
 
     def _store_codes(self, values: torch.Tensor) -> torch.Tensor:
         dtype = self.element
@@ -235,6 +261,39 @@ class QuarkLayout(Layout):
 
 
 _E5M3 = DTYPES["fp8_e5m3"]
+
+
+def _rows_at_once(spec: TensorSpec, shape: tuple[int, ...]) -> int:
+    """How many rows are packed at once: whole words and whole tiles; all of them where a scale spans rows."""
+    levels = [spec.split, *(level.split for level in (spec.scale_spec, spec.code_spec) if level)]
+    if len(shape) < 2 or not all(_by_rows(level, len(shape)) for level in levels):
+        return shape[0] if shape else 1
+    unit = math.lcm(8, *(level.size[0] for level in levels if isinstance(level, PerBlock)))
+    return max(unit, PIECE // (4 * max(1, math.prod(shape[1:]))) // unit * unit)
+
+
+def _by_rows(split: Granularity, ndim: int) -> bool:
+    """Whether the scales of some rows of a matrix are known from these rows' place alone."""
+    along_rows = isinstance(split, PerGroup) and split.axis % ndim == 0
+    across = isinstance(split, PerChannel) and split.axis % ndim != 0
+    return not along_rows and not across and not (isinstance(split, PerBlock) and ndim != 2)
+
+
+def params_of_rows(params: QParams, spec: TensorSpec, rows: slice, shape: tuple[int, ...]) -> QParams:
+    """The parameters of some rows of a tensor of `shape`, given those of all of it."""
+    split = spec.split
+    if not isinstance(split, PerTensor):
+        tile = split.size[0] if isinstance(split, PerBlock) else 1
+        cut = slice(rows.start // tile, -(-rows.stop // tile))
+        zero = params.zero_point
+        params = QParams(params.scale[cut], zero if zero is None else zero[cut], params.second)
+    if params.second is None:
+        return params
+    second = spec.scale_spec or spec.code_spec
+    assert second is not None
+    # Scales have a row for each row of x, unless there is one scale for all of it.
+    whole = spec.scale_spec is not None and params.scale.ndim == 0
+    return params if whole else replace(params, second=params_of_rows(params.second, second, rows, shape))
 
 
 def _bit_order(dtype: Dtype) -> Sequence[int]:
