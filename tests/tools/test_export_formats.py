@@ -95,3 +95,36 @@ def test_gguf_of_an_unknown_architecture_is_refused_before_weights_are_read(tmp_
     (opt / "model.safetensors").unlink()
     done = quark("quantize", opt, "--scheme", "int8_wo", "--export-format", "gguf", "-o", tmp_path / "out")
     assert done.code == 1 and "'opt' models" in done.err
+
+
+def test_an_onnx_file_computes_sequences_of_any_length(folder: Path, tmp_path: Path) -> None:
+    import onnxruntime
+    from transformers import AutoModelForCausalLM
+
+    command: list[Any] = ["quantize", folder, "--dtype", "float32", "--scheme", "uint4_wo_32", "-o"]
+    assert quark(*command, tmp_path / "onnx", "--export-format", "onnx").code == 0
+    assert quark(*command, tmp_path / "quark").code == 0
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    session = onnxruntime.InferenceSession(str(tmp_path / "onnx" / "quark_model.onnx"), options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "quark", dtype=torch.float32)
+    ids = torch.arange(3 * 11).reshape(3, 11)
+    (found,) = session.run(["logits"], {"input_ids": ids.numpy()})
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(found), model(ids).logits, atol=1e-4)
+
+
+def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    command: list[Any] = ["quantize", folder, "--scheme", "int3_wo_128", "-o", tmp_path / "out"]
+    both = ("--algorithm", "smooth", "--algorithm", "gptq")
+    done = quark(*command, *both)
+    assert done.code == 1 and "'smooth' needs calibration data: pass --calib FILE" in done.err
+    done = quark(*command, "--algorithm", "gptw")
+    assert done.code == 1 and "Did you mean 'gptq'" in done.err
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:400]), encoding="utf-8")
+    done = quark(*command, *both, "--calib", text)
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [algorithm["name"] for algorithm in config["algo_config"]] == ["smooth", "gptq"]
+    assert quark("evaluate", folder, tmp_path / "out", "--text", text, "--length", 64, "--windows", 2).code == 0

@@ -9,7 +9,8 @@ from typing import Any
 
 from quark.errors import ConfigError, did_you_mean
 
-GGUF = "gguf"
+GGUF, ONNX = FILES = ("gguf", "onnx")
+"""Forms that are one file, not a folder of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Export:
 
     Attributes:
         output: Folder to make; for GGUF also a file.
-        form: A name in FORMATS, or "gguf".
+        form: A name in FORMATS, "gguf" or "onnx".
         weight_format, pack_method, max_shard_size: See `export_safetensors`.
         force: Replace the output.
     """
@@ -45,9 +46,16 @@ class Export:
         from quark.torch.exporter import check_options
         from quark.torch.formats import FORMATS, Format
         from quark.torch.gguf.blocks import GgufFormat
+        from quark.torch.onnx_export import require_packages
 
-        if self.form not in (*FORMATS, GGUF):
-            raise ConfigError(f"--export-format {self.form!r} is unknown. {did_you_mean(self.form, (*FORMATS, GGUF))}")
+        known = (*FORMATS, *FILES)
+        if self.form not in known:
+            raise ConfigError(f"--export-format {self.form!r} is unknown. {did_you_mean(self.form, known)}")
+        if self.form in FILES and (self.weight_format, self.pack_method) != ("real_quantized", "reorder"):
+            raise ConfigError(f"--weight-format and --pack-method do not apply to --export-format {self.form}.")
+        if self.form == ONNX:
+            require_packages()
+            return
         form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
         for scheme in schemes:
             form.check_scheme(scheme)
@@ -61,8 +69,6 @@ class Export:
         from quark.torch.gguf.architectures import architecture_of
         from quark.torch.gguf.writer import import_gguf
 
-        if (self.weight_format, self.pack_method) != ("real_quantized", "reorder"):
-            raise ConfigError("--weight-format and --pack-method do not apply to --export-format gguf.")
         import_gguf()
         architecture_of(load_config(source))
 
@@ -71,9 +77,30 @@ class Export:
         from quark.tools.models import folder_bytes
         from quark.torch import export_gguf, export_safetensors
 
+        if self.form == ONNX:
+            return self._write_onnx(model)
         if self.form == GGUF:
             file = self.output.suffix == ".gguf"
             folder, name = (self.output.parent, self.output.stem) if file else (self.output, source.resolve().name)
             return export_gguf(model, folder, name, source, overwrite=self.force).stat().st_size
         folder = export_safetensors(model, self.output, self.form, **self.options)
         return folder_bytes(folder)
+
+    def _write_onnx(self, model: Any) -> int:
+        """`quark_model.onnx` in the folder, for token ids of any length."""
+        import torch
+
+        from quark.torch import export_onnx
+
+        ids = torch.arange(2 * 8).reshape(2, 8) % model.config.vocab_size
+        axes = {"input_ids": {0: "batch", 1: "sequence"}}
+        file = export_onnx(
+            model,
+            self.output,
+            {"input_ids": ids},
+            input_names=["input_ids"],
+            output_names=["logits"],
+            dynamic_shapes=axes,
+            overwrite=self.force,
+        )
+        return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

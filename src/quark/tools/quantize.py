@@ -22,6 +22,10 @@ Scheme = Annotated[
 Layer = Annotated[
     list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.", rich_help_panel=TORCH)
 ]
+Algorithm = Annotated[
+    list[str] | None,
+    typer.Option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.", rich_help_panel=TORCH),
+]
 KvCache = Annotated[
     str | None, typer.Option(help="Quantize the key and value cache: fp8 or int8.", rich_help_panel=TORCH)
 ]
@@ -33,7 +37,7 @@ Dtype = Annotated[
     str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.", rich_help_panel=TORCH)
 ]
 ExportFormat = Annotated[
-    str, typer.Option(help="quark, awq, fp8, compressed-tensors, or gguf (one file).", rich_help_panel=TORCH)
+    str, typer.Option(help="quark, awq, fp8, compressed-tensors; gguf or onnx (one file).", rich_help_panel=TORCH)
 ]
 WeightFormat = Annotated[str, typer.Option(help="real_quantized or fake_quantized.", rich_help_panel=TORCH)]
 PackMethod = Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.", rich_help_panel=TORCH)]
@@ -71,6 +75,7 @@ def quantize(
     force: Force = False,
     scheme: Scheme = None,
     layer: Layer = None,
+    algorithm: Algorithm = None,
     kv_cache: KvCache = None,
     attention: Attention = None,
     device: Device = "cpu",
@@ -114,6 +119,7 @@ def quantize(
         samples=samples,
         exclude=exclude,
         layer=layer,
+        algorithm=algorithm,
         kv_cache=kv_cache,
         attention=attention,
         device=device,

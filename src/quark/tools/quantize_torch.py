@@ -29,6 +29,7 @@ def quantize_folder(
     samples: int | None,
     exclude: list[str] | None,
     layer: list[str] | None,
+    algorithm: list[str] | None,
     kv_cache: str | None,
     attention: str | None,
     device: str,
@@ -45,10 +46,10 @@ def quantize_folder(
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
-    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention)
+    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)
     export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
-    _require_calibration(scheme, layer, [kv_cache, attention], calib)
+    _require_calibration(scheme, layer, [kv_cache, attention], config, calib)
     run = _streamed if _streams(stream, export, model) else _in_memory
     console, start, before = Console(), time.perf_counter(), folder_bytes(model)
     after = run(
@@ -111,9 +112,12 @@ def fits_memory(weight_bytes: int) -> bool:
     return available is None or 1.5 * weight_bytes < available
 
 
-def _require_calibration(scheme: str, layers: list[str] | None, inside: list[str | None], calib: Path | None) -> None:
-    """Raise before anything is loaded when a scheme has static activations and there is no text."""
+def _require_calibration(
+    scheme: str, layers: list[str] | None, inside: list[str | None], config: Any, calib: Path | None
+) -> None:
+    """Raise before anything is loaded when a scheme has static activations, or an algorithm, and there is no text."""
     from quark.core.schemes import SCHEMES
+    from quark.torch.algorithms import algorithms_of
 
     names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
     static = [name for name in names if SCHEMES[name].needs_data] + [name for name in inside if name]
@@ -121,6 +125,9 @@ def _require_calibration(scheme: str, layers: list[str] | None, inside: list[str
         raise CalibrationError(
             f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
         )
+    visiting = [algorithm.config.name for algorithm in algorithms_of(config.algo_config or []) if algorithm.visits]
+    if visiting and calib is None:
+        raise CalibrationError(f"The algorithm {visiting[0]!r} needs calibration data: pass --calib FILE.")
 
 
 def scheme_config(
@@ -130,6 +137,7 @@ def scheme_config(
     kind: str = "auto",
     kv_cache: str | None = None,
     attention: str | None = None,
+    algorithms: list[str] | None = None,
 ) -> Any:
     """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
     from quark.torch import LLMTemplate
@@ -144,6 +152,7 @@ def scheme_config(
     default = list(template.exclude_layers_name)
     return template.get_config(
         scheme,
+        algorithms,
         kv_cache_scheme=kv_cache,
         attention_scheme=attention,
         layer_config=rules,

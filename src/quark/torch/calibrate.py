@@ -82,7 +82,10 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
     }
     specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
     for members in sharing_scales(specs, groups):
-        largest = torch.stack([s for n in members if (s := quantizers[n].scale_2) is not None]).amax(0)
+        found = torch.stack([s for n in members if (s := quantizers[n].scale_2) is not None])
+        largest = found.amax(0)
+        if bool((found == largest).all()):
+            continue  # shared already, perhaps by an algorithm that chose the first level for it
         for name in members:
             weight: torch.Tensor = layers[name].weight.detach()  # type: ignore[operator]
             quantizers[name].store(qparams_under(largest.clone(), weight, specs[name]))

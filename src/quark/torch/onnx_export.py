@@ -120,7 +120,7 @@ def _quantized_graph(
     four_bit: bool,
     options: dict[str, Any],
 ) -> ir.Model:
-    _require_packages()
+    require_packages()
     # These import onnx and onnx_ir: when a model is really exported.
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
@@ -154,13 +154,14 @@ def _least_opset(specs: Iterable[TensorSpec]) -> int:
     return PLAIN_OPSET if plain else DEFAULT_OPSET
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
+    """Raise MissingDependencyError, with the pip line, for a package that the export needs."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            f"export_onnx needs the package {error.name}: pip install 'openquark[torch,onnx]' onnxscript"
+            f"export_onnx needs the package {error.name}: pip install 'openquark[torch,onnx]'"
         ) from None
 
 

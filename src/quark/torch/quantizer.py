@@ -57,8 +57,10 @@ class ModelQuantizer:
 
         Args:
             model: Float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place;
-                on any error it is as it was. In fx_graph_mode: what `torch.export.export(...).module()` made.
-            dataloader: Batches for static activations: tensors, dicts, BatchEncodings, tuples. May be None otherwise.
+                on any error it is as it was, but for weights that an algorithm has changed by then, which the
+                message says. In fx_graph_mode: what `torch.export.export(...).module()` made.
+            dataloader: Batches for static activations and algorithms: tensors, dicts, BatchEncodings, tuples. May be
+                None otherwise.
 
         Returns:
             The same model.

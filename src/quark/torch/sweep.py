@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import ConfigError, NotSupportedError, QuarkError
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
@@ -75,7 +75,18 @@ def sweep(
             block = Block(
                 name, module, with_hidden(own, hidden), with_hidden(own, float_hidden or hidden), shared_scale_groups
             )
-            hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
+            with _saying_what_changed(name):
+                hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
+
+
+@contextmanager
+def _saying_what_changed(block: str) -> Iterator[None]:
+    """Add to an error that the weights before this block are not what they were: no second copy of them is kept."""
+    try:
+        yield
+    except QuarkError as error:
+        where = f"up to the block {block!r}" if block else "of the model"
+        raise type(error)(f"{error} Weights {where} may have changed: load the model again.") from error
 
 
 def sweep_block(
@@ -94,23 +105,28 @@ def sweep_block(
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
             original = copy.deepcopy(block.module)
-        with _observing_inputs(block, layers, sync_experts) if index == len(stages) - 1 else nullcontext():
-            hidden, beside = _run(block, stage, original)
+        last = index == len(stages) - 1
+        watch = _observing_inputs(block, layers, sync_experts) if last else nullcontext()
+        hidden, beside = _run(block, stage, original, watch)
         float_hidden = beside or float_hidden
     return hidden, float_hidden
 
 
-def _run(block: Block, stage: Algorithm, original: nn.Module | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _run(
+    block: Block, stage: Algorithm, original: nn.Module | None, watch: AbstractContextManager[None]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """One algorithm on one block; `watch` is around the forward, not around what the algorithm runs before."""
     stage.enter(block)
-    outputs = lockstep(
-        block.name,
-        block.module,
-        block.calls,
-        block.groups,
-        lambda stop: stage.visit(stop, block),
-        original,
-        block.float_calls if original is not None else (),
-    )
+    with watch:
+        outputs = lockstep(
+            block.name,
+            block.module,
+            block.calls,
+            block.groups,
+            lambda stop: stage.visit(stop, block),
+            original,
+            block.float_calls if original is not None else (),
+        )
     stage.leave(block)
     agree(block.module)
     return outputs

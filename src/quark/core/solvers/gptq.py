@@ -158,6 +158,34 @@ def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, pa
     return result
 
 
+def refit(weight: Array, quantized: Array, hessian: Array, groups: Array, count: int) -> Array:
+    """Factors on the scales that lose least with the codes as they are: least squares under H, group after group.
+
+        f = 1 + q_g (H E)_g / (q_g H_gg q_g)        E = W - Q, q_g the quantized columns of group g, one f for each row
+
+    Args:
+        weight, quantized: Transposed, shape (columns, rows).
+        hessian: Damped H in the same order.
+        groups: Group of each column, shape (columns,).
+        count: Number of groups.
+
+    Returns:
+        Shape (rows, count), between 1/2 and 2.
+    """
+    xp = namespace(weight)
+    hessian, result = astype(hessian, "float32"), quantized * 1.0
+    factors = []
+    for group in range(count):
+        columns = groups == group
+        part, rows = result[columns], hessian[columns]
+        push = (part * (rows @ (weight - result))).sum(0)
+        curve = (part * (rows[:, columns] @ part)).sum(0)
+        factor = xp.clip(1 + push / xp.where(curve > 0, curve, xp.inf), 0.5, 2.0)
+        result[columns] = part * factor
+        factors.append(factor)
+    return xp.stack(factors, -1)
+
+
 def _in_halves(
     start: int, stop: int, step: Callable[[int], None], carry: Callable[[int, int, int], None], align: int = 1
 ) -> None:
@@ -176,6 +204,16 @@ def _middle(start: int, stop: int, align: int) -> int:
     half = (start + stop) // 2
     aligned = half // align * align
     return aligned if aligned > start else half
+
+
+def largest_eigenvalue(hessian: Array, steps: int = 30) -> float:
+    """The largest eigenvalue of a symmetric non-negative matrix, by power iteration; from below."""
+    xp = namespace(hessian)
+    vector, value = xp.diagonal(hessian) * 1.0 + 1e-30, 0.0
+    for _ in range(steps):
+        vector = hessian @ (vector / xp.sqrt((vector * vector).sum()))
+        value = float(xp.sqrt((vector * vector).sum()))
+    return value
 
 
 def importance_order(hessian: Array, group: int | None = None) -> Array:

@@ -24,24 +24,25 @@ ROUNDING = 1e-5
 """Share of the error that sums in another order (over batches, over processes) may change: no reason to choose."""
 
 
-def weighted_qparams(weight: Array, importance: Array, spec: TensorSpec) -> QParams:
+def weighted_qparams(weight: Array, importance: Array, spec: TensorSpec, second: QParams | None = None) -> QParams:
     """Scale and zero point of a weight that lose least under `importance`.
 
     Args:
         weight: Any float array.
         importance: Non-negative, broadcasts against the weight: (in_features,) for a linear layer.
         spec: Its observer is not asked.
+        second: The second-level scale, where it is shared with other weights.
     """
-    return _Search(weight, importance, spec).solve()
+    return _Search(weight, importance, spec, second).solve()
 
 
 class _Search:
-    def __init__(self, weight: Array, importance: Array, spec: TensorSpec) -> None:
+    def __init__(self, weight: Array, importance: Array, spec: TensorSpec, second: QParams | None) -> None:
         self.weight, self.importance, self.spec = weight, importance, spec
         self.values = astype(weight, "float32")
         self.low, self.high = range_of(weight, spec)
         self.one_sided = spec.symmetric or not spec.has_zero_point
-        self.second = second_level(self._first(self.low, self.high), weight, spec).second
+        self.second = second or second_level(self._first(self.low, self.high), weight, spec).second
 
     def solve(self) -> QParams:
         xp = namespace(self.low)

@@ -12,7 +12,7 @@ from quark.core.scales import QParams
 from quark.core.solvers.importance import weighted_qparams
 from quark.errors import ConfigError
 from quark.torch.algorithms.base import Block
-from quark.torch.calibrate import FROM_OWN_RANGE, share_scales, tensor_qparams
+from quark.torch.calibrate import FROM_OWN_RANGE, sharing_scales, tensor_qparams
 from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import QuantLayer
 from quark.torch.lockstep import Stop
@@ -53,7 +53,15 @@ def fix_scales(layers: Mapping[str, QuantLayer], block: Block, importance: torch
             else:
                 quantizer.store(tensor_qparams(weight, quantizer.spec))
             quantizer.mode = Mode.off
-    share_scales(layers, block.shared_scale_groups)
+    specs = {name: weight_quantizer(layer).spec for name, layer in layers.items()}
+    for members in sharing_scales(specs, block.shared_scale_groups):
+        seconds = [cast(torch.Tensor, weight_quantizer(layers[name]).scale_2) for name in members]
+        largest = QParams(torch.stack(seconds).amax(0))
+        for name in members:
+            weight = cast(nn.Linear, layers[name]).weight.detach()
+            quantizer = weight_quantizer(layers[name])
+            quantizer.store(weighted_qparams(weight, importance, quantizer.spec, largest))
+            quantizer.mode = Mode.off
 
 
 def bake(layer: QuantLayer, weight: torch.Tensor, params: QParams) -> None:

@@ -1,0 +1,196 @@
+"""What accuracy algorithms give back, on the embedded language model: perplexity on held-out text.
+
+Schemes: weights of 4, 3 and 2 bits, MXFP4 and NVFP4, static w8a8 and W4A4; plain, and with function-preserving outliers
+(eight channels of every norm's gain times 30, the weights that read them divided by 30). Calibration: 64 windows of
+256 tokens; perplexity: 60 held-out windows of 256. `recovered` is the share of what rounding to nearest loses.
+Names of schemes may be given as arguments (`int3_g128`, ...), of algorithms with `+` (`+gptq`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent / "examples" / "models"
+WINDOW, CALIBRATION, HELD_OUT = 256, 64, 60
+INSIDE = [
+    *(f"self_attn.{name}_proj" for name in ("k", "v", "q", "o")),
+    *(f"mlp.{name}_proj" for name in ("up", "gate", "down")),
+]
+SCALING = [
+    {
+        "prev_op": "input_layernorm",
+        "layers": [f"self_attn.{n}_proj" for n in "qkv"],
+        "inp": "self_attn.q_proj",
+        "module2inspect": "self_attn",
+    },
+    {
+        "prev_op": "post_attention_layernorm",
+        "layers": ["mlp.gate_proj", "mlp.up_proj"],
+        "inp": "mlp.gate_proj",
+        "module2inspect": "mlp",
+    },
+    {"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"], "inp": "mlp.down_proj"},
+]
+WEIGHT_ONLY = ("gptq", "gptaq", "qronos", "awq", "importance", "qronos_groups", "awq+gptq")
+LIVE = ("gptq", "qronos", "rotation", "rotation+gptq", "rotation+qronos")
+CASES: dict[str, tuple[str, ...]] = {
+    "int4_g128": WEIGHT_ONLY,
+    "int4_channel": WEIGHT_ONLY,
+    "int3_g128": WEIGHT_ONLY,
+    "int2_g64": WEIGHT_ONLY,
+    "mxfp4": LIVE,
+    "nvfp4": LIVE,
+    "w8a8": ("smooth", "rotation"),
+    "w4a4": LIVE,
+}
+OUTLIERS = ("w8a8", "mxfp4", "w4a4", "int3_g128")
+
+
+def scheme(name: str) -> Any:
+    """The layer config of a scheme, in documented names."""
+    from quark.torch.quantization import (
+        Int3PerGroupSpec,
+        Int4PerChannelSpec,
+        Int8PerTensorSpec,
+        QLayerConfig,
+        Uint4PerGroupSpec,
+    )
+
+    if name == "w8a8":
+        tensor = Int8PerTensorSpec(observer_method="min_max", is_dynamic=False).to_quantization_spec()
+        return QLayerConfig(weight=tensor, input_tensors=tensor)
+    if name == "w4a4":
+        weight = Int4PerChannelSpec(ch_axis=0, is_dynamic=False, symmetric=True).to_quantization_spec()
+        live = Int4PerChannelSpec(ch_axis=1, is_dynamic=True, symmetric=True).to_quantization_spec()
+        return QLayerConfig(weight=weight, input_tensors=live)
+    if name == "int4_channel":
+        spec: Any = Int4PerChannelSpec(ch_axis=0, is_dynamic=False, symmetric=True)
+    elif name == "int4_g128":
+        spec = Uint4PerGroupSpec(ch_axis=-1, group_size=128)
+    elif name == "int3_g128":
+        spec = Int3PerGroupSpec(ch_axis=-1, group_size=128, is_dynamic=False, symmetric=False)
+    else:
+        from quark.torch.quantization import Int2PerGroupSpec
+
+        spec = Int2PerGroupSpec(ch_axis=-1, group_size=64, is_dynamic=False, symmetric=False)
+    return QLayerConfig(weight=spec.to_quantization_spec())
+
+
+def algorithms(name: str) -> list[Any]:
+    """The algorithm configs of a name like "awq+gptq"."""
+    from quark.torch.quantization.config import config as configs
+
+    layers = {"model_decoder_layers": "model.layers"}
+    makers: dict[str, Callable[[], Any]] = {
+        "gptq": lambda: configs.GPTQConfig(inside_layer_modules=INSIDE, **layers),
+        "gptaq": lambda: configs.GPTAQConfig(inside_layer_modules=INSIDE, **layers),
+        "qronos": lambda: configs.QronosConfig(inside_layer_modules=INSIDE, **layers),
+        "qronos_groups": lambda: configs.QronosConfig(
+            inside_layer_modules=INSIDE, desc_act=False, static_groups=False, **layers
+        ),
+        "gptq_groups": lambda: configs.GPTQConfig(
+            inside_layer_modules=INSIDE, desc_act=False, static_groups=False, **layers
+        ),
+        "awq": lambda: configs.AWQConfig(scaling_layers=SCALING, **layers),
+        "smooth": lambda: configs.SmoothQuantConfig(alpha=0.8, scaling_layers=SCALING[:2], **layers),
+        "rotation": lambda: configs.RotationConfig(r1=True, r2=True, r4=True),
+        "importance": _importance,
+        "autoround": lambda: configs.AutoRoundConfig(batch_size=8),
+    }
+    return [makers[part]() for part in name.split("+")]
+
+
+def _importance() -> Any:
+    from quark.torch.algo_configs import ImportanceScaleConfig
+
+    return ImportanceScaleConfig()
+
+
+def main() -> None:
+    from quark.torch import LLMTemplate, ModelQuantizer
+    from quark.torch.quantization import QConfig
+
+    chosen = [a for a in sys.argv[1:] if not a.startswith("+")] or list(CASES)
+    only = [a[1:] for a in sys.argv[1:] if a.startswith("+")]
+    calibration, held_out = windows("calibration", CALIBRATION), windows("heldout", HELD_OUT)
+    reference = perplexity(load(False), held_out)
+    result: dict[str, Any] = {"float": round(reference, 3)}
+    for name in chosen:
+        plain = name.removesuffix("_outliers")
+        for outliers in (False, True):
+            if outliers and plain not in OUTLIERS:
+                continue
+            rows: dict[str, Any] = {}
+            for algorithm in ("none", *(only or CASES[plain])):
+                template = LLMTemplate.get("llama")
+                config = (
+                    template.get_config(plain)
+                    if plain in ("mxfp4", "nvfp4")
+                    else QConfig(global_quant_config=scheme(plain), exclude=["lm_head"])
+                )
+                settings = {f: getattr(config, f) for f in ("global_quant_config", "exclude", "shared_scale_groups")}
+                found = None if algorithm == "none" else algorithms(algorithm)
+                model = load(outliers)
+                start = time.perf_counter()
+                quantizer = ModelQuantizer(QConfig(**settings, algo_config=found))
+                model = quantizer.quantize_model(model, calibration)
+                seconds = time.perf_counter() - start
+                value = perplexity(model, held_out)
+                lost = rows.get("none", {"perplexity": value})["perplexity"] - reference
+                back = 100 * (1 - (value - reference) / lost) if algorithm != "none" and lost > 0 else 0.0
+                rows[algorithm] = {"perplexity": round(value, 3), "recovered": round(back, 1), "s": round(seconds, 1)}
+                print(name + (" outliers" if outliers else ""), algorithm, rows[algorithm], file=sys.stderr, flush=True)
+            result[plain + ("_outliers" if outliers else "")] = rows
+    print(json.dumps(result))
+
+
+def load(outliers: bool) -> Any:
+    """The embedded model in float32, with outliers or not."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "language_model", dtype=torch.float32).eval()
+    if outliers:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                attention, mlp = layer.self_attn, layer.mlp
+                for norm, readers in (
+                    (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                    (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+                ):
+                    channels = torch.arange(3, len(norm.weight), len(norm.weight) // 8)
+                    norm.weight[channels] *= 30
+                    for reader in readers:
+                        reader.weight[:, channels] /= 30
+    return model
+
+
+def windows(name: str, count: int) -> list[Any]:
+    """Windows of token ids, (1, WINDOW) each."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "language_model")
+    ids = tokenizer((ROOT / "text" / f"{name}.txt").read_text(), return_tensors="pt", verbose=False).input_ids[0]
+    return list(ids[: count * WINDOW].reshape(count, 1, WINDOW))
+
+
+def perplexity(model: Any, data: list[Any]) -> float:
+    """Exp of the mean negative log likelihood of the next token."""
+    import torch
+
+    total = 0.0
+    with torch.no_grad():
+        for window in data:
+            scores = torch.log_softmax(model(window).logits[0, :-1].float(), -1)
+            total -= float(scores.gather(-1, window[0, 1:, None]).mean())
+    return math.exp(total / len(data))
+
+
+if __name__ == "__main__":
+    main()
