@@ -96,8 +96,6 @@ def quantize(
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
-    Example: quark quantize ./llama --scheme uint4_wo_32 --export-format gguf -o ./llama-gguf
-
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
     """
     check_options(context, model)
