@@ -53,6 +53,18 @@ FIGURES = [
     Figure("file2file", "peak memory of a process", ("peak_tensors",), 2.0, " tensors"),
     Figure("streaming", "static w8a8, streamed / in memory", ("time_ratio",), 1.2),
     Figure("streaming", "peak memory with twice the blocks", ("memory_growth",), 1.1),
+    *(
+        Figure("algorithms", f"{name} / float forward", (case, "ratio"), limit)
+        for case, name, limit in (
+            ("gptq", "GPTQ uint4 g128", 6.0),
+            ("awq", "AWQ uint4 g128", 8.0),
+            ("smooth", "SmoothQuant, static w8a8", 2.2),
+        )
+    ),
+    *(
+        Figure("algorithms", f"{case}: peak memory above the model", (case, "peak_extra_mb"), 90.0, " MB")
+        for case in ("gptq", "awq", "smooth")
+    ),
     Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
     *(
         Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)

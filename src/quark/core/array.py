@@ -92,7 +92,16 @@ def pad_axis(x: Array, axis: int, count: int) -> Array:
     return xp.concatenate([x, tail], axis=axis)
 
 
-def row_chunks(rows: int, row_bytes: int, chunk_bytes: int = 1 << 17) -> Iterator[slice]:
+CACHE_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 28
+"""Bytes that are worked on at once: on a CPU, and on a device, where each step is a kernel to be launched."""
+
+
+def chunk_bytes_for(x: Array) -> int:
+    """How much of x to work on at once."""
+    return DEVICE_CHUNK if is_torch(x) and x.device.type != "cpu" else CACHE_CHUNK
+
+
+def row_chunks(rows: int, row_bytes: int, chunk_bytes: int = CACHE_CHUNK) -> Iterator[slice]:
     """Slices over `rows` so that one chunk and its half dozen temporaries stay in the L2 cache.
 
     At 128 KB an elementwise step is also just too short for torch to spread it over threads, which costs more than it

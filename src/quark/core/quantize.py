@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quark.core.array import Array, astype, dtype_name, is_torch, minmax, namespace, row_chunks
+from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, is_torch, minmax, namespace, row_chunks
 from quark.core.granularity import PerTensor
 from quark.core.rounding import round_integer, round_to
 from quark.core.scales import QParams, qparams_from_range
@@ -149,7 +149,7 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
     while source.ndim > 1 and source.shape[0] == 1:
         source, target = source[0], target[0]
         scale, zero = (None if p is None else p[0] for p in (scale, zero))
-    for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:])):
+    for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:]), chunk_bytes_for(x)):
         target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
     return out
 

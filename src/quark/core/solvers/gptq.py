@@ -107,7 +107,7 @@ def solve(weight: Array, upper: Array, rounder: Rounder, drift: Array | None = N
     """
     work, error = weight * 1.0, namespace(weight).empty_like(weight)
     result = namespace(weight).empty_like(weight)
-    pivots = [float(p) for p in namespace(upper).diagonal(upper)]
+    pivots = namespace(upper).diagonal(upper).tolist()
     spread = astype(upper, "float32")
     pull = None if drift is None else astype(drift, "float32")
 
@@ -140,7 +140,7 @@ def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, pa
     """
     xp = namespace(weight)
     hessian, result = astype(hessian, "float32"), quantized * 1.0
-    diagonal = [float(h) for h in xp.diagonal(hessian)]
+    diagonal = xp.diagonal(hessian).tolist()
     change = xp.empty_like(result)
     for _ in range(passes):
         gradient = hessian @ (weight - result)

@@ -43,11 +43,12 @@ class DynamicGrid:
     def __init__(
         self, spec: TensorSpec, order: torch.Tensor, group: int, dtype: torch.dtype, importance: torch.Tensor
     ) -> None:
-        self.spec, self.order, self.group, self.dtype, self.importance = spec, order, group, dtype, importance
+        self.spec, self.group, self.dtype, self.importance = spec, group, dtype, importance
+        self.order: list[int] = order.tolist()
         self.found: dict[int, QParams] = {}
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
-        group = int(self.order[index]) // self.group
+        group = self.order[index] // self.group
         if group not in self.found:
             columns = slice(index, index + self.group)
             weight = work[columns].T.to(self.dtype).contiguous()
