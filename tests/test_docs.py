@@ -109,6 +109,7 @@ def clean() -> Iterator[None]:
         RULES,
         ON_REQUEST,
         ALGORITHMS,
+        TORCH_ALGORITHMS,
         LLMTemplate._registered,
     ]
     before = [dict(entries) for entries in dicts]
