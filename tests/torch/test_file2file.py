@@ -15,13 +15,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from quark.core.schemes import SCHEMES
-from quark.errors import ConfigError, FormatError, NonFiniteError, OutputExistsError, QuarkError
+from quark.errors import (
+    ConfigError,
+    FormatError,
+    NonFiniteError,
+    NotSupportedError,
+    OutputExistsError,
+    QuarkError,
+)
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.config import QConfig, QLayerConfig
 from quark.torch.lowering import raise_tensor
 from quark.torch.stream import stream
 from quark.torch.tensor_file import DTYPES, TensorFile, create_file, write_tensor
 from tests.torch.architectures import build
+from tests.torch.families import family
 from tests.zoo import tiny_llama, tiny_opt
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -137,6 +145,26 @@ def test_names_are_those_of_published_checkpoints(tmp_path: Path) -> None:
     assert file_to_file(config, tmp_path / "float", tmp_path / "files") == expected
     stream(config, tmp_path / "float", tmp_path / "streamed")
     assert contents(tmp_path / "streamed") == expected
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_layers_of_their_own_in_files(model_type: str, tmp_path: Path) -> None:
+    """A checkpoint holds one tensor for each projection of each expert, which transformers fuses when it loads."""
+    family(model_type).save_pretrained(tmp_path / "float")
+    config = scheme("mxfp4")
+    expected = in_memory(config, tmp_path / "float", tmp_path / "memory", freeze=False)
+    stored = load_file(tmp_path / "memory" / "model.safetensors")
+    assert any("experts.3." in name and name.endswith("weight_scale") for name in stored)
+    assert file_to_file(config, tmp_path / "float", tmp_path / "files", workers=1) == expected
+    stream(config, tmp_path / "float", tmp_path / "streamed")
+    assert contents(tmp_path / "streamed") == expected
+
+
+def test_transposed_layers_are_refused(tmp_path: Path) -> None:
+    family("gpt2").save_pretrained(tmp_path / "float")
+    with pytest.raises(NotSupportedError, match=r"c_attn \(Conv1D\) holds its weight transposed"):
+        file_to_file(scheme("int8_wo"), tmp_path / "float", tmp_path / "files")
+    assert not (tmp_path / "files").exists()
 
 
 # Bad input. ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ any number of processes. The files are those that `quantize_model` and `export_s
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -40,7 +40,9 @@ from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark import QuarkLayout
 from quark.torch.layers import QuantLayer
 from quark.torch.loading import REAL_QUANTIZED
-from quark.torch.passes import prepare, undo
+from quark.torch.moe import sibling_groups
+from quark.torch.passes import prepare
+from quark.torch.passes.conv1d import is_conv1d
 from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.quantizer import quantized_layers, replaced
 from quark.torch.skeleton import build_skeleton, read_config, source_names, tied_names
@@ -116,7 +118,7 @@ def quantize_files(
     )
     checkpoint = Source(conversion.files, conversion.quantization)
     model = build_skeleton(source, checkpoint.dtype())
-    refuse_passes(config, model)
+    take_apart(config, model)
     plan = make_plan(config, model)
     _refuse_data(config, plan)
     with shared_folder(output, overwrite) as folder, replaced(model, plan):
@@ -130,22 +132,26 @@ def quantize_files(
         layers = quantized_layers(model)
         items = [_item(entry, sources[entry[0]], layers, places, named) for entry in own]
         items += [_item(entry, entry[0], {}, places, stored_name) for entry in dropped]
-        _run(conversion, _families(items, config)[rank() :: world()], devices, workers)
+        groups = sibling_groups(model, config.shared_scale_groups)
+        _run(conversion, _families(items, groups)[rank() :: world()], devices, workers)
         if rank() == 0:
             write_config(model, quantization_config(model, config, weight_format, pack_method), folder)
             write_companions(model, source, None, folder)
     logger.info("Quantized %s to %s.", source, output)
 
 
-def refuse_passes(config: QConfig, model: torch.nn.Module) -> None:
-    """Raise NotSupportedError for layers that a model in memory takes apart first: their tensors have other names."""
+def take_apart(config: QConfig, model: torch.nn.Module) -> None:
+    """Take fused experts of a skeleton apart: checkpoints hold one tensor for each projection of each expert.
+
+    Raises NotSupportedError for Conv1D, whose weights a checkpoint holds transposed.
+    """
     taken = prepare(model, chooser(config, model).wanted)
-    undo(model, taken)
     for name, module in taken.items():
-        raise NotSupportedError(
-            f"{name} ({type(module).__name__}) is taken apart before it is quantized, which needs the model in memory. "
-            "Possible: quantize_model, or exclude it."
-        )
+        if is_conv1d(module):
+            raise NotSupportedError(
+                f"{name} (Conv1D) holds its weight transposed, which needs the model in memory. "
+                "Possible: quantize_model, or exclude it."
+            )
 
 
 def _refuse_data(config: QConfig, plan: Plan) -> None:
@@ -191,11 +197,11 @@ def _item(
     return Item(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)
 
 
-def _families(items: list[Item], config: QConfig) -> list[Family]:
+def _families(items: list[Item], groups: Sequence[Sequence[str]]) -> list[Family]:
     """The items, those together that share a scale, in the order of the model."""
     weights = {item.name.removesuffix(".weight"): item for item in items if item.spec and item.name.endswith(".weight")}
     specs = {name: item.spec for name, item in weights.items() if item.spec}
-    sharing = [[weights[name] for name in names] for names in sharing_scales(specs, config.shared_scale_groups)]
+    sharing = [[weights[name] for name in names] for names in sharing_scales(specs, groups)]
     first = {members[0].name: tuple(members) for members in sharing}
     rest = {item.name for members in sharing for item in members[1:]}
     return [first.get(item.name, (item,)) for item in items if item.name not in rest]

@@ -36,7 +36,7 @@ from quark.torch.checkpoint import (
 from quark.torch.config import QConfig
 from quark.torch.distributed import first_then_all, rank, wait, world
 from quark.torch.exporter import check_options, dropped_names, write_companions, write_config
-from quark.torch.file2file import refuse_passes, sources_of
+from quark.torch.file2file import sources_of, take_apart
 from quark.torch.folder import quantization_config
 from quark.torch.layers import QuantLayer
 from quark.torch.loading import REAL_QUANTIZED
@@ -83,7 +83,7 @@ def stream(
     files, quantization = shard_files(source), quantization_of(read_config(source), source)
     checkpoint = Source(files, quantization)
     model = build_skeleton(source, checkpoint.dtype())
-    refuse_passes(config, model)
+    take_apart(config, model)
     plan = make_plan(config, model)
     batches = None if data is None else list(data)
     export = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
