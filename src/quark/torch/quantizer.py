@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -14,14 +14,11 @@ from torch import fx, nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
-from quark.torch.algorithms import algorithms_of
 from quark.torch.attention import attention_quantized
-from quark.torch.block_flow import OnDevice, quantize_blocks
 from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.config import QConfig
 from quark.torch.enums import QuantFlow, QuantizationMode
 from quark.torch.fake_quant import FakeQuantize, Mode
-from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.kv_cache import check_cache_config
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.moe import sibling_groups
@@ -29,7 +26,9 @@ from quark.torch.online import undo_input_rotation
 from quark.torch.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 from quark.torch.structure import set_submodule
-from quark.torch.sweep import sweep
+
+if TYPE_CHECKING:
+    from quark.torch.algorithms import Algorithm
 
 
 class ModelQuantizer:
@@ -49,7 +48,7 @@ class ModelQuantizer:
             raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
         _refuse_unsupported(config)
         check_cache_config(config)
-        algorithms_of(config.algo_config or [])
+        _algorithms(config)
         self.config = config
 
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
@@ -72,10 +71,12 @@ class ModelQuantizer:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
         with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
             if self.config.quant_mode is QuantizationMode.fx_graph_mode:
+                from quark.torch.graph.quantize import quantize_graph
+
                 return quantize_graph(model, self.config, dataloader)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
-            algorithms = algorithms_of(self.config.algo_config or [])
+            algorithms = _algorithms(self.config)
             with (
                 prepared(model, self.config),
                 replaced(model, make_plan(self.config, model)) as layers,
@@ -83,9 +84,13 @@ class ModelQuantizer:
             ):
                 groups = sibling_groups(model, self.config.shared_scale_groups)
                 if self.config.quant_flow is QuantFlow.per_block:
+                    from quark.torch.block_flow import OnDevice, quantize_blocks
+
                     weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
                     quantize_blocks(model, layers, algorithms, dataloader, self.config, weights)
                 elif algorithms:
+                    from quark.torch.sweep import sweep
+
                     sync = self.config.sync_moe_expert_input_amax
                     sweep(model, layers, algorithms, dataloader, groups, sync_experts=sync)
                 calibrate_weights(layers)
@@ -112,6 +117,8 @@ class ModelQuantizer:
         if runtime_options is not None:
             raise NotSupportedError("freeze(runtime_options=...): native kernels are not part of this version.")
         if isinstance(model, fx.GraphModule):
+            from quark.torch.graph.quantize import freeze_graph
+
             return freeze_graph(model, quantize is not False)
         layers = quantized_layers(model)
         if not layers:
@@ -159,6 +166,15 @@ class ModelQuantizer:
             raise NotSupportedError("keep_excluded_layers_as_original_model_state is not part of this version.")
         devices = [device] if isinstance(device, str) else list(device or ["cpu"])
         quantize_files(self.config, Path(pretrained_model_path), Path(save_path), devices=devices, **options)
+
+
+def _algorithms(config: QConfig) -> list[Algorithm]:
+    """What `algo_config` asks for. Algorithms, graph mode and flows by block are loaded by those who use them."""
+    if not config.algo_config:
+        return []
+    from quark.torch.algorithms import algorithms_of
+
+    return algorithms_of(config.algo_config)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
