@@ -8,7 +8,7 @@ from torch import nn
 
 from quark.errors import ConfigError
 from quark.torch.blocks import Call, find_blocks, record_calls
-from quark.torch.discovery import Discovery
+from quark.torch.discovery import Discovery, _sibling
 from quark.torch.folds import Fold, Refusal
 from quark.torch.passes import prepare
 from tests.torch.architectures import build, token_ids
@@ -222,6 +222,14 @@ def test_experts_share_the_fold_of_their_norm_also_those_without_tokens() -> Non
     assert torch.allclose(model.experts[2](model.norm(x)), reference.experts[2](reference.norm(x)), atol=1e-5), (
         "the expert without tokens is folded as well"
     )
+
+
+@pytest.mark.parametrize("leaf", ["w1", "w2", "w3"])
+def test_the_sibling_of_an_idle_experts_layer_has_its_name(leaf: str) -> None:
+    called = [f"experts.{index}.{other}" for index in (0, 1) for other in ("w1", "w2", "w3")]
+    assert _sibling(f"experts.7.{leaf}", called) == f"experts.0.{leaf}"
+    assert _sibling("experts.7", ["experts.2", "other.3"]) == "experts.2"
+    assert _sibling("up.w4", called) is None
 
 
 def test_a_fold_that_a_config_names_is_honoured_or_refused() -> None:

@@ -275,9 +275,15 @@ def _offsets(norm: nn.Module, channels: int) -> dict[str, float]:
 
 
 def _sibling(name: str, called: Iterable[str]) -> str | None:
-    """A called layer whose name differs only in numbers."""
-    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
-    return next((other for other in sorted(called) if pattern.match(other)), None)
+    """A called layer whose name differs only in numbers; its own name must be the same (Mixtral has w1, w2, w3)."""
+    parts = name.split(".")
+
+    def alike(other: str) -> bool:
+        others = other.split(".")
+        numbered = [re.sub(r"\d+", "0", part) for part in parts[:-1]] == [re.sub(r"\d+", "0", p) for p in others[:-1]]
+        return numbered and (parts[-1] == others[-1] or (parts[-1].isdigit() and others[-1].isdigit()))
+
+    return next((other for other in sorted(called) if alike(other)), None)
 
 
 def _like_sibling(item: Fold | Refusal, sibling: str, name: str) -> list[Fold | Refusal]:
