@@ -242,6 +242,36 @@ def test_two_solvers_for_one_weight_and_an_expert_without_tokens_are_refused() -
         GPTQConfig(group_aware_order=True)
 
 
+@pytest.mark.parametrize("algorithm", [AutoRoundConfig(iters=2), QRONOS], ids=lambda c: c.name)
+def test_idle_experts_are_refused_by_solvers_of_whole_blocks_too(algorithm: AlgoConfig) -> None:
+    one_token = [torch.zeros(1, 1, dtype=torch.int64)]
+    with pytest.raises(CalibrationError, match=r"experts\.\d.*no calibration token"):
+        ModelQuantizer(config(INT3, algorithm)).quantize_model(family("mixtral"), one_token)
+
+
+def test_autoround_leaves_no_gradient_and_takes_batches_that_miss_an_expert() -> None:
+    class Mixture(nn.Module):
+        """Experts that are called only with tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.experts = nn.LayerNorm(32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index, expert in enumerate(self.experts):
+                if len(rows := torch.where((x[:, 0] > 0) == bool(index))[0]):
+                    x = x.index_add(0, rows, expert(self.norm(x[rows])))
+            return x
+
+    torch.manual_seed(0)
+    model = Mixture().eval()
+    data = [torch.randn(8, 32), torch.rand(3, 32), torch.rand(3, 32)]
+    before = [expert.weight.detach().clone() for expert in model.experts]  # type: ignore[union-attr, operator]
+    ModelQuantizer(config(INT3, AutoRoundConfig(iters=6, batch_size=1))).quantize_model(model, data)
+    assert not any(torch.equal(b, e.weight) for b, e in zip(before, model.experts, strict=True))  # type: ignore[arg-type]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_non_finite_inputs_are_named() -> None:
     model = tiny_llama()
     with torch.no_grad():

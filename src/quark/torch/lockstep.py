@@ -94,10 +94,15 @@ class Stop:
 
     def _require_tokens(self) -> None:
         if self.count == 0:
-            raise CalibrationError(
-                f"{self}: no calibration token reaches these layers (experts that the router never chose?). "
-                "Use more or other data, or exclude them."
-            )
+            raise CalibrationError(no_tokens(str(self)))
+
+
+def no_tokens(layers: str) -> str:
+    """What is wrong with layers that read nothing, and what to do."""
+    return (
+        f"{layers}: no calibration token reaches these layers (experts that the router never chose?). "
+        "Use more or other data, or exclude them."
+    )
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

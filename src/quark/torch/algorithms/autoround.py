@@ -10,21 +10,23 @@ give, X what the float model feeds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from quark.core.quantize import elementwise, quantize_elements, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError
+from quark.errors import CalibrationError, ConfigError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.weights import bake, weight_quantizer
-from quark.torch.blocks import Call
 from quark.torch.fake_quant import Mode
 from quark.torch.layers import QuantLayer
+from quark.torch.lockstep import no_tokens
 
 LOWEST_SHARE = 0.5
 """Least share of the range that clipping may keep."""
@@ -38,18 +40,19 @@ class AutoRound(Algorithm):
     solves_weights = True
 
     def enter(self, block: Block) -> None:
-        names = {leaf for group in block.groups for leaf in group}
+        names = sorted({leaf for group in block.groups for leaf in group})
         chosen = self.config.inside_layer_modules
-        layers = [block.layer(leaf) for leaf in sorted(names) if not chosen or leaf in chosen]
-        layers = [layer for layer in layers if not weight_quantizer(layer).spec.is_cast]
-        for layer in layers:
+        layers = {block.full(leaf): block.layer(leaf) for leaf in names if not chosen or leaf in chosen}
+        layers = {name: layer for name, layer in layers.items() if not weight_quantizer(layer).spec.is_cast}
+        for name, layer in layers.items():
             if weight_quantizer(layer).mode is Mode.baked:
-                raise ConfigError(f"{block.name} was solved before AutoRound; name one solver in algo_config.")
+                raise ConfigError(f"{name} was solved before AutoRound; name one solver in algo_config.")
         if layers:
-            self._learn(block, [LearnedWeight(layer) for layer in layers])
+            self._learn(block, [LearnedWeight(name, layer) for name, layer in layers.items()])
 
     def _learn(self, block: Block, weights: list[LearnedWeight]) -> None:
-        targets = [call.run(block.module) for call in block.float_calls]
+        with reached(weights):
+            targets = [call.run(block.module) for call in block.float_calls]
         size = min(self.config.batch_size, len(targets))
         order = torch.Generator().manual_seed(0)
         best = float("inf")
@@ -58,7 +61,7 @@ class AutoRound(Algorithm):
         try:
             for step in range(self.config.iters):
                 picked = torch.randperm(len(targets), generator=order)[:size].tolist()
-                loss = self._loss(block, block.calls, targets, picked)
+                loss = self._loss(block, targets, picked, [weight.shown for weight in weights])
                 if loss < best:
                     best = loss
                     for weight in weights:
@@ -74,14 +77,16 @@ class AutoRound(Algorithm):
             weight.bake()
 
     @staticmethod
-    def _loss(block: Block, calls: Sequence[Call], targets: Sequence[torch.Tensor], picked: Sequence[int]) -> float:
-        """Mean square error of the picked batches; leaves its gradient on the learned values."""
+    def _loss(
+        block: Block, targets: Sequence[torch.Tensor], picked: Sequence[int], learned: Sequence[torch.Tensor]
+    ) -> float:
+        """Mean square error of the picked batches; leaves its gradient on the learned values, and there alone."""
         total = 0.0
         with torch.enable_grad():
             for index in picked:
-                error = calls[index].run(block.module).float() - targets[index].float()
+                error = block.calls[index].run(block.module).float() - targets[index].float()
                 loss = error.square().mean() / len(picked)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward(inputs=list(learned))  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
         return total
 
@@ -90,12 +95,13 @@ class LearnedWeight:
     """A layer's weight while its rounding and clipping are learned.
 
     Attributes:
+        shown: The weight that the layer computes with.
         offset: V, in steps, shape of the weight.
         low_share, high_share: a and b, shape of the scale.
     """
 
-    def __init__(self, layer: QuantLayer) -> None:
-        self.layer = layer
+    def __init__(self, name: str, layer: QuantLayer) -> None:
+        self.name, self.layer = name, layer
         self.spec: TensorSpec = weight_quantizer(layer).spec
         self.parameter = cast(nn.Parameter, layer.weight)
         self.weight = self.parameter.detach().float()
@@ -127,7 +133,9 @@ class LearnedWeight:
         Inside the range, y = scale q with round() passed: dy/dV = scale, dy/dscale = (y - W) / scale. Beyond it,
         y is the end of the range itself.
         """
-        gradient = self.layer.__dict__["weight"].grad.float()
+        if self.shown.grad is None:
+            return  # an expert that the picked batches did not reach
+        gradient = self.shown.grad.float()
         if clip_rate:
             split = self.spec.split
             low, high = (self._spread(side) for side in (self.low * self.low_share, self.high * self.high_share))
@@ -155,8 +163,8 @@ class LearnedWeight:
         """Let the layer compute with the values of now."""
         params = self._params()
         self.values = self._quantized(params)
-        shown = self.values.to(self.parameter.dtype).requires_grad_()
-        self.layer.__dict__["weight"] = shown
+        self.shown = self.values.to(self.parameter.dtype).requires_grad_()
+        self.layer.__dict__["weight"] = self.shown
 
     def _params(self) -> QParams:
         first = qparams_from_range(self.low * self.low_share, self.high * self.high_share, self.spec, self.dtype)
@@ -173,3 +181,25 @@ class LearnedWeight:
         """A value of each part, for each element."""
         shape, split = tuple(self.weight.shape), self.spec.split
         return split.unblock(split.to_blocks(part, shape).expand(split.block_shape(shape)), shape)
+
+
+@contextmanager
+def reached(weights: Sequence[LearnedWeight]) -> Iterator[None]:
+    """Within: forwards run. Raises CalibrationError for layers that no token reached in any of them; names them."""
+    rows = dict.fromkeys(map(id, weights), 0)
+
+    def count(weight: LearnedWeight) -> RemovableHandle:
+        def add(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            rows[id(weight)] += args[0].shape[:-1].numel()
+
+        return weight.layer.register_forward_pre_hook(add)
+
+    handles = [count(weight) for weight in weights]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    idle = [weight.name for weight in weights if rows[id(weight)] == 0]
+    if idle:
+        raise CalibrationError(no_tokens(", ".join(idle[:6]) + (", ..." if len(idle) > 6 else "")))
