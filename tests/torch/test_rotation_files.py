@@ -138,3 +138,16 @@ def test_activations_are_observed_after_the_rotation() -> None:
         )
     ]
     assert scales[1] < scales[0] / 5
+
+
+def test_an_untied_head_is_loaded_into_a_tied_model(tmp_path: Path) -> None:
+    def gained() -> Any:
+        model = tiny_llama(tie_word_embeddings=True)
+        torch.nn.init.uniform_(model.model.norm.weight, 0.5, 2, torch.Generator().manual_seed(3))
+        return model
+
+    model = quantized("int8_wo", gained(), r2=True)
+    export_safetensors(model, tmp_path / "out")
+    loaded: Any = import_model_from_safetensors(gained(), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.config.tie_word_embeddings is False

@@ -21,7 +21,7 @@ from quark.torch.hub_names import published_names
 from quark.torch.layers import ROLES, layer_class
 from quark.torch.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.quantizer import quantized_layers
-from quark.torch.structure import set_submodule
+from quark.torch.structure import set_submodule, tying_configs
 
 
 def import_model_from_safetensors(
@@ -140,9 +140,24 @@ def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Ten
     absent = [n for n in own if n not in loaded and own[n].data_ptr() not in pointers]
     if absent:
         raise FormatError(f"The checkpoint lacks {len(absent)} tensors of the model: {', '.join(absent[:5])}.")
+    _untie(model, own, loaded)
     for name, tensor in loaded.items():
         parent, _, leaf = name.rpartition(".")
         _assign(model.get_submodule(parent), leaf, tensor, quantized=parent in layers)
+
+
+def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    """Give parameters that share memory, and differ in the checkpoint (a rotated head), memory of their own."""
+    first: dict[int, torch.Tensor] = {}
+    for name in (name for name in loaded if own[name].numel() and not own[name].is_meta):
+        before = first.setdefault(own[name].data_ptr(), loaded[name])
+        if before is not loaded[name] and not torch.equal(before.float(), loaded[name].float()):
+            parent, _, leaf = name.rpartition(".")
+            module = model.get_submodule(parent)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(own[name].detach().clone(), own[name].requires_grad)
+                for config in tying_configs(model):
+                    config.tie_word_embeddings = False
 
 
 def _module_name(stored: str, names: dict[str, str]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -69,3 +70,10 @@ def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` where `name` is."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+def tying_configs(model: nn.Module) -> list[Any]:
+    """The transformers configs of a model that say whether embedding and head are tied."""
+    config = getattr(model, "config", None)
+    found = [config, getattr(config, "text_config", None)]
+    return [item for item in found if getattr(item, "tie_word_embeddings", None) is not None]

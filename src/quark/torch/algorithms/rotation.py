@@ -42,6 +42,7 @@ from quark.torch.calibrate import naming
 from quark.torch.layers import QuantLayer
 from quark.torch.recorder import is_linear
 from quark.torch.residual import Residual
+from quark.torch.structure import tying_configs
 
 TOLERANCE = 1e-5
 """Largest relative change of what embeddings and head compute: their norm may compute in float32."""
@@ -153,7 +154,7 @@ class ModelRotation:
         norms = [part for norm in self.residual.norms for part in (norm.name, *norm.readers)]
         names = dict.fromkeys([*self.residual.writers, *self.residual.readers, *norms])
         owners = [self.model.get_submodule(name) for name in names]
-        tied = [(config, config.tie_word_embeddings) for config in _tying_configs(self.model)]
+        tied = [(config, config.tie_word_embeddings) for config in tying_configs(self.model)]
         backup = [(m, leaf, p, p.detach().clone()) for m in owners for leaf, p in m.named_parameters(recurse=False)]
         try:
             yield
@@ -173,7 +174,7 @@ class ModelRotation:
             reader: Any = self.model.get_submodule(name)
             if id(reader.weight) in written:
                 reader.weight = nn.Parameter(reader.weight.detach().clone(), reader.weight.requires_grad)
-                for config in _tying_configs(self.model):
+                for config in tying_configs(self.model):
                     config.tie_word_embeddings = False
 
 
@@ -205,13 +206,6 @@ def _listed_targets(model: nn.Module, config: RotationConfig, blocks: tuple[str,
         if not is_linear(modules.get(name, model)):
             raise ConfigError(f"Online rotation: {name!r} is no linear layer of the model.")
     return listed
-
-
-def _tying_configs(model: nn.Module) -> list[Any]:
-    """The transformers configs of a model that say whether embedding and head are tied."""
-    config = getattr(model, "config", None)
-    found = [config, getattr(config, "text_config", None)]
-    return [item for item in found if getattr(item, "tie_word_embeddings", None) is not None]
 
 
 class QuaRot(Algorithm):
