@@ -17,7 +17,8 @@ from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config import QConfig
-from quark.torch.layers import LAYERS, QuantLayer
+from quark.torch.layers import LAYERS, QuantLayer, layer_class
+from quark.torch.layers.linear import QuantLinear
 from quark.torch.lowering import raise_layer
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import quantized_layers
@@ -306,3 +307,28 @@ def test_a_subclass_with_its_own_forward_stays_in_float_and_the_plan_says_so() -
     console.print(plan.table(model))
     assert "float (own forward)" in console.export_text()
     assert type(quantize(model, LayerSpec(weight=INT8)).down) is Doubled
+
+
+class OwnLinear(nn.Linear):
+    """Like FalconLinear: a linear layer with a forward of its own, and more than that if `gain` is not 1."""
+
+    gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.gain * (x @ self.weight.T)
+        return y if self.bias is None else y + self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_is_replaced_if_it_computes_a_linear_layer(bias: bool, device: str) -> None:
+    with torch.device(device):
+        layer = OwnLinear(64, 32, bias=bias, dtype=torch.bfloat16)
+        state = torch.get_rng_state()
+        assert layer_class(layer) is QuantLinear
+        assert torch.equal(torch.get_rng_state(), state), "the proof draws no random numbers"
+        layer.gain = 2.0
+        assert layer_class(layer) is None
+        layer.gain, layer.adapter = 1.0, nn.Linear(64, 2)
+        assert layer_class(layer) is None
+    assert layer.in_features == 64 and layer.weight.shape == (32, 64)

@@ -49,8 +49,11 @@ def error(model: Any, reference: torch.Tensor) -> float:
         return float((model(DATA[0]).logits - reference).norm() / reference.norm())
 
 
+FAMILIES = ["llama", "gemma", "phi", "gpt_neox", "opt", "bert", "gpt2", "qwen3_moe", "falcon", "falcon_new"]
+
+
 @pytest.mark.parametrize("algorithm", FOLDING, ids=lambda c: c.name)
-@pytest.mark.parametrize("name", ["llama", "gemma", "phi", "gpt_neox", "opt", "bert", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_float_model_computes_what_it_did(name: str, algorithm: AlgoConfig) -> None:
     model = build(name)
     with torch.no_grad():

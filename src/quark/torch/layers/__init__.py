@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import torch
 from torch import nn
 
 from quark.torch.layers.base import ROLES, QuantLayer
@@ -28,16 +31,35 @@ error in it reaches every layer. A name or type entry quantizes them."""
 
 
 def layer_class(module: nn.Module) -> type[QuantLayer] | None:
-    """The quantized class for a float module, or None. A subclass with a forward of its own is not replaced: what
-    it computes is not known.
+    """The quantized class for a float module, or None. A subclass with a forward of its own is replaced if it is a
+    linear layer (FalconLinear); else what it computes is not known.
     """
     for float_class, quantized in LAYERS.items():
         if isinstance(module, float_class) and not isinstance(module, QuantLayer):
-            plain = type(module).forward is float_class.forward
+            plain = type(module).forward is float_class.forward or _computes_linear(module)
             # MultiheadAttention reads this layer's weight without calling it.
             called = type(module) is not nn.modules.linear.NonDynamicallyQuantizableLinear
             return quantized if plain and called else None
     return None
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Whether a subclass of Linear computes x W^T + b: tried on a small copy, so that weights may be on meta."""
+    names = {name for name, parameter in module.named_parameters() if parameter is not None}
+    if not isinstance(module, nn.Linear) or not names <= {"weight", "bias"} or any(True for _ in module.buffers()):
+        return False
+    small = copy.copy(module)
+    # No random numbers: the user's generator stays where it is.
+    values = torch.linspace(1, 7, 46, dtype=torch.float64, device="cpu").square().sin()
+    x, weight = values[:30].view(2, 5, 3), values[30:42].view(4, 3)
+    bias = values[42:] if "bias" in names else None
+    small.__dict__.update(in_features=3, out_features=4, _forward_pre_hooks={}, _forward_hooks={})
+    small._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+    try:
+        with torch.no_grad():
+            return bool(torch.allclose(small.forward(x), nn.functional.linear(x, weight, bias), rtol=1e-9))
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        return False  # it reads something else
 
 
 __all__ = ["LAYERS", "ONLY_WHEN_NAMED", "ROLES", "QuantLayer", "layer_class"]
