@@ -15,7 +15,11 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch.blocks import find_blocks, record_calls
+from quark.torch.calibrate import quantizers_off
 from quark.torch.config import QConfig
+from quark.torch.layers import QuantLayer
+from quark.torch.lockstep import Stop, input_groups, lockstep
 from quark.torch.lowering import raise_layer
 from quark.torch.passes import UnfusedExperts
 from quark.torch.quantizer import quantized_layers
@@ -259,3 +263,41 @@ def test_experts_share_the_range_that_a_sweep_observes() -> None:
         for leaf in ("w1", "w2"):
             quantizers = [layer.mlp.experts.get_submodule(f"{i}.{leaf}.input_quantizer") for i in range(4)]
             assert len({float(quantizer.scale) for quantizer in quantizers}) == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_float_experts_read_the_tokens_of_the_quantized_router_and_return_their_own(name: str) -> None:
+    model = quantize(family(name), "uint4_wo_32")
+    data = [torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    blocks = find_blocks(model)
+    calls = record_calls(model, blocks, data)[blocks[-1]]
+    block = model.get_submodule(blocks[-1])
+    layers = [leaf for leaf, module in block.named_modules() if isinstance(module, QuantLayer)]
+    groups, original = input_groups(block, layers, calls[0]), copy.deepcopy(block)
+    with torch.no_grad(), quantizers_off([block.get_submodule(leaf) for leaf in layers]):  # type: ignore[misc]
+        for router in (m for m in block.modules() if type(m).__name__.endswith("Router")):
+            router.weight.copy_(-router.weight)  # type: ignore[operator, union-attr]
+        with quantizers_off([original.get_submodule(leaf) for leaf in layers]):  # type: ignore[misc]
+            stops: list[Stop] = []
+            real, beside = lockstep("", block, calls, groups, stops.append, original, calls)
+            expected = [call.run(original) for call in calls]
+    assert all(torch.equal(a, b) for a, b in zip(beside, expected, strict=True))
+    assert not any(torch.allclose(a, b) for a, b in zip(real, beside, strict=True))
+    experts = [stop for stop in stops if ".experts." in str(stop)]
+    assert len(experts) == 8
+    for stop in experts:
+        assert all(torch.equal(a, b) for a, b in zip(stop.inputs, stop.float_inputs, strict=True)), str(stop)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for b in (block, original) for m in b.modules())
+
+
+@pytest.mark.parametrize("algorithm", ["gptaq", "qronos"])
+def test_solvers_that_compare_with_the_float_model_take_mixtures(algorithm: str) -> None:
+    data = [torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    reference = family("qwen3_moe")
+    errors = []
+    for names in (None, algorithm):
+        config = LLMTemplate.get("qwen3_moe").get_config("int2_wo_64", algorithm=names)
+        model = ModelQuantizer(config).quantize_model(family("qwen3_moe"), data)
+        with torch.no_grad():
+            errors.append(float(sum((model(x).logits - reference(x).logits).square().mean() for x in data)))
+    assert errors[1] < 0.9 * errors[0]

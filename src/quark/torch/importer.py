@@ -150,7 +150,8 @@ def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, tor
     """Give parameters that share memory, and differ in the checkpoint (a rotated head), memory of their own."""
     first: dict[int, torch.Tensor] = {}
     for name in (name for name in loaded if own[name].numel() and not own[name].is_meta):
-        if not torch.equal(first.setdefault(own[name].data_ptr(), loaded[name]), loaded[name]):
+        before = first.setdefault(own[name].data_ptr(), loaded[name])
+        if before is not loaded[name] and not torch.equal(before.float(), loaded[name].float()):
             parent, _, leaf = name.rpartition(".")
             module = model.get_submodule(parent)
             if leaf in module._parameters:

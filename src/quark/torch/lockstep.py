@@ -20,6 +20,7 @@ from torch import nn
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.blocks import Call
 from quark.torch.distributed import largest, summed
+from quark.torch.passes import UnfusedExperts
 
 
 class Stop:
@@ -86,6 +87,12 @@ class Stop:
         width = left[0].shape[-1]
         total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
         for x, y in zip(left, right, strict=True):
+            if x.shape != y.shape:
+                raise StructureError(
+                    f"{self}: the float model gives these layers {tuple(y.shape)} where this one gives "
+                    f"{tuple(x.shape)}, so that inputs do not pair up (routed tokens?). Possible: exclude them, or an "
+                    "algorithm that does not compare with the float model (GPTQ)."
+                )
             total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
         total = summed(total)
         if not bool(torch.isfinite(total).all()):
@@ -156,9 +163,11 @@ def lockstep(
         StructureError: Layers do not run in the same order, once, for all batches.
     """
     first = [_Walker(block, call) for call in calls]
-    second = [_Walker(float_block, call) for call in float_calls] if float_block is not None else []
+    second: list[_Walker] = []
+    if float_block is not None:
+        second = [_Walker(float_block, call, pair) for call, pair in zip(float_calls, first, strict=True)]
     walkers = first + second
-    with _halting(block, groups), _halting(float_block, groups):
+    with _halting(block, groups), _halting(float_block, groups), _same_experts(block, float_block):
         try:
             for walker in walkers:
                 walker.advance()
@@ -190,11 +199,16 @@ class _Walker(greenlet):  # type: ignore[misc]
         held: Group -> what its layers get, and how many of them are still to read it. A block whose attention and MLP
             read one norm side by side runs other groups in between.
         output: What the block returned, in the end.
+        pair: For the float block: the walker of the same batch through the other one.
+        routes: Name of a mixture of experts -> the experts that its router chose for each token.
+        passing: Whether layers are run without a halt.
     """
 
-    def __init__(self, block: nn.Module, call: Call) -> None:
+    def __init__(self, block: nn.Module, call: Call, pair: _Walker | None = None) -> None:
         super().__init__()
-        self.block, self.call = block, call
+        self.block, self.call, self.pair = block, call, pair
+        self.routes: dict[str, torch.Tensor] = {}
+        self.passing = False
         self.group = -1
         self.x: Any = None
         self.held: dict[int, tuple[torch.Tensor, int]] = {}
@@ -233,13 +247,53 @@ def _halting(block: nn.Module | None, groups: Sequence[Sequence[str]]) -> Iterat
 
     def halt(leaf: str, x: torch.Tensor) -> torch.Tensor | None:
         walker = getcurrent()
-        return walker.arrive(*place[leaf], x) if isinstance(walker, _Walker) else None
+        return walker.arrive(*place[leaf], x) if isinstance(walker, _Walker) and not walker.passing else None
 
     if block is None:
         yield
         return
     with _hooked(block, list(place), halt):
         yield
+
+
+@contextmanager
+def _same_experts(block: nn.Module, float_block: nn.Module | None) -> Iterator[None]:
+    """Within: float experts halt with the tokens that the router of `block` chose, so that inputs pair up row by row.
+
+    After that they run as the float router wants it, without a halt: the float block returns what it always does.
+    """
+
+    def note(name: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if isinstance(walker := getcurrent(), _Walker):
+                walker.routes[name] = args[1]
+
+        return before
+
+    def follow(name: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if isinstance(walker := getcurrent(), _Walker) and walker.pair is not None:
+                module.forward(args[0], walker.pair.routes[name], *args[2:])
+                walker.passing = True
+
+        return before
+
+    def leave(*_: Any) -> None:
+        if isinstance(walker := getcurrent(), _Walker):
+            walker.passing = False
+
+    handles = []
+    if float_block is not None:
+        for name in (name for name, module in block.named_modules() if isinstance(module, UnfusedExperts)):
+            float_experts = float_block.get_submodule(name)
+            handles.append(block.get_submodule(name).register_forward_pre_hook(note(name)))
+            handles.append(float_experts.register_forward_pre_hook(follow(name)))
+            handles.append(float_experts.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
