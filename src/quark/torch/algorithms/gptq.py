@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.spec import TensorSpec
@@ -31,6 +32,7 @@ class GPTQ(Algorithm):
         layers = chosen_layers(stop, block, self.config.inside_layer_modules)
         if not layers:
             return
+        stop = as_read(stop, layers)
         with naming(", ".join(layers)):
             hessian = stop.gram
             order = self._order(hessian, layers)
@@ -129,6 +131,19 @@ class Qronos(GPTQ):
     def target(self, weight: torch.Tensor, stop: Stop, order: torch.Tensor) -> torch.Tensor:
         hessian, cross = (m[order][:, order] for m in (stop.gram, stop.cross))
         return gptq.best_target(weight, hessian, cross, self.damping(hessian))
+
+
+def as_read(stop: Stop, layers: dict[str, QuantLayer]) -> Stop:
+    """The stop with its inputs quantized as the layers will quantize them, where that follows from each input alone.
+
+    The layers then make up for the error of their activations, too, as far as weights can.
+    """
+    specs = {layer.spec.input for layer in layers.values()}
+    spec = next(iter(specs))
+    if len(specs) > 1 or spec is None or not spec.dynamic or spec.scale_spec is not None:
+        return stop
+    inputs = [fake_quantize(x.contiguous(), None, spec) if x.numel() else x for x in stop.inputs]
+    return Stop(stop.layers, inputs, stop.float_inputs)
 
 
 def _spec(layer: QuantLayer) -> TensorSpec:
