@@ -272,6 +272,39 @@ def test_autoround_leaves_no_gradient_and_takes_batches_that_miss_an_expert() ->
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Routed(nn.Module):
+    """Experts that are called only with tokens; those whose first value is positive go to the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.experts = nn.Linear(32, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        for index, expert in enumerate(self.experts):
+            if len(rows := torch.where((y[:, 0] > 0) == bool(index))[0]):
+                y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+def test_layers_that_the_first_batch_misses_are_solved_and_those_that_all_miss_are_named() -> None:
+    torch.manual_seed(0)
+    model = Routed().eval()
+    both = torch.randn(40, 32)
+    one = both[model.inner(both)[:, 0] > 0]
+    with pytest.raises(CalibrationError, match=r"experts\.0: no calibration token"):
+        ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [one])
+    solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, [one, both])
+    assert all(layer.weight_quantizer.mode is Mode.baked for layer in quantized_layers(solved).values())
+
+
+def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:
+    torch.manual_seed(0)
+    coarse = config(spec("int2", PerGroup(-1, 32)), QRONOS)
+    with pytest.raises(StructureError, match=r"experts\.\d.*another choice of experts.*GPTQ"):
+        ModelQuantizer(coarse).quantize_model(Routed().eval(), [torch.randn(64, 32)])
+
+
 def test_non_finite_inputs_are_named() -> None:
     model = tiny_llama()
     with torch.no_grad():
