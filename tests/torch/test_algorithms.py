@@ -14,7 +14,7 @@ from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, QuarkError, StructureError
-from quark.torch import ModelQuantizer
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
@@ -303,6 +303,16 @@ def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:
     coarse = config(spec("int2", PerGroup(-1, 32)), QRONOS)
     with pytest.raises(StructureError, match=r"experts\.\d.*another choice of experts.*GPTQ"):
         ModelQuantizer(coarse).quantize_model(Routed().eval(), [torch.randn(64, 32)])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_iterator_serves_all_that_reads_the_data_in_any_mode_of_gradients(mode: Any) -> None:
+    # GPTQ, the head's range, and the cache's each read the data.
+    made = LLMTemplate.get("llama").get_config("int8", algorithm="gptq", kv_cache_scheme="fp8", exclude_layers=[])
+    expected = ModelQuantizer(made).quantize_model(tiny_llama(), token_batches(2))
+    with mode():
+        model = ModelQuantizer(made).quantize_model(tiny_llama(), iter(token_batches(2)))
+        assert torch.equal(model(token_batches(1)[0]).logits, expected(token_batches(1)[0]).logits)
 
 
 def test_non_finite_inputs_are_named() -> None:
