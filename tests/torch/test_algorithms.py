@@ -315,6 +315,19 @@ def test_an_iterator_serves_all_that_reads_the_data_in_any_mode_of_gradients(mod
         assert torch.equal(model(token_batches(1)[0]).logits, expected(token_batches(1)[0]).logits)
 
 
+def test_autoround_needs_one_tensor() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"y": self.inner(x)}
+
+    with pytest.raises(StructureError, match="returns a dict; AutoRound"):
+        ModelQuantizer(config(INT3, AutoRoundConfig(iters=2))).quantize_model(Named(), [torch.randn(4, 32)])
+
+
 def test_non_finite_inputs_are_named() -> None:
     model = tiny_llama()
     with torch.no_grad():
