@@ -14,7 +14,7 @@ from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, QuarkError, StructureError
-from quark.torch import ModelQuantizer
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
@@ -270,6 +270,62 @@ def test_autoround_leaves_no_gradient_and_takes_batches_that_miss_an_expert() ->
     ModelQuantizer(config(INT3, AutoRoundConfig(iters=6, batch_size=1))).quantize_model(model, data)
     assert not any(torch.equal(b, e.weight) for b, e in zip(before, model.experts, strict=True))  # type: ignore[arg-type]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Routed(nn.Module):
+    """Experts that are called only with tokens; those whose first value is positive go to the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.experts = nn.Linear(32, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        for index, expert in enumerate(self.experts):
+            if len(rows := torch.where((y[:, 0] > 0) == bool(index))[0]):
+                y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+def test_layers_that_the_first_batch_misses_are_solved_and_those_that_all_miss_are_named() -> None:
+    torch.manual_seed(0)
+    model = Routed().eval()
+    both = torch.randn(40, 32)
+    one = both[model.inner(both)[:, 0] > 0]
+    with pytest.raises(CalibrationError, match=r"experts\.0: no calibration token"):
+        ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [one])
+    solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, [one, both])
+    assert all(layer.weight_quantizer.mode is Mode.baked for layer in quantized_layers(solved).values())
+
+
+def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:
+    torch.manual_seed(0)
+    coarse = config(spec("int2", PerGroup(-1, 32)), QRONOS)
+    with pytest.raises(StructureError, match=r"experts\.\d.*another choice of experts.*GPTQ"):
+        ModelQuantizer(coarse).quantize_model(Routed().eval(), [torch.randn(64, 32)])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_iterator_serves_all_that_reads_the_data_in_any_mode_of_gradients(mode: Any) -> None:
+    # GPTQ, the head's range, and the cache's each read the data.
+    made = LLMTemplate.get("llama").get_config("int8", algorithm="gptq", kv_cache_scheme="fp8", exclude_layers=[])
+    expected = ModelQuantizer(made).quantize_model(tiny_llama(), token_batches(2))
+    with mode():
+        model = ModelQuantizer(made).quantize_model(tiny_llama(), iter(token_batches(2)))
+        assert torch.equal(model(token_batches(1)[0]).logits, expected(token_batches(1)[0]).logits)
+
+
+def test_autoround_needs_one_tensor() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"y": self.inner(x)}
+
+    with pytest.raises(StructureError, match="returns a dict; AutoRound"):
+        ModelQuantizer(config(INT3, AutoRoundConfig(iters=2))).quantize_model(Named(), [torch.randn(4, 32)])
 
 
 def test_non_finite_inputs_are_named() -> None:

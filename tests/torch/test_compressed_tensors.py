@@ -15,6 +15,7 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError, NotSupportedError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.formats import FORMATS
+from tests.torch.architectures import build
 from tests.torch.checkpoints import change_config, frozen, logits, stored, weights
 from tests.zoo import tiny_llama, token_batches
 
@@ -205,3 +206,12 @@ def test_a_config_that_cannot_be_imported_is_refused(entries: dict[str, Any], me
     change_config(folder, **entries)
     with pytest.raises(FormatError, match=message):
         import_model_from_safetensors(tiny_llama(), folder)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon"])
+def test_layers_of_other_classes_that_are_linear_are_imported(name: str, tmp_path: Path) -> None:
+    config = LLMTemplate.get(name).get_config("int4_wo_32")
+    model = ModelQuantizer(config).quantize_model(build(name))
+    export_safetensors(model, tmp_path / "out", custom_mode="compressed-tensors")
+    loaded = import_model_from_safetensors(build(name, seed=1), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))

@@ -390,3 +390,9 @@ def test_algorithm_configs_from_a_file(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(error, match=message):
             algo_configs.load_quant_algo_config_from_file(file)
+
+
+@pytest.mark.parametrize("size", [0, -4])
+def test_a_rotation_has_a_positive_size(size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"rotation_size: {size} is below 1"):
+        RotationConfig(rotation_size=size)

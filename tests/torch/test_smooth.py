@@ -177,3 +177,14 @@ def test_a_proof_needs_few_tokens(name: str) -> None:
     with torch.no_grad():
         output = small.run(model.get_submodule(block))
     assert output.shape == (1, 16, 32)
+
+
+def test_awq_leaves_producers_alone_whose_rows_share_one_scale() -> None:
+    with torch.no_grad():
+        reference = build("opt")(DATA[0]).logits
+    errors = []
+    for algorithms in ((), (AWQConfig(),)):
+        model = build("opt")
+        ModelQuantizer(config("int8", *algorithms)).quantize_model(model, DATA)
+        errors.append(error(model, reference))
+    assert errors[1] < 1.5 * errors[0]

@@ -195,6 +195,10 @@ class RotationConfig(PreQuantOptConfig):
         if isinstance(values.get("online_config"), dict):
             values["online_config"] = OnlineRotationConfig(**values["online_config"])
 
+    def _check(self) -> None:
+        if self.rotation_size is not None and self.rotation_size < 1:
+            raise ConfigError(f"{type(self).__name__}.rotation_size: {self.rotation_size} is below 1.")
+
 
 @checked
 @dataclass(frozen=True)

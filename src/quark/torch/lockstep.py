@@ -86,13 +86,14 @@ class Stop:
         self._require_tokens()
         width = left[0].shape[-1]
         total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
+        rows, others = (sum(x.numel() // width for x in side) for side in (left, right))
+        if [x.shape for x in left] != [y.shape for y in right]:
+            raise StructureError(
+                f"{self}: the float model gives these layers {others} tokens where this one gives {rows} (another "
+                "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
+                "not compare (GPTQ)."
+            )
         for x, y in zip(left, right, strict=True):
-            if x.shape != y.shape:
-                raise StructureError(
-                    f"{self}: the float model gives these layers {tuple(y.shape)} where this one gives "
-                    f"{tuple(x.shape)}, so that inputs do not pair up (routed tokens?). Possible: exclude them, or an "
-                    "algorithm that does not compare with the float model (GPTQ)."
-                )
             total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
         total = summed(total)
         if not bool(torch.isfinite(total).all()):

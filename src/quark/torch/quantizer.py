@@ -69,7 +69,9 @@ class ModelQuantizer:
         """
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
-        with severity(self.config.log_severity_level if self.config.log_severity_level != 1 else None):
+        level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
+        # Tensors of inference mode have no versions, by which layers that read one tensor are told.
+        with severity(level), torch.inference_mode(False):
             if self.config.quant_mode is QuantizationMode.fx_graph_mode:
                 from quark.torch.graph.quantize import quantize_graph
 
@@ -77,6 +79,8 @@ class ModelQuantizer:
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
             algorithms = _algorithms(self.config)
+            if algorithms and isinstance(dataloader, Iterator):
+                dataloader = list(dataloader)  # read more than once
             with (
                 prepared(model, self.config),
                 replaced(model, make_plan(self.config, model)) as layers,

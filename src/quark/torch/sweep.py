@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError, NotSupportedError, QuarkError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.blocks import Call, evaluating, find_blocks, record_calls
@@ -26,7 +26,7 @@ from quark.torch.calibrate import naming, needs_range, quantizers_off
 from quark.torch.distributed import agree, merge_observers, part_of, world
 from quark.torch.fake_quant import FakeQuantize
 from quark.torch.layers import QuantLayer
-from quark.torch.lockstep import input_groups, lockstep
+from quark.torch.lockstep import input_groups, lockstep, no_tokens
 from quark.torch.moe import settle_experts
 
 
@@ -160,13 +160,24 @@ def is_inside(name: str, block: str) -> bool:
 
 
 def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tuple[str, ...]]:
-    """Groups of linear layers with quantized weights that read one tensor, in running order."""
+    """Groups of linear layers with quantized weights that read one tensor, in running order.
+
+    Raises CalibrationError where no batch runs all of them (experts that are called only with tokens).
+    """
     linear = [
         leaf
         for leaf, module in block.module.named_modules()
         if isinstance(module, nn.Linear) and block.full(leaf) in layers and layers[block.full(leaf)].spec.weight
     ]
-    return input_groups(block.module, linear, block.calls[0])
+    fewest = set(linear)
+    for call in block.calls:
+        groups = input_groups(block.module, linear, call)
+        idle = set(linear) - {leaf for group in groups for leaf in group}
+        if not idle:
+            return groups
+        fewest = min(fewest, idle, key=len)
+    names = ", ".join(block.full(leaf) for leaf in linear if leaf in fewest)
+    raise CalibrationError(f"{no_tokens(names)} One batch at least must reach all layers of a block.")
 
 
 def refuse_processes(algorithms: Sequence[Algorithm]) -> None:

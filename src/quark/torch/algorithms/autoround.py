@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from quark.core.quantize import elementwise, quantize_elements, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.weights import bake, weight_quantizer
 from quark.torch.fake_quant import Mode
@@ -53,6 +53,9 @@ class AutoRound(Algorithm):
     def _learn(self, block: Block, weights: list[LearnedWeight]) -> None:
         with reached(weights):
             targets = [call.run(block.module) for call in block.float_calls]
+        if not all(isinstance(target, torch.Tensor) for target in targets):
+            kind = type(targets[0]).__name__
+            raise StructureError(f"{block.name or 'The model'} returns a {kind}; AutoRound learns from one tensor.")
         size = min(self.config.batch_size, len(targets))
         order = torch.Generator().manual_seed(0)
         best = float("inf")

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import nn
 
-from quark.core.granularity import PerChannel, PerGroup
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import fake_quantize, quantize_scales, range_of
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.solvers import smooth
@@ -40,6 +41,13 @@ class AWQ(Folding):
     def enter(self, block: Block) -> None:
         self.waiting = {}
         super().enter(block)
+
+    def _found(self, block: Block) -> list[Fold]:
+        folds = super()._found(block)
+        if self.config.scaling_layers:
+            return folds
+        # Rows of very different sizes under one scale lose more than the readers gain.
+        return [fold for fold in folds if not _has_one_range(block.module.get_submodule(fold.producer))]
 
     def visit(self, stop: Stop, block: Block) -> None:
         gram = stop.gram
@@ -116,6 +124,12 @@ def _groups(layer: QuantLayer) -> int:
         groups, size = split.split(width)
         return groups if groups * size == width else 0
     return 0
+
+
+def _has_one_range(producer: nn.Module) -> bool:
+    """Whether one scale serves the whole weight of a module."""
+    spec = producer.spec.weight if isinstance(producer, QuantLayer) else None
+    return spec is not None and isinstance(spec.split, PerTensor) and not spec.is_cast
 
 
 def _some_rows(layer: QuantLayer) -> torch.Tensor:

@@ -36,6 +36,7 @@ from quark.torch.formats.format import (
 )
 from quark.torch.formats.layout import Layout
 from quark.torch.lowering import raise_layer
+from quark.torch.passes.conv1d import is_conv1d
 
 GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
 PACKED = ("pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized")
@@ -96,7 +97,7 @@ class CompressedTensorsFormat(FolderFormat):
         configs = {key: raise_layer(_read_group(key, group, stored)) for key, group in groups.items()}
         modules = dict(model.named_modules())
         # An expert that is still fused with others in the model has no module of its own.
-        kinds = {name: type(modules[name]).__name__ if name in modules else "Linear" for name in sorted(quantized)}
+        kinds = {name: _kind(modules.get(name)) for name in sorted(quantized)}
         chosen = {name: _group_of(name, kind, groups) for name, kind in kinds.items()}
         used = sorted(set(chosen.values()))
         if len(used) == 1:
@@ -161,6 +162,12 @@ def _read_group(key: str, group: dict[str, Any], stored: dict[str, Any]) -> Laye
     if known is None or (form in PACKED) != (known in PACKED):
         raise FormatError(f"{key}: {spec} in the form {form!r} cannot be imported.")
     return spec
+
+
+def _kind(module: nn.Module | None) -> str:
+    """The class that a group names: subclasses of Linear and GPT-2's Conv1D are written as the Linear they are."""
+    linear = module is None or isinstance(module, nn.Linear) or is_conv1d(module)
+    return "Linear" if linear else type(module).__name__
 
 
 def _group_of(name: str, kind: str, groups: dict[str, Any]) -> str:
