@@ -208,10 +208,17 @@ def test_a_config_that_cannot_be_imported_is_refused(entries: dict[str, Any], me
         import_model_from_safetensors(tiny_llama(), folder)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "falcon"])
-def test_layers_of_other_classes_that_are_linear_are_imported(name: str, tmp_path: Path) -> None:
-    config = LLMTemplate.get(name).get_config("int4_wo_32")
-    model = ModelQuantizer(config).quantize_model(build(name))
+def test_layers_of_other_classes_that_are_linear_are_imported(tmp_path: Path) -> None:
+    config = LLMTemplate.get("falcon").get_config("int4_wo_32")
+    model = ModelQuantizer(config).quantize_model(build("falcon"))
     export_safetensors(model, tmp_path / "out", custom_mode="compressed-tensors")
-    loaded = import_model_from_safetensors(build(name, seed=1), tmp_path / "out")
+    loaded = import_model_from_safetensors(build("falcon", seed=1), tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_weights_that_a_reader_would_take_for_transposed_are_refused(tmp_path: Path) -> None:
+    """transformers loads such a folder into GPT-2 without an error, and computes something else."""
+    model = ModelQuantizer(LLMTemplate.get("gpt2").get_config("int4_wo_32")).quantize_model(build("gpt2"))
+    with pytest.raises(NotSupportedError, match="c_attn.*cannot hold a Conv1D"):
+        export_safetensors(model, tmp_path / "out", custom_mode="compressed-tensors")
+    assert not (tmp_path / "out").exists()

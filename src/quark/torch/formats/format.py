@@ -180,6 +180,14 @@ class FolderFormat(Format):
     options: ClassVar[bool] = False
     marker: ClassVar[tuple[str, ...]] = ()
 
+    def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
+        """Also refuse what readers give to the class that the model really has, which holds the weight transposed."""
+        super().refuse_layer(name, layer, spec)
+        if hasattr(layer, "stands_for"):
+            raise NotSupportedError(
+                f"{name}: the {self.name} format cannot hold a {layer.stands_for}. Possible: the quark format, GGUF."
+            )
+
     @abstractmethod
     def describe(self, folder: Folder) -> dict[str, Any]:
         """The `quantization_config` of config.json."""

@@ -28,4 +28,6 @@ def is_conv1d(module: nn.Module) -> bool:
 def _linear(conv: nn.Module) -> nn.Linear:
     weight, bias = conv.weight, conv.bias
     assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter)
-    return linear_of(weight.detach().t(), bias, weight.requires_grad).train(conv.training)
+    linear = linear_of(weight.detach().t(), bias, weight.requires_grad).train(conv.training)
+    linear.stands_for = type(conv).__name__  # type: ignore[assignment]
+    return linear
