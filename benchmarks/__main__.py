@@ -65,6 +65,25 @@ FIGURES = [
         Figure("algorithms", f"{case}: peak memory above the model", (case, "peak_extra_mb"), 90.0, " MB")
         for case in ("gptq", "awq", "smooth")
     ),
+    *(
+        Figure("accuracy", f"{scheme}, {name}: share of the lost perplexity that stays", (scheme, name, "left"), limit)
+        for scheme, name, limit in (
+            ("int3_g128", "gptq", 0.2),
+            ("int3_g128", "qronos_groups", 0.12),
+            ("int3_g128", "awq", 0.5),
+            ("int3_g128", "importance", 0.5),
+            ("int2_g64", "gptq", 0.2),
+            ("int2_g64", "qronos_groups", 0.12),
+            ("int2_g64", "awq", 0.5),
+            ("int2_g64", "importance", 0.5),
+            ("mxfp4", "rotation+qronos", 0.5),
+            ("nvfp4", "rotation+qronos", 0.5),
+            ("w8a8_outliers", "smooth", 0.1),
+            ("w8a8_outliers", "rotation", 0.1),
+            ("mxfp4_outliers", "rotation+qronos", 0.5),
+            ("w4a4", "rotation+qronos", 0.5),
+        )
+    ),
     Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
     *(
         Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)

@@ -150,6 +150,7 @@ def main() -> None:
                     "perplexity": round(value, 3),
                     "kl": divergence,
                     "recovered": round(100 * (1 - (value - reference) / lost), 1) if lost > 0 else None,
+                    "left": (value - reference) / lost if lost > 0 else None,
                     "recovered_kl": round(100 * (1 - divergence / worst["kl"]), 1),
                     "seconds": round(seconds, 1),
                 }
