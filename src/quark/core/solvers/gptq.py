@@ -56,7 +56,9 @@ def inverse_factor(hessian: Array, damp: float) -> tuple[Array, float]:
             lower = xp.linalg.cholesky(xp.flip(damped(hessian, damp * factor), (0, 1)))
         except xp.linalg.LinAlgError:
             continue
-        return _inverse_upper(xp.flip(lower, (0, 1))), damp * factor
+        upper = xp.flip(lower, (0, 1))
+        del lower  # a matrix in float64 less
+        return _inverse_upper(upper), damp * factor
     raise CalibrationError(
         f"The second moments of the inputs ({len(hessian)} channels) are not positive definite, even with "
         f"damp_percent={damp * LADDER[-1]:g}. Possible: a larger damp_percent, or more calibration data."

@@ -42,6 +42,8 @@ class GPTQ(Algorithm):
             importance[order] = upper.diagonal() ** -2.0
             fix_scales(layers, block, importance.float())
             drift = self.drift(stop, order, upper)
+            upper = upper.float()
+            del hessian
             for same in _by_spec(layers):
                 self._solve(same, order, upper, drift, stop)
 
