@@ -117,7 +117,7 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
     group_aware_order: bool = False
-    refine_passes: int = 3
+    refine_passes: int = 1
 
 
 @checked
@@ -134,7 +134,7 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
     group_aware_order: bool = False
-    refine_passes: int = 3
+    refine_passes: int = 1
 
 
 @checked
@@ -151,7 +151,7 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     alpha: float = 1e-3
     beta: float = 1e4
     group_aware_order: bool = False
-    refine_passes: int = 3
+    refine_passes: int = 1
 
 
 @checked
