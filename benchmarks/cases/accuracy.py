@@ -18,27 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from algorithms import INSIDE, SCALING  # the case beside this one: scripts of one folder
+
 ROOT = Path(__file__).parent.parent.parent / "examples" / "models"
 WINDOW, CALIBRATION, HELD_OUT = 256, 64, 60
-INSIDE = [
-    *(f"self_attn.{name}_proj" for name in ("k", "v", "q", "o")),
-    *(f"mlp.{name}_proj" for name in ("up", "gate", "down")),
-]
-SCALING = [
-    {
-        "prev_op": "input_layernorm",
-        "layers": [f"self_attn.{n}_proj" for n in "qkv"],
-        "inp": "self_attn.q_proj",
-        "module2inspect": "self_attn",
-    },
-    {
-        "prev_op": "post_attention_layernorm",
-        "layers": ["mlp.gate_proj", "mlp.up_proj"],
-        "inp": "mlp.gate_proj",
-        "module2inspect": "mlp",
-    },
-    {"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"], "inp": "mlp.down_proj"},
-]
 WEIGHT_ONLY = ("gptq", "gptaq", "qronos", "awq", "importance", "qronos_groups", "awq+gptq")
 LIVE = ("gptq", "qronos", "rotation", "rotation+gptq", "rotation+qronos")
 CASES: dict[str, tuple[str, ...]] = {

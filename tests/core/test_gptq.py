@@ -140,6 +140,29 @@ def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
         assert objective(twice) < 0.99 * objective(first)
 
 
+def test_scales_are_fitted_by_least_squares_group_after_group() -> None:
+    weight, x, _ = problem(4)
+    hessian, groups = gptq.damped(x @ x.T, 0.01), np.arange(COLUMNS) // 8
+    columns = np.float32(weight.T)
+    quantized = np.float32(np.round(columns * 2) / 2)
+    factors = gptq.refit(columns, quantized, hessian, groups, 3)
+    assert factors.shape == (ROWS, 3)
+    root, now = np.linalg.cholesky(hessian).T, np.float64(quantized)
+    for group in range(3):
+        part = now * (groups == group)[:, None]
+        rest = columns - (now - part)
+        expected = [np.linalg.lstsq((root @ part[:, [r]]), root @ rest[:, r], rcond=None)[0][0] for r in range(ROWS)]
+        assert np.allclose(factors[:, group], np.clip(expected, 0.5, 2), rtol=1e-4)
+        now = now - part + part * factors[:, group]
+
+
+def test_the_largest_eigenvalue_is_found_from_below() -> None:
+    _, x, _ = problem()
+    expected = np.linalg.eigvalsh(x @ x.T)[-1]
+    assert 0.98 * expected < gptq.largest_eigenvalue(x @ x.T) <= expected * (1 + 1e-9)
+    assert gptq.largest_eigenvalue(torch.from_numpy(x @ x.T)) == pytest.approx(gptq.largest_eigenvalue(x @ x.T))
+
+
 def test_order_by_importance_keeps_groups_together() -> None:
     hessian = np.diag([1.0, 9.0, 2.0, 3.0, 8.0, 7.0])
     assert gptq.importance_order(hessian).tolist() == [1, 4, 5, 3, 2, 0]

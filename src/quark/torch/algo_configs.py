@@ -81,8 +81,9 @@ class _ColumnOrder:
     """What the GPTQ family has in common.
 
     Beside the documented fields: `group_aware_order` orders groups, and the columns within each, by importance, so that
-    scales may still be found on the way (desc_act=False, static_groups=False); `refine_passes` rounds of coordinate
-    descent follow the first solution, none of which makes the layer's error larger.
+    scales may still be found on the way (desc_act=False, static_groups=False). After the first solution, scales are
+    fitted to the codes and every column is rounded again with the others fixed, `refine_passes` times. `block_size`,
+    and Qronos' `beta`, are steps of other implementations and change nothing here.
     """
 
     desc_act: bool

@@ -37,7 +37,6 @@ class AutoRound(Algorithm):
 
     needs_float = True
     sums = False
-    solves_weights = True
 
     def enter(self, block: Block) -> None:
         names = sorted({leaf for group in block.groups for leaf in group})

@@ -52,13 +52,11 @@ class Algorithm:
         visits: Whether there is anything to do at stops; else no forward is run for it.
         needs_float: Whether stops and blocks carry the float model's inputs too.
         sums: Whether it reads inputs as sums alone, which add up over processes.
-        solves_weights: Whether it leaves quantized weights behind: after it the sweep goes on with what they give.
     """
 
     visits: ClassVar[bool] = True
     needs_float: ClassVar[bool] = False
     sums: ClassVar[bool] = True
-    solves_weights: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config

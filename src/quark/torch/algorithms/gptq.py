@@ -26,8 +26,6 @@ from quark.torch.lockstep import Stop
 class GPTQ(Algorithm):
     """GPTQ (Frantar et al. 2022) with act-order and static groups; see `GPTQConfig`."""
 
-    solves_weights = True
-
     def visit(self, stop: Stop, block: Block) -> None:
         layers = chosen_layers(stop, block, self.config.inside_layer_modules)
         if not layers:
