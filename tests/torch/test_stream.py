@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
-from quark.torch.algo_configs import GPTAQConfig, GPTQConfig
+from quark.torch.algo_configs import AWQConfig, GPTAQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
 from quark.torch.config import QConfig
 from quark.torch.manifest import Manifest
 from quark.torch.stream import stream
@@ -51,6 +51,8 @@ CASES = {
     "static activations": (scheme("int8"), True),
     "shared scales": (scheme("nvfp4"), True),
     "GPTQ": (scheme("uint4_wo_32", [GPTQ]), True),
+    "SmoothQuant, static activations": (scheme("int8", [SmoothQuantConfig(alpha=0.5)]), True),
+    "AWQ and GPTQ": (scheme("uint4_wo_32", [AWQConfig(), GPTQ]), True),
     "GPTAQ, static activations": (scheme("int8", [GPTAQConfig()]), True),
 }
 
@@ -187,6 +189,9 @@ def test_what_streaming_cannot_do(tmp_path: Path) -> None:
         streamed(scheme("uint4_wo_32", [GPTQ]), source, tmp_path / "b")
     with pytest.raises(NotSupportedError, match=r"lm_head\.input has a static scale and lies outside the blocks"):
         streamed(scheme("int8", exclude_layers=[]), source, tmp_path / "c", token_batches())
+    with pytest.raises(NotSupportedError, match="RotationConfig changes the whole model"):
+        streamed(scheme("uint4_wo_32", [RotationConfig()]), source, tmp_path / "e", token_batches())
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")
     with pytest.raises(OutputExistsError):

@@ -131,9 +131,9 @@ def quantize_blocks(
     state = state or State()
     refuse_processes(algorithms)
     names = find_blocks(model, blocks_path(model, algorithms))
-    _refuse_attention(config)
+    refuse_attention(config)
     if not weights.whole:
-        _refuse_whole(algorithms)
+        refuse_whole(algorithms)
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
     stages = [algorithm for algorithm in algorithms if algorithm.visits]
@@ -205,19 +205,19 @@ def _record(
         return record_calls(model, names, part_of(data))
 
 
-def _refuse_attention(config: QConfig) -> None:
+def refuse_attention(config: QConfig) -> None:
     """Raise NotSupportedError for scales that belong to the attention of all blocks."""
     for name in ("kv_cache_quant_config", "softmax_quant_spec"):
         if getattr(config, name):
             raise NotSupportedError(f"{name} is not possible block by block. Possible: quantize_model, standard flow.")
 
 
-def _refuse_whole(algorithms: Sequence[Algorithm]) -> None:
+def refuse_whole(algorithms: Sequence[Algorithm]) -> None:
     """Raise NotSupportedError for an algorithm that needs the whole model at once."""
     for algorithm in algorithms:
-        if type(algorithm).prepare is not Algorithm.prepare:
+        if algorithm.needs_whole:
             raise NotSupportedError(
-                f"{_name_of(algorithm)} changes or traces the whole model before the first block, which block by block "
+                f"{_name_of(algorithm)} changes the whole model before the first block, which block by block "
                 "is never in memory. Possible: quantize_model on the model in memory."
             )
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.errors import QuarkError
 from quark.files import refuse_existing, replace_folder
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
-from quark.torch.block_flow import State, quantize_blocks
+from quark.torch.block_flow import State, quantize_blocks, refuse_attention, refuse_whole
 from quark.torch.blocks import find_blocks
 from quark.torch.calibrate import calibrate_weights
 from quark.torch.checkpoint import (
@@ -88,6 +89,8 @@ def stream(
     batches = None if data is None else list(data)
     export = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     settings = _settings(config, export, [source / "config.json", *files], batches)
+    refuse_attention(config)
+    refuse_whole(algorithms_of(config.algo_config or []))
     work = work or output.with_name(f"{output.name}.partial")
     with (
         replaced(model, plan) as layers,
@@ -95,7 +98,8 @@ def stream(
     ):
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
         run = _Run(model, layers, checkpoint, manifest, export, torch.device(device))
-        run.quantize(config, algorithms_of(config.algo_config or []), batches)
+        with _kept_if_begun(manifest):
+            run.quantize(config, algorithms_of(config.algo_config or []), batches)
         wait()
         if rank() == 0:
             write_config(model, quantization_config(model, config, weight_format, pack_method), run.folder)
@@ -104,6 +108,17 @@ def stream(
             manifest.remove()
         wait()
     logger.info("Quantized %s to %s.", source, output)
+
+
+@contextmanager
+def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
+    """Remove the folder of a run that is refused before a block is finished: there is nothing to go on from."""
+    try:
+        yield
+    except QuarkError:
+        if rank() == 0 and not manifest.begun:
+            manifest.remove()
+        raise
 
 
 def _settings(

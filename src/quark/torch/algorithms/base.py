@@ -50,11 +50,13 @@ class Algorithm:
     Attributes:
         config: The settings.
         visits: Whether there is anything to do at stops; else no forward is run for it.
+        needs_whole: Whether `prepare` reads or changes weights of the whole model, which must then be in memory.
         needs_float: Whether stops and blocks carry the float model's inputs too.
         sums: Whether it reads inputs as sums alone, which add up over processes.
     """
 
     visits: ClassVar[bool] = True
+    needs_whole: ClassVar[bool] = False
     needs_float: ClassVar[bool] = False
     sums: ClassVar[bool] = True
 

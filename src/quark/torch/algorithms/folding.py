@@ -89,13 +89,15 @@ class Folding(Algorithm):
 
     needs: ClassVar[tuple[str, ...]]
     discovery: Discovery
-    tied: set[int]
+    tied: set[str]
     folds: dict[str, Fold]
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         self.discovery = Discovery()
-        holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-        self.tied = {parameter for parameter, count in holders.items() if count > 1}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        holders = Counter(map(id, parameters.values()))
+        # By name: a model that is loaded block by block has other objects by then.
+        self.tied = {name for name, parameter in parameters.items() if holders[id(parameter)] > 1}
 
     def enter(self, block: Block) -> None:
         """Find the folds; do those that reach beyond one stop."""
@@ -145,7 +147,8 @@ class Folding(Algorithm):
     def _tied(self, fold: Fold, block: Block) -> str:
         """Why a fold would change more than its block."""
         for name in (fold.producer, *fold.layers, *fold.others):
-            if any(id(p) in self.tied for p in block.module.get_submodule(name).parameters(recurse=False)):
+            own = block.module.get_submodule(name).named_parameters(block.full(name), recurse=False)
+            if any(parameter in self.tied for parameter, _ in own):
                 return f"{name!r} shares a parameter with another module"
         return ""
 

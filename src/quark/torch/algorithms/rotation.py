@@ -212,6 +212,7 @@ class QuaRot(Algorithm):
     """Rotation as a step of the sweep: everything is done before the first block runs."""
 
     visits = False
+    needs_whole = True
 
     def blocks_path(self, model: nn.Module) -> str | None:
         return blocks_path(model, self.config)
