@@ -17,7 +17,6 @@ from quark.errors import ConfigError, NotSupportedError, OutputExistsError
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms, run_after, run_before, run_precision
 from quark.onnx.calibrate import repeatable
-from quark.onnx.custom_ops import BLOCK_OPSET
 from quark.onnx.decide import decide
 from quark.onnx.extended import EXTENDED
 from quark.onnx.job import Job
@@ -30,6 +29,7 @@ from quark.onnx.scopes import drop_removed, pin
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import fingerprint
 from quark.onnx.targets import TARGETS
+from quark.onnx_functions import BLOCK_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir as ir
