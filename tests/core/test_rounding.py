@@ -13,7 +13,7 @@ from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, dequantize, fake_quantize, quantize
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams
-from quark.core.solvers.reconstruct import Activation, Layer, OutputGrid, Rows, Training, train
+from quark.core.solvers.reconstruct import Activation, OutputGrid, Rows, Training, Unit, train
 from quark.core.solvers.rounding import AdaQuant, AdaRound
 from quark.core.spec import TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError
@@ -33,8 +33,8 @@ def problem(outputs: int = 6, columns: int = 24, rows: int = 64, samples: int = 
     return weight, Rows(inputs, torch.relu(inputs @ weight.T) + torch.randn(rows, outputs) * 0.01, list(starts))
 
 
-def dense(after: tuple[Any, ...] = (RELU,), bias: Any = None) -> Layer:
-    return Layer(lambda w: w[None], lambda m: m[0], bias=bias, after=after)
+def dense(after: tuple[Any, ...] = (RELU,), bias: Any = None) -> Unit:
+    return Unit(lambda w: w[None], lambda m: m[0], bias=bias, after=after)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_products_and_their_gradients_are_those_of_autograd(
     torch.manual_seed(1)
     x, weight = torch.randn(11, groups * columns), torch.randn(groups, outputs, columns, requires_grad=True)
     bias = torch.randn(groups * outputs)
-    layer = Layer(lambda w: w, lambda m: m, flipped=flipped, bias=bias)
+    layer = Unit(lambda w: w, lambda m: m, flipped=flipped, bias=bias)
     wanted = torch.einsum("rgk,gok->rgo", x.view(11, groups, columns), weight).reshape(11, -1) + bias
     torch.testing.assert_close(layer.product(x, weight.detach()), wanted.detach())
     error = torch.randn_like(wanted)

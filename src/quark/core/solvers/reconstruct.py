@@ -159,8 +159,8 @@ class Learner(Protocol):
 
 
 @dataclass
-class Layer:
-    """A layer as a product of rows.
+class Unit:
+    """A layer and what follows it, on rows.
 
     Attributes:
         matrix: The weight as (groups, outputs of a group, columns); a view where it can be one.
@@ -241,14 +241,14 @@ class Outcome:
 
 
 def train(
-    layer: Layer,
+    unit: Unit,
     rows: Rows,
     learner: Learner,
     training: Training,
     learns_bias: bool = False,
     note: Callable[[int, float], None] | None = None,
 ) -> Outcome:
-    """Train the learner, and the layer's bias if it `learns_bias`.
+    """Train the learner, and the unit's bias if it `learns_bias`.
 
     The weight is rounded and measured on all rows at every tenth of the training; the best one counts.
 
@@ -259,21 +259,21 @@ def train(
     if rows.samples < training.samples:
         raise CalibrationError(f"batch_size={training.samples} needs as many samples; there are {rows.samples}.")
     random, window = np.random.default_rng(training.seed), max(1, training.iterations // WINDOWS)
-    nearest = layer.loss(rows, learner.nearest)
-    result = Outcome(learner.nearest, _copy(layer.bias), nearest, nearest)
+    nearest = unit.loss(rows, learner.nearest)
+    result = Outcome(learner.nearest, _copy(unit.bias), nearest, nearest)
     watch, bias, total = _Watch(training.early_stop, nearest, _energy(rows)), None, 0.0
     if learns_bias:
-        layer.bias = _copy(layer.bias)
-        bias = Adam(layer.bias)
+        unit.bias = _copy(unit.bias)
+        bias = Adam(unit.bias)
     for iteration in range(training.iterations):
         x, target = _batch(rows, training, random, learner.value)
-        matrix = layer.matrix(learner.value)
-        error, slope = layer.forward(x, matrix)
+        matrix = unit.matrix(learner.value)
+        error, slope = unit.forward(x, matrix)
         error -= target
         loss = (error * error).sum() / len(x)
         error *= slope * (2 / len(x))
         beta = training.beta_at(iteration)
-        learner.step(layer.native(layer.pull(x, error, matrix.shape)).contiguous(), training.rate, beta)
+        learner.step(unit.native(unit.pull(x, error, matrix.shape)).contiguous(), training.rate, beta)
         if bias is not None:
             bias.step(training.rate, error.sum(0))
         total += loss
@@ -282,18 +282,18 @@ def train(
             note(iteration, float(loss))
         if (iteration + 1) % window == 0 or iteration + 1 == training.iterations:
             watch.check(float(total) / window)
-            _keep_best(result, layer, rows, learner)
+            _keep_best(result, unit, rows, learner)
             if beta is not None and watch.ends(float(total) / window, learner.penalty(beta)):
                 break
             total = 0.0
     return result
 
 
-def _keep_best(result: Outcome, layer: Layer, rows: Rows, learner: Learner) -> None:
+def _keep_best(result: Outcome, unit: Unit, rows: Rows, learner: Learner) -> None:
     weight = learner.rounded()
-    loss = layer.loss(rows, weight)
+    loss = unit.loss(rows, weight)
     if loss < result.learned:
-        result.weight, result.bias, result.learned = _copy(weight), _copy(layer.bias), loss
+        result.weight, result.bias, result.learned = _copy(weight), _copy(unit.bias), loss
 
 
 def _copy(x: Array | None) -> Array | None:
@@ -315,7 +315,7 @@ class _Watch:
             raise NonFiniteError(f"The loss is {loss}: a lower learning_rate may help, or the data holds NaN or Inf.")
         if loss > 2 * self.energy and loss > 10 * self.nearest:
             raise CalibrationError(
-                f"The training diverges: its loss is {loss:.3g}, without it {self.nearest:.3g}. A lower learning_rate may help."
+                f"The training diverges: loss {loss:.3g}, without it {self.nearest:.3g}. A lower learning_rate may help."
             )
 
     def ends(self, loss: float, penalty: float | None) -> bool:
