@@ -37,8 +37,9 @@ Array = np.ndarray[Any, Any]
 ROWS_OF_A_BATCH = 256
 """Most rows that a batch has, whatever its samples have: more positions of one image say little new."""
 
-ROWS_BYTES = {0: None, 1: 1 << 27, 2: 1 << 32}
-"""mem_opt_level -> bytes of rows of a layer: all in memory, bounded, in files."""
+ROWS: dict[int, Space] = {0: Space(None), 1: Space(1 << 27, 1 << 13), 2: Space(1 << 32)}
+"""mem_opt_level -> what is kept of a layer: all positions; some of each sample, that is enough for a training; or most
+of them in files."""
 
 
 @dataclass(frozen=True)
@@ -197,17 +198,17 @@ class _Run:
         else:
             learner = AdaQuant(weight, params, layer.spec)
         rows = _tensors(rows, config.pin_memory)
-        training = self._training(unit.loss(rows, learner.nearest) / (groups * each))
+        training = self._training(lambda: unit.loss(rows, learner.nearest) / (groups * each))
 
         def note(iteration: int, loss: float) -> None:
             logger.info("%s: iteration %d of %d, loss %.4g", layer.name, iteration, training.iterations, loss)
 
         return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
 
-    def _training(self, error: float) -> Training:
+    def _training(self, error: Callable[[], float]) -> Training:
         config = self.config
         rate = config.learning_rate
-        if config.lr_adjust is not None and error > config.lr_adjust[0]:
+        if config.lr_adjust is not None and error() > config.lr_adjust[0]:
             rate = config.lr_adjust[1]
         return Training(
             config.num_iterations, rate, config.batch_size, config.num_batches, ROWS_OF_A_BATCH, config.early_stop,
@@ -228,7 +229,7 @@ class _Run:
     def _space(self) -> Iterator[Space]:
         level = self.config.mem_opt_level
         with tempfile.TemporaryDirectory(dir=self.config.cache_dir) if level == 2 else nullcontext() as folder:
-            yield Space(ROWS_BYTES[level], None if folder is None else Path(folder))
+            yield replace(ROWS[level], folder=None if folder is None else Path(folder))
 
 
 class EndToEnd:
