@@ -2,9 +2,10 @@
 
 Every row is a process of its own: a model, a scheme, an algorithm; the row "none" is the scheme alone. `sqnr` is in dB
 against the float model, on samples that calibration did not see; `gain` is its difference from "none"; `peak_mb` is
-what the call adds to the process. Models: the embedded CNN, the same with badly scaled channels (`_hard`), a residual
-net of 18 layers with random weights, all-MiniLM-L6-v2, and the same with outliers in the activations (`_outliers`);
-both rescalings leave the float function what it is. Names of models, schemes and algorithms (`+cle`) may be given.
+what the call adds to the process. Models: the embedded CNN, the same with badly scaled channels (`_hard`), residual
+nets of 18 and 50 layers with random weights, all-MiniLM-L6-v2, and the same with outliers in what its MatMuls read
+(`_outliers`); both rescalings leave the float function what it is. Names of models, schemes and algorithms (`+cle`)
+may be given; OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive keeps torch's threads from spinning on a busy machine.
 Only documented names are used, so the peer's interpreter measures itself; what a side does not have is an `error`.
 """
 
@@ -30,17 +31,39 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "digits_hard": {"a8w8": ("cle", "cle_4_steps", "bias_correction", "cle+adaround", "cle+adaquant")},
     "resnet18": {
-        "a8w8": ("cle", "bias_correction", "adaround_100", "adaround_100_batch_2", "adaquant_100"),
+        "a8w8": ("cle", "bias_correction", "adaround_10", "adaround_100", "adaround_100_batch_2", "adaquant_100"),
         "a8w4": ("adaround_100",),
         "bf16": ("adaquant_100_1e-6",),
     },
+    "resnet50": {"a8w8": ("cle", "bias_correction")},
     "minilm": {
         "w8": ("gptq_8",),
         "w4_channel": ("gptq_4",),
         "w4_group_32": ("gptq_4_group_32",),
-        "a8w8": ("smooth_quant", "bias_correction"),
+        "u8w8_channel": ("smooth_quant", "bias_correction"),
     },
-    "minilm_outliers": {"a8w8": ("smooth_quant", "quarot")},
+    "minilm_outliers": {"u8w8_channel": ("smooth_quant", "quarot")},
+}
+
+
+# As the guides print them; fewer iterations where the peer would take half an hour.
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cle": ("CLE", {}),
+    "cle_4_steps": ("CLE", {"cle_steps": 4, "cle_scale_use_threshold": False}),
+    "bias_correction": ("BiasCorrection", {}),
+    "smooth_quant": ("SmoothQuant", {"alpha": 0.5}),
+    "quarot": ("Quarot", {"r_matrix_dim": 384}),
+    "gptq_8": ("GPTQ", {"bits": 8}),
+    "gptq_4": ("GPTQ", {"bits": 4, "per_channel": True}),
+    "gptq_4_group_32": ("GPTQ", {"bits": 4, "group_size": 32}),
+    "adaround": ("AdaRound", {"num_iterations": 1000, "learning_rate": 0.1}),
+    "adaround_10": ("AdaRound", {"num_iterations": 10, "learning_rate": 0.1}),
+    "adaround_100": ("AdaRound", {"num_iterations": 100, "learning_rate": 0.1}),
+    "adaround_100_batch_2": ("AdaRound", {"num_iterations": 100, "learning_rate": 0.1, "batch_size": 2}),
+    "adaquant": ("AdaQuant", {"num_iterations": 1000, "learning_rate": 1e-5}),
+    "adaquant_1e-6": ("AdaQuant", {"num_iterations": 1000, "learning_rate": 1e-6}),
+    "adaquant_100": ("AdaQuant", {"num_iterations": 100, "learning_rate": 1e-5}),
+    "adaquant_100_1e-6": ("AdaQuant", {"num_iterations": 100, "learning_rate": 1e-6}),
 }
 
 
@@ -53,56 +76,44 @@ def layer(scheme: str) -> Any:
 
     if scheme == "bf16":
         return q.QLayerConfig(input_tensors=of(q.BFloat16Spec), weight=of(q.BFloat16Spec))
-    if scheme in ("a8w8", "w8"):
-        return q.QLayerConfig(input_tensors=of(q.Int8Spec), weight=of(q.Int8Spec))
+    activation = of(q.UInt8Spec if scheme.startswith("u8") else q.Int8Spec)
+    granularity = "Group" if "group" in scheme else "Channel" if "channel" in scheme else "Tensor"
+    if "w8" in scheme:
+        return q.QLayerConfig(input_tensors=activation, weight=of(q.Int8Spec, granularity))
     from quark.onnx import Int4Spec
 
-    granularity = {"w4_channel": "Channel", "w4_group_32": "Group"}.get(scheme, "Tensor")
-    return q.QLayerConfig(input_tensors=of(q.Int8Spec), weight=of(Int4Spec, granularity))
+    return q.QLayerConfig(input_tensors=activation, weight=of(Int4Spec, granularity))
 
 
 def options_of(model: str, scheme: str) -> dict[str, Any]:
-    """The extra options of a row. Only MiniLM's MatMuls are quantized: no scale serves its mask of -3e38."""
-    options: dict[str, Any] = {"OpTypesToQuantize": ["MatMul"]} if model.startswith("minilm") else {}
+    """The extra options of a row.
+
+    Of MiniLM only what MatMul reads is quantized, since no scale serves its mask of -3e38; and nothing may turn MatMul
+    into Gemm, where the peer's SmoothQuant and GPTQ find nothing.
+    """
+    options: dict[str, Any] = {}
+    if model.startswith("minilm"):
+        options = {"OpTypesToQuantize": ["MatMul"], "OpTypesToExcludeOutputQuantization": ["MatMul"]}
+        options |= {"SimplifyModel": False, "OptimizeModel": False}
     return options | ({"WeightsOnly": True, "BlockSize": 32} if scheme.startswith("w") else {})
 
 
 def algorithms(name: str) -> list[Any]:
-    """The configs of a name like "cle+adaround"; parameters as the guides print them."""
+    """The configs of a name like "cle+adaround"."""
     from quark import onnx as q
 
-    makers = {
-        "cle": lambda: q.CLEConfig(),
-        "cle_4_steps": lambda: q.CLEConfig(cle_steps=4, cle_scale_use_threshold=False),
-        "bias_correction": lambda: q.BiasCorrectionConfig(),
-        "smooth_quant": lambda: q.SmoothQuantConfig(alpha=0.5),
-        "quarot": lambda: q.QuarotConfig(r_matrix_dim=384),
-        "gptq_8": lambda: q.GPTQConfig(bits=8),
-        "gptq_4": lambda: q.GPTQConfig(bits=4, per_channel=True),
-        "gptq_4_group_32": lambda: q.GPTQConfig(bits=4, group_size=32),
-        "adaround": lambda: q.AdaRoundConfig(num_iterations=1000, learning_rate=0.1),
-        "adaround_100": lambda: q.AdaRoundConfig(num_iterations=100, learning_rate=0.1),
-        "adaround_100_batch_2": lambda: q.AdaRoundConfig(num_iterations=100, learning_rate=0.1, batch_size=2),
-        "adaquant": lambda: q.AdaQuantConfig(num_iterations=1000, learning_rate=1e-5),
-        "adaquant_1e-6": lambda: q.AdaQuantConfig(num_iterations=1000, learning_rate=1e-6),
-        "adaquant_100": lambda: q.AdaQuantConfig(num_iterations=100, learning_rate=1e-5),
-        "adaquant_100_1e-6": lambda: q.AdaQuantConfig(num_iterations=100, learning_rate=1e-6),
-    }
-    return [] if name == "none" else [makers[part]() for part in name.split("+")]
+    chosen = [] if name == "none" else [ALGORITHMS[part] for part in name.split("+")]
+    return [getattr(q, f"{kind}Config")(**parameters) for kind, parameters in chosen]
 
 
 class Reader:
     """Yields feeds."""
 
     def __init__(self, feeds: list[Any]) -> None:
-        self.feeds = feeds
-        self.rewind()
-
-    def rewind(self) -> None:
-        self.rest = iter(self.feeds)
+        self.feeds = iter(feeds)
 
     def get_next(self) -> Any:
-        return next(self.rest, None)
+        return next(self.feeds, None)
 
 
 def data(model: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -110,7 +121,7 @@ def data(model: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str,
     from benchmarks.algorithm_models import DIGITS
     from benchmarks.onnx_models import samples
 
-    if model == "resnet18":
+    if model.startswith("resnet"):
         feeds = samples(model, 24, seed=2)
         return feeds[:16], feeds[16:]
     if model.startswith("digits"):
@@ -201,16 +212,24 @@ def main() -> None:
     only = {a[1:] for a in sys.argv[1:] if a.startswith("+")}
     result: dict[str, Any] = {}
     for model, schemes in CASES.items():
+        if (chosen & set(CASES) and model not in chosen) or not (folder / f"{model}.onnx").exists():
+            continue
         for scheme, names in schemes.items():
-            if not (folder / f"{model}.onnx").exists() or (chosen and model not in chosen and scheme not in chosen):
+            if chosen - set(CASES) and scheme not in chosen:
                 continue
-            rows = result.setdefault(model, {}).setdefault(scheme, {})
-            for name in ("none", *(n for n in names if not only or n in only)):
-                rows[name] = figures = row(model, scheme, name)
-                if "sqnr" in figures and "sqnr" in rows["none"]:
-                    figures["gain"] = figures["sqnr"] - rows["none"]["sqnr"]
-                print(model, scheme, name, figures, file=sys.stderr, flush=True)
+            rows = {name: row(model, scheme, name) for name in ("none", *(n for n in names if not only or n in only))}
+            result.setdefault(model, {})[scheme] = compared(rows)
+            print(model, scheme, json.dumps(rows, indent=1), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "onnx_algorithms", **result}))
+
+
+def compared(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add what an algorithm gained over the row "none", in dB and as the share of the error's power that is left."""
+    for figures in rows.values():
+        if "sqnr" in figures and "sqnr" in rows["none"]:
+            figures["gain"] = figures["sqnr"] - rows["none"]["sqnr"]
+            figures["left"] = 10 ** (-figures["gain"] / 10)
+    return rows
 
 
 if __name__ == "__main__":
