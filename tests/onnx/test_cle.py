@@ -23,7 +23,7 @@ from quark.onnx import (
     QLayerConfig,
     UInt8Spec,
 )
-from quark.onnx.algorithms import run_algorithms
+from quark.onnx.algorithms import run_before
 from quark.onnx.model import load, to_proto
 from quark.onnx.passes import PASSES
 from quark.onnx.quantizer import quantize
@@ -83,7 +83,7 @@ def perceptron() -> onnx.ModelProto:
 
 def rescale(model: Any, algorithms: Any, int32_bias: bool = True) -> int:
     layer = LayerSpec(weight=spec("int8"), input=spec("int8"))
-    return run_algorithms(model, Settings(layer, algorithms=tuple(algorithms), int32_bias=int32_bias))
+    return run_before(model, Settings(layer, algorithms=tuple(algorithms), int32_bias=int32_bias), None)
 
 
 CHAIN = {"one_w": "two_w", "two_w": "three_w"}

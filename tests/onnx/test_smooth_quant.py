@@ -11,18 +11,21 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import QuantType
 
 from quark.core.granularity import PerChannel
 from quark.core.metrics import sqnr
 from quark.core.solvers.smooth import output_noise
 from quark.core.spec import LayerSpec, spec
-from quark.errors import ConfigError, NonFiniteError
+from quark.errors import CalibrationError, ConfigError, NonFiniteError
+from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, QuantizationConfig, UInt8Spec
 from quark.onnx.algo_configs import SmoothQuantConfig
 from quark.onnx.algorithms.smooth_quant import smooth
+from quark.onnx.config import Config
 from quark.onnx.model import infer_shapes, load, to_proto
 from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
-from tests.onnx.zoo import Array, Builder, run
+from tests.onnx.zoo import Array, Builder, Reader, run
 
 LAYER = LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("uint8", symmetric=False))
 PLAIN = Settings(LAYER, op_types=("MatMul", "Gemm"))
@@ -307,3 +310,26 @@ def test_moved_values_that_are_rounded_already_get_no_mul() -> None:
     model = b.model({"x": ["n", 16, 32]}, {"y": ["n", 16, 8]})
     assert smoothed(model, Settings(LAYER), samples("from_input"))[0] == 0
     assert muls(smoothed(model, ORT, samples("from_input"))[1]) == ["h"]
+
+
+def test_configs_reach_the_flow() -> None:
+    model, data = case("residual"), feeds()
+    layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=CalibMethod.MinMax), weight=Int8Spec())
+
+    def quality(config: Any) -> float:
+        done = ModelQuantizer(config).quantize_model(model, None, Reader(data))
+        assert done is not None
+        return sqnr(run(model, data[0]), run(done, data[0]))
+
+    plain = quality(QConfig(layer, Target="ort_x64"))
+    found = quality(QConfig(layer, algo_config=[SmoothQuantConfig()], Target="ort_x64"))
+    assert found > plain + 10
+    assert found == quality(QConfig(layer, algo_config=[SmoothQuantConfig(0.6)], Target="ort_x64", SmoothAlpha=0.5))
+    legacy = {"activation_type": QuantType.QUInt8, "extra_options": {"Target": "ort_x64"}}
+    old = [quality(Config(QuantizationConfig(**legacy, include_sq=asked))) for asked in (False, True)]
+    assert old[1] > old[0] + 10
+    with pytest.raises(CalibrationError, match="SmoothQuantConfig needs calibration data"):
+        ModelQuantizer(QConfig(layer, algo_config=[SmoothQuantConfig()])).quantize_model(model)
+    only = QConfig(layer, algo_config=[SmoothQuantConfig()], WeightsOnly=True)
+    with pytest.raises(ConfigError, match="SmoothQuantConfig: nothing in this model qualifies"):
+        quality(only)

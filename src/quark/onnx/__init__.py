@@ -23,8 +23,6 @@ from quark.onnx.config import (
     QLayerConfig,
     QuantizationConfig,
 )
-from quark.onnx.custom_ops import DOMAIN as _COP_DOMAIN
-from quark.onnx.custom_ops import VERSION as _COP_VERSION
 from quark.onnx.custom_ops import (
     get_library_path,
 )
@@ -115,6 +113,8 @@ from quark.onnx.types import (
     VitisQuantFormat,
     VitisQuantType,
 )
+from quark.onnx_functions import DOMAIN as _COP_DOMAIN
+from quark.onnx_functions import VERSION as _COP_VERSION
 
 __all__ = [
     "BFP16",

@@ -17,6 +17,7 @@ from quark.core.observers import Observer
 from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
+from quark.onnx.data import Samples
 from quark.onnx.inputs import model_inputs
 from quark.onnx.masks import limit
 from quark.onnx.model import is_constant, split_weights
@@ -35,7 +36,12 @@ if TYPE_CHECKING:
 
 
 def activation_params(
-    model: ir.Model, placement: Placement, settings: Settings, reader: Any, fingerprint: str = ""
+    model: ir.Model,
+    placement: Placement,
+    settings: Settings,
+    reader: Any,
+    fingerprint: str = "",
+    statistics: Statistics | None = None,
 ) -> dict[ir.Value, QParams]:
     """Scale and zero point of each class of activations.
 
@@ -45,6 +51,7 @@ def activation_params(
         settings: Limits, providers, the statistics file.
         reader: Anything with `get_next()`, or an iterable of samples; None where the statistics file has everything.
         fingerprint: Of the float model; for the statistics file.
+        statistics: Statistics in memory: read, and completed, instead of a file.
 
     Raises:
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
@@ -55,10 +62,10 @@ def activation_params(
         return {}
     observers = {root: make_observer(placement.activations[root], settings) for root in classes}
     tensors = {name: root for root, names in classes.items() for name in names}
-    if settings.statistics is None:
+    if settings.statistics is None and statistics is None:
         collect(model, {name: observers[root] for name, root in tensors.items()}, reader, settings)
     else:
-        statistics = _statistics(model, list(tensors), reader, settings, fingerprint)
+        statistics = _complete(statistics, model, list(tensors), reader, settings, fingerprint)
         for name in [name for name in tensors if name in statistics.states]:
             part = make_observer(observers[tensors[name]].spec, settings)
             part.restore(statistics.states[name])
@@ -91,22 +98,33 @@ def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
     return classes
 
 
-def _statistics(model: ir.Model, tensors: list[str], reader: Any, settings: Settings, fingerprint: str) -> Statistics:
-    """The statistics file with all of these tensors: what it lacks is collected and added to it."""
-    assert settings.statistics is not None
-    statistics = load_or_start(settings.statistics, fingerprint)
+def _complete(
+    statistics: Statistics | None,
+    model: ir.Model,
+    tensors: list[str],
+    reader: Any,
+    settings: Settings,
+    fingerprint: str,
+) -> Statistics:
+    """The statistics, of the file where none are given, with all of these tensors: what lacks is collected and kept."""
+    path = settings.statistics if statistics is None else None
+    if statistics is None:
+        assert path is not None
+        statistics = load_or_start(path, fingerprint)
     missing = {name: EverythingObserver() for name in tensors if name not in statistics.states}
     if missing and statistics.states and reader is None and not settings.random_data:
         raise CalibrationError(
-            f"{settings.statistics} lacks {len(missing)} tensors that this scheme needs ({next(iter(missing))}, ...): "
-            "other passes or targets have other tensors. Possible: pass the calibration data once more."
+            f"{path or 'The statistics'} lacks {len(missing)} tensors that this scheme needs "
+            f"({next(iter(missing))}, ...): other passes or targets have other tensors. "
+            "Possible: pass the calibration data once more."
         )
     if missing:
         others = [name for name in _all_tensors(model) if name not in statistics.states]
         missing = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
         collect(model, missing, reader, settings)
         statistics.add(missing)
-        statistics.save(settings.statistics)
+        if path is not None:
+            statistics.save(path)
     return statistics
 
 
@@ -124,6 +142,19 @@ def _solved(name: str | None, observer: Observer) -> QParams:
         raise type(error)(f"{name}: {error}") from None
 
 
+def repeatable(reader: Any, model: ir.Model, settings: Settings) -> Samples | None:
+    """The data for algorithms, which read them more than once; None where there are none."""
+    if reader is None and not settings.random_data:
+        return None
+    return Samples(
+        _random(model, settings) if reader is None else reader, model_inputs(model), settings.calibration_samples
+    )
+
+
+def _random(model: ir.Model, settings: Settings) -> RandomDataReader:
+    return RandomDataReader(model, dict(settings.random_shapes), dict(settings.random_ranges))
+
+
 class Collector(Protocol):
     """Whatever looks at the values of a tensor, sample by sample."""
 
@@ -134,7 +165,7 @@ class Collector(Protocol):
 def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, settings: Settings) -> None:
     """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
     if reader is None and settings.random_data:
-        reader = RandomDataReader(model, dict(settings.random_shapes), dict(settings.random_ranges))
+        reader = _random(model, settings)
     if reader is None:
         raise CalibrationError(
             f"{len(observers)} activations ({next(iter(observers))}, ...) have static scales, which need a calibration "

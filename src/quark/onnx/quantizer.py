@@ -11,27 +11,25 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from quark.core.granularity import PerGroup
-from quark.core.scales import QParams, ScaleType
+from quark.core.scales import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, OutputExistsError
 from quark.log import logger
-from quark.onnx.algorithms import check_algorithms, run_algorithms
-from quark.onnx.calibrate import activation_params
-from quark.onnx.custom_ops import BLOCK_OPSET
+from quark.onnx.algorithms import check_algorithms, run_after, run_before, run_precision
+from quark.onnx.calibrate import repeatable
+from quark.onnx.decide import decide
 from quark.onnx.extended import EXTENDED
+from quark.onnx.job import Job
 from quark.onnx.model import checked_proto, infer_shapes, load, opset, save
-from quark.onnx.names import make_way
-from quark.onnx.npu import adjust, simulate
-from quark.onnx.overrides import override_params, override_specs
-from quark.onnx.parameters import Parameters, fit_int32_biases, onnx_range, weight_params, widen_softmax
+from quark.onnx.npu import simulate
+from quark.onnx.parameters import onnx_range
 from quark.onnx.passes import PASSES, POST_PASSES, Pass
 from quark.onnx.path_reader import PathDataReader
-from quark.onnx.placement import Placement, place
-from quark.onnx.rewrite import Rewriter
 from quark.onnx.scopes import drop_removed, pin
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import fingerprint
 from quark.onnx.targets import TARGETS
+from quark.onnx_functions import BLOCK_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -115,23 +113,18 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
     run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
     check_float_type(model, settings)
     settings = drop_removed(settings, model)
-    changed = run_algorithms(model, settings)
+    data = repeatable(reader, model, settings) if settings.algorithms else None
+    reader = reader if data is None else data
+    changed = run_before(model, settings, data)
     if (simulate(model, settings) or changed) and identity:
         # Statistics of simulated operators, or rescaled layers, are not those of the float model.
         identity = fingerprint(model)
-    placement = place(model, settings)
-    override_specs(placement, settings)
-    activations = activation_params(model, placement, settings, reader, identity)
-    widen_softmax(placement, activations)
-    parameters = Parameters(activations, weight_params(placement, settings))
-    override_params(placement, parameters, settings)
-    if settings.fold_relu or TARGETS[settings.target].folds_relu:
-        fold_relu(model, placement, parameters.activations)
-    parameters = adjust(placement, parameters, settings)
-    if settings.fit_int32_bias and not settings.int16_bias:
-        fit_int32_biases(placement, parameters)
-    make_way(model.graph)
-    Rewriter(model, settings, parameters, placement).run()
+    settings = run_precision(model, settings, data)
+    reference = model.clone()
+    twins = dict(zip(model.graph, reference.graph, strict=True))
+    job = Job(decide(model, settings, reader, identity), reference, data)
+    job.write(twins)
+    run_after(job)
     run_passes(model, settings, POST_PASSES)
     model.producer_name = "quark.onnx"
     return model
@@ -191,36 +184,6 @@ def check_float_type(model: ir.Model, settings: Settings) -> None:
             convert = "set QuantizeFP16=True or ConvertFP16ToFP32=True, or run quark.onnx.tools.convert_fp16_to_fp32"
             advice = convert if value.dtype.name == "FLOAT16" else "convert the model to float32"
             raise NotSupportedError(f"{value.name} is {value.dtype.name.lower()}, the model must be float32: {advice}.")
-
-
-def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:
-    """Drop every Relu whose output's zero point is the smallest code: quantizing clips at zero by itself."""
-    count = 0
-    for node in [n for n in placement.nodes if n.op_type == "Relu"]:
-        source, output = node.inputs[0], node.outputs[0]
-        spec = placement.activations.get(output)
-        zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
-        if source is None or zero is None or source in placement.activations or output.is_graph_output():
-            continue
-        assert spec is not None
-        if float(zero) != spec.dtype.min or len(list(source.uses())) != 1 or source.producer() is None:
-            continue
-        for use in list(output.uses()):
-            use.node.replace_input_with(use.idx, source)
-        root = placement.root(output)
-        del placement.activations[output]
-        placement.activations[source] = spec
-        if root is output:
-            params[source] = params[output]
-            for member, target in list(placement.shared.items()):
-                if target is output:
-                    placement.shared[member] = source
-        else:
-            placement.shared[source] = root
-        placement.nodes.remove(node)
-        model.graph.remove(node, safe=True)
-        count += 1
-    return count
 
 
 def _supported(settings: Settings) -> Settings:

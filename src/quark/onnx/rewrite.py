@@ -8,6 +8,7 @@ Names are the documented ones: `{t}_QuantizeLinear`, `{t}_DequantizeLinear`, out
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ class Rewriter:
         self.ends = {value.name for value in (*self.graph.inputs, *self.graph.outputs)}
         self.node_names = {node.name for node in self.graph}
         self.stored: dict[str, tuple[object, ...]] = {}
+        self.replaced: dict[ir.Node, ir.Node] = {}
 
     def run(self) -> None:
         """Write everything, drop what nothing uses any more, and sort."""
@@ -144,6 +146,7 @@ class Rewriter:
 
     def replace(self, node: ir.Node, new: list[ir.Node]) -> None:
         """Put nodes in the place of one; the last gives its output, under the same name."""
+        self.replaced[node] = new[-1]
         old, result = node.outputs[0], new[-1].outputs[0]
         result.type, result.shape = old.type, old.shape
         name, is_output = old.name, old.is_graph_output()
@@ -262,7 +265,7 @@ class Rewriter:
             codes = encode(constant(source), params, spec, kind.numpy())
             return self.ir.tensor(np.ascontiguousarray(codes.T) if transpose else codes, dtype=kind)
 
-        return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape[::-1] if transpose else shape))
+        return self._lazy(evaluate, kind, shape[::-1] if transpose else shape)
 
     def stored_name(
         self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec, transpose: bool = False
@@ -285,24 +288,42 @@ class Rewriter:
             return
         if (owner, weight) not in params.weights:
             return
-        name, bias = source.name or "", constant(source)
-        bias, weight_scale = channel_bias(bias, params.weights[owner, weight].scale)
-        scale = np.asarray(np.asarray(params.activations[root].scale, np.float64) * weight_scale, np.float32)
+        name, weight_scale = source.name or "", params.weights[owner, weight].scale
+        product = (
+            np.asarray(params.activations[root].scale, np.float64) * channel_bias(constant(source), weight_scale)[1]
+        )
         kind = DTYPES["int16" if self.settings.int16_bias else "int32"]
-        if self.settings.int16_bias:
-            # The scale of the accumulator where the bias fits, else the finest at which it does.
-            largest = largest_bias(bias, scale)
-            scale = np.asarray(np.maximum(scale, largest / kind.max), np.float32)
-        codes = np.asarray(np.clip(np.rint(bias.astype(np.float64) / scale), kind.min, kind.max), kind.name)
+
+        def values() -> tuple[Array, Array]:
+            bias, _ = channel_bias(constant(source), weight_scale)
+            scale = np.asarray(product, np.float32)
+            if self.settings.int16_bias:
+                # The scale of the accumulator where the bias fits, else the finest at which it does.
+                scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / kind.max), np.float32)
+            return bias, scale
+
+        def codes() -> ir.TensorProtocol:
+            bias, scale = values()
+            rounded = np.rint(bias.astype(np.float64) / scale)
+            return self.ir.tensor(np.asarray(np.clip(rounded, kind.min, kind.max), kind.name))
+
+        bias, scale = values()
         key = f"{node.name}_{name}"
         inputs = [
-            self.initializer(f"{key}_quantized", codes),
-            self.initializer(f"{key}_quantized_scale", scale),
+            self.initializer(f"{key}_quantized", self._lazy(codes, self.ir.DataType[kind.onnx], bias.shape)),
+            self.initializer(
+                f"{key}_quantized_scale",
+                self._lazy(lambda: self.ir.tensor(values()[1]), self.ir.DataType.FLOAT, scale.shape),
+            ),
             self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
         spec = replace(self.placement.weights[owner, weight], dtype=kind)
         axis = bias.ndim - 1 if scale.ndim else None
         self._unique([self._plain("DequantizeLinear", inputs, name, spec, axis)], node, index)
+
+    def _lazy(self, evaluate: Callable[[], ir.TensorProtocol], kind: ir.DataType, shape: Sequence[int]) -> Any:
+        """A tensor that is computed each time it is read."""
+        return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape))
 
     def _unique(self, decoders: list[ir.Node], node: ir.Node, index: int) -> None:
         """Put decoders before the node that reads them; a second reader of one constant gets names of its own."""

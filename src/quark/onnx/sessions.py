@@ -17,7 +17,11 @@ PROVIDERS = ("CPUExecutionProvider",)
 
 
 def open_session(
-    model: onnx.ModelProto | Path, folder: Path | None = None, threads: int = 1, optimized: Path | None = None
+    model: onnx.ModelProto | Path,
+    folder: Path | None = None,
+    threads: int = 1,
+    optimized: Path | None = None,
+    in_float: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A session on the CPU with all graph optimisation.
 
@@ -26,6 +30,7 @@ def open_session(
         folder: Where the external data of a model lies that is no file.
         threads: Threads within an operator.
         optimized: Where to write the optimised graph, weights beside it.
+        in_float: Compute with the decoded values, as Q/DQ define it, not in integer kernels; weights are decoded once.
 
     Raises:
         FormatError: ONNX Runtime does not load it.
@@ -37,6 +42,8 @@ def open_session(
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    if in_float:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.data")

@@ -1,6 +1,8 @@
 """The algorithms by the class of their config. A new one is a file here and a line below.
 
-Each takes the float model after its passes, changes it, and returns how many places it changed.
+BEFORE: change the float model, before it is decided what is quantized. PRECISION: changes that decision. AFTER: change
+float weights and biases once all scales are known. BEFORE and AFTER return how many places they changed; each list
+runs in the order that the config has.
 """
 
 from __future__ import annotations
@@ -10,38 +12,66 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig
+from quark.onnx.algo_configs import CLEConfig, SmoothQuantConfig
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.smooth_quant import smooth
+from quark.onnx.data import Samples
+from quark.onnx.job import Job
 from quark.onnx.settings import Settings
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-ALGORITHMS: dict[type[Any], Callable[[ir.Model, Any, Settings], int]] = {CLEConfig: equalize}
+BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
+    CLEConfig: equalize,
+    SmoothQuantConfig: smooth,
+}
+PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
+AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
 
 
 def check_algorithms(algorithms: Sequence[Any]) -> None:
     """Raise NotSupportedError for algorithms that this version does not have, before any work is done."""
-    missing = [type(algorithm).__name__ for algorithm in algorithms if type(algorithm) not in ALGORITHMS]
+    present = {**BEFORE, **PRECISION, **AFTER}
+    missing = [type(algorithm).__name__ for algorithm in algorithms if type(algorithm) not in present]
     if missing:
-        possible = ", ".join(kind.__name__ for kind in ALGORITHMS)
+        possible = ", ".join(kind.__name__ for kind in present)
         raise NotSupportedError(f"{', '.join(missing)}: not part of this version. Possible: {possible}.")
 
 
-def run_algorithms(model: ir.Model, settings: Settings) -> int:
-    """Run those of the settings in their order; return how many places changed.
+def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int:
+    """Run those that change the float model; return how many places changed.
 
     Raises:
         ConfigError: One finds nothing to do.
     """
-    total = 0
+    return sum(
+        _counted(algorithm, BEFORE[type(algorithm)](model, algorithm, settings, data))
+        for algorithm in settings.algorithms
+        if type(algorithm) in BEFORE
+    )
+
+
+def run_precision(model: ir.Model, settings: Settings, data: Samples | None) -> Settings:
+    """The settings with the layers at the precision that was found for them."""
     for algorithm in settings.algorithms:
-        count = ALGORITHMS[type(algorithm)](model, algorithm, settings)
-        if count == 0:
-            raise ConfigError(f"{type(algorithm).__name__}: nothing in this model qualifies. Leave it out.")
-        logger.info("%s: %d places.", type(algorithm).__name__, count)
-        total += count
-    return total
+        if type(algorithm) in PRECISION:
+            settings = PRECISION[type(algorithm)](model, algorithm, settings, data)
+    return settings
 
 
-__all__ = ["ALGORITHMS", "check_algorithms", "run_algorithms"]
+def run_after(job: Job) -> None:
+    """Run those that change weights under fixed scales. Raises ConfigError where one finds nothing to do."""
+    for algorithm in job.decision.settings.algorithms:
+        if type(algorithm) in AFTER:
+            _counted(algorithm, AFTER[type(algorithm)](job, algorithm))
+
+
+def _counted(algorithm: Any, count: int) -> int:
+    if count == 0:
+        raise ConfigError(f"{type(algorithm).__name__}: nothing in this model qualifies. Leave it out.")
+    logger.info("%s: %d places.", type(algorithm).__name__, count)
+    return count
+
+
+__all__ = ["AFTER", "BEFORE", "PRECISION", "check_algorithms", "run_after", "run_before", "run_precision"]

@@ -17,6 +17,7 @@ from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.errors import ConfigError
 from quark.onnx.algo_configs import CLEConfig
 from quark.onnx.channels import LAYERS, LINEAR, input_axis, multiply, output_axis
+from quark.onnx.data import Samples
 from quark.onnx.edit import axes_of, dims, is_op, read_once
 from quark.onnx.model import constant, is_constant
 from quark.onnx.settings import Settings
@@ -39,7 +40,7 @@ class Pair:
     biases: tuple[ir.Value, ...]
 
 
-def equalize(model: ir.Model, config: CLEConfig, settings: Settings) -> int:
+def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Samples | None = None) -> int:
     """Equalize every pair; return how many there are. Raises ConfigError for an unknown balance method."""
     if config.cle_balance_method != "max":
         raise ConfigError(f"cle_balance_method={config.cle_balance_method!r}; possible: 'max'.")

@@ -8,7 +8,6 @@ the tensor or a value on that way, one Mul for all linear layers takes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from quark.log import logger
 from quark.onnx.algo_configs import SmoothQuantConfig
 from quark.onnx.calibrate import collect
 from quark.onnx.channels import Place, input_axis, is_linear, linear_places
+from quark.onnx.data import Samples, required
 from quark.onnx.edit import is_op, new_initializer, read_once
 from quark.onnx.model import is_constant
 from quark.onnx.norms import fused_norm
@@ -80,13 +80,14 @@ class Group:
     weights: tuple[TensorSpec | None, ...]
 
 
-def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data: Iterable[Any]) -> int:
+def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data: Samples | None) -> int:
     """Smooth every tensor that linear layers read quantized; return how many there are.
 
     A tensor whose outputs would not have less noise, as `output_noise` estimates it, keeps its scale.
 
     Raises:
         ConfigError: alpha is not between 0 and 1.
+        CalibrationError: There is no data.
         NonFiniteError: NaN or Inf in a tensor.
     """
     if not 0 <= config.alpha <= 1:
@@ -95,7 +96,7 @@ def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data:
     if not groups:
         return 0
     moments = {group.value.name or "": Moments() for group in groups}
-    collect(model, moments, data, settings)
+    collect(model, moments, required(data, config), settings)
     done = [group for group in groups if _smooth(group, moments[group.value.name or ""], config.alpha)]
     multiplied = sum(group.places is None for group in done)
     logger.info("SmoothQuant: %d of %d tensors gain; %d by a Mul.", len(done), len(groups), multiplied)

@@ -1,0 +1,112 @@
+"""From a float model to a quantized one, in two steps: every number is decided, then everything is written.
+
+Between the two nothing of the graph has changed, so what was decided can be looked at, or decided once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quark.core.scales import QParams
+from quark.onnx.calibrate import activation_params
+from quark.onnx.names import make_way
+from quark.onnx.npu import adjust
+from quark.onnx.overrides import override_params, override_specs
+from quark.onnx.parameters import Parameters, fit_int32_biases, weight_params, widen_softmax
+from quark.onnx.placement import Placement, place
+from quark.onnx.rewrite import Rewriter
+from quark.onnx.settings import Settings
+from quark.onnx.statistics import Statistics
+from quark.onnx.targets import TARGETS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass
+class Decision:
+    """What is quantized, and with which numbers.
+
+    Attributes:
+        model: The float model; after `write`, the quantized one.
+        settings: What was asked for.
+        placement: Which tensors, with which spec.
+        parameters: Their scales and zero points.
+    """
+
+    model: ir.Model
+    settings: Settings
+    placement: Placement
+    parameters: Parameters
+
+
+def decide(
+    model: ir.Model, settings: Settings, reader: Any, identity: str = "", statistics: Statistics | None = None
+) -> Decision:
+    """Placement and parameters of a float model, which is not changed but for Relus that the range makes needless.
+
+    Args:
+        model: The float model, passes and simulation done.
+        settings: What to quantize, and how.
+        reader: Calibration data; None where nothing needs any.
+        identity: Fingerprint of the model, for the statistics file of the settings.
+        statistics: Statistics in memory, read and completed instead of a file.
+    """
+    placement = place(model, settings)
+    override_specs(placement, settings)
+    activations = activation_params(model, placement, settings, reader, identity, statistics)
+    widen_softmax(placement, activations)
+    parameters = Parameters(activations, weight_params(placement, settings))
+    override_params(placement, parameters, settings)
+    if settings.fold_relu or TARGETS[settings.target].folds_relu:
+        fold_relu(model, placement, parameters.activations)
+    parameters = adjust(placement, parameters, settings)
+    if settings.fit_int32_bias and not settings.int16_bias:
+        fit_int32_biases(placement, parameters)
+    return Decision(model, settings, placement, parameters)
+
+
+def write(decision: Decision) -> dict[ir.Node, ir.Node]:
+    """Put integers and Q/DQ into the model.
+
+    Codes are computed from the float values of weights and biases when they are read: one that changes after this
+    has other codes under the same scale.
+
+    Returns:
+        Each node that another stands for now -> that one.
+    """
+    make_way(decision.model.graph)
+    rewriter = Rewriter(decision.model, decision.settings, decision.parameters, decision.placement)
+    rewriter.run()
+    return rewriter.replaced
+
+
+def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:
+    """Drop every Relu whose output's zero point is the smallest code: quantizing clips at zero by itself."""
+    count = 0
+    for node in [n for n in placement.nodes if n.op_type == "Relu"]:
+        source, output = node.inputs[0], node.outputs[0]
+        spec = placement.activations.get(output)
+        zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
+        if source is None or zero is None or source in placement.activations or output.is_graph_output():
+            continue
+        assert spec is not None
+        if float(zero) != spec.dtype.min or len(list(source.uses())) != 1 or source.producer() is None:
+            continue
+        for use in list(output.uses()):
+            use.node.replace_input_with(use.idx, source)
+        root = placement.root(output)
+        del placement.activations[output]
+        placement.activations[source] = spec
+        if root is output:
+            params[source] = params[output]
+            for member, target in list(placement.shared.items()):
+                if target is output:
+                    placement.shared[member] = source
+        else:
+            placement.shared[source] = root
+        placement.nodes.remove(node)
+        model.graph.remove(node, safe=True)
+        count += 1
+    return count
