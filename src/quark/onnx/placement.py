@@ -19,6 +19,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
+from quark.onnx.edit import read_once
 from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.matmul_nbits import fits_nbits
 from quark.onnx.model import constant, is_constant
@@ -37,7 +38,9 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
-"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float."""
+"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float.
+
+The Mul reads what that node gives before it is quantized, even where other nodes read it afterwards."""
 
 
 @dataclass
@@ -335,8 +338,9 @@ def _fuse(placement: Placement, settings: Settings) -> None:
             producer = None if value is None else value.producer()
             if value is None or producer is None or producer not in quantized:
                 continue
-            alone = len(list(value.uses())) == 1 and not value.is_graph_output()
-            if FACTOR in node.meta or (alone and (producer.op_type, node.op_type) in settings.fused):
+            alone = read_once(value)
+            factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
+            if factored or (alone and (producer.op_type, node.op_type) in settings.fused):
                 spec = placement.activations.pop(value, None)
                 if spec is not None and producer in placement.own and node.outputs[0] in placement.activations:
                     placement.activations[node.outputs[0]] = spec

@@ -31,7 +31,7 @@ from quark.onnx.extended import (
 from quark.onnx.matmul_nbits import write_nbits
 from quark.onnx.model import constant, opset
 from quark.onnx.parameters import CAST, Parameters, channel_bias, encode, largest_bias
-from quark.onnx.placement import Placement
+from quark.onnx.placement import FACTOR, Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
 from quark.onnx_functions import add_function_node
@@ -91,7 +91,7 @@ class Rewriter:
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
         name = value.name or ""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
-        uses = [use for use in value.uses() if use.node.graph is self.graph]
+        uses = [use for use in value.uses() if use.node.graph is self.graph and FACTOR not in use.node.meta]
         if self.settings.quantize_fp16:
             # ONNX Runtime would fuse a Concat of decoded tensors into a QLinearConcat, which refuses float16 scales.
             uses = [use for use in uses if use.node.op_type != "Concat"]

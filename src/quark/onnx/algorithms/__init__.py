@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig
+from quark.onnx.algo_configs import CLEConfig, SmoothQuantConfig
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
 from quark.onnx.settings import Settings
@@ -21,7 +22,10 @@ from quark.onnx.settings import Settings
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {CLEConfig: equalize}
+BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
+    CLEConfig: equalize,
+    SmoothQuantConfig: smooth,
+}
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
 
