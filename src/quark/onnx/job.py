@@ -15,7 +15,7 @@ from quark.onnx.decide import Decision, write
 from quark.onnx.edit import set_initializer
 from quark.onnx.model import constant, is_constant
 from quark.onnx.operators import ACTIVATIONS, rule_of
-from quark.onnx.parameters import CAST
+from quark.onnx.parameters import CAST, rescaled, scale_for_bias
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -129,6 +129,15 @@ class Job:
     def output_of(self, layer: Layer) -> ir.Value:
         """What a layer gives in the quantized model, before its activation."""
         return self._replaced.get(layer.node, layer.node).outputs[0]
+
+    def set_params(self, layer: Layer, params: QParams) -> None:
+        """Give a weight another scale and zero point; an int32 bias bounds the scale from below."""
+        source, offset = self.input_of(layer).producer(), layer.offset
+        integers = source is not None and source.op_type == "DequantizeLinear" and np.ndim(params.scale) < 2
+        if source is not None and offset is not None and integers:
+            least = scale_for_bias(offset, params.scale, constant(source.inputs[1]))
+            params = rescaled(params, layer.spec, np.maximum(params.scale, least))
+        layer.params = self.decision.parameters.weights[layer.node, layer.index] = params
 
     def _find_layers(self, twins: Mapping[ir.Node, ir.Node]) -> None:
         placement, parameters = self.decision.placement, self.decision.parameters

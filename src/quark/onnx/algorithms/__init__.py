@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig
+from quark.onnx.algo_configs import CLEConfig, GPTQConfig
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.gptq import solve_weights
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
 from quark.onnx.settings import Settings
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {CLEConfig: equalize}
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
-AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
+AFTER: dict[type[Any], Callable[[Job, Any], int]] = {GPTQConfig: solve_weights}
 
 
 def check_algorithms(algorithms: Sequence[Any]) -> None:
