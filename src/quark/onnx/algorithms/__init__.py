@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig, SmoothQuantConfig
+from quark.onnx.algo_configs import AdaQuantConfig, AdaRoundConfig, CLEConfig, GPTQConfig, SmoothQuantConfig
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.finetune import finetune
+from quark.onnx.algorithms.gptq import solve_weights
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
@@ -27,7 +29,11 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
     SmoothQuantConfig: smooth,
 }
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
-AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
+AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
+    GPTQConfig: solve_weights,
+    AdaRoundConfig: finetune,
+    AdaQuantConfig: finetune,
+}
 
 
 def check_algorithms(algorithms: Sequence[Any]) -> None:
