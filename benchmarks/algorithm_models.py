@@ -125,7 +125,7 @@ def export_minilm(path: Path) -> None:
 
     example = tuple(torch.from_numpy(value) for value in minilm_batches()[0].values())
     torch.onnx.export(
-        Hidden(), example, path, dynamo=True, opset_version=18, external_data=False, verbose=False,
+        Hidden().eval(), example, path, dynamo=True, opset_version=18, external_data=False, verbose=False,
         input_names=list(MINILM_INPUTS), output_names=["hidden"],
     )  # fmt: skip
 
