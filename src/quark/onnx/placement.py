@@ -38,9 +38,7 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
-"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float.
-
-The Mul reads what that node gives before it is quantized, even where other nodes read it afterwards."""
+"""In `meta` of a Mul: its constant factor is part of the node before it, whose output it reads unquantized, and float."""
 
 
 @dataclass

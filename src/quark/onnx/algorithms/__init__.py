@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig, SmoothQuantConfig
+from quark.onnx.algo_configs import CLEConfig, QuarotConfig, SmoothQuantConfig
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,
     SmoothQuantConfig: smooth,
+    QuarotConfig: rotate,
 }
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
