@@ -38,7 +38,7 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
-"""In `meta` of a Mul: its float factor is part of the node before it, whose output it reads before that is quantized."""
+"""In `meta` of a Mul: its float factor is part of the node before it, whose output it reads before that is rounded."""
 
 
 @dataclass
