@@ -52,7 +52,8 @@ def _asked(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoCo
             found.append(kind.from_options(changed))
     if value_of(options, "BiasCorrection"):
         found.append(BiasCorrectionConfig())
-    if value_of(options, "UseGPTQ"):
+    nbits = value_of(options, "UseMatMulNBits") and value_of(options, "MatMulNBitsParams").get("Algorithm") == "GPTQ"
+    if value_of(options, "UseGPTQ") or nbits:
         found.append(GPTQConfig.from_options(value_of(options, "GPTQParams")))
     if flags.get("include_fast_ft", bool(value_of(options, "FastFinetune"))):
         found.append(_finetune(value_of(options, "FastFinetune")))

@@ -19,7 +19,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.dynamic import fits_dynamic
-from quark.onnx.edit import read_once
+from quark.onnx.edit import added_bias, read_once
 from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.matmul_nbits import fits_nbits
 from quark.onnx.model import constant, is_constant
@@ -223,19 +223,9 @@ def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bo
 
 def _place_added_bias(node: ir.Node, placement: Placement) -> None:
     """Make the constant that alone is added to a MatMul its int32 bias."""
-    uses = list(node.outputs[0].uses())
-    if (
-        node.op_type != "MatMul"
-        or (node, 1) not in placement.weights
-        or len(uses) != 1
-        or uses[0].node.op_type != "Add"
-    ):
-        return
-    add = uses[0].node
-    other = add.inputs[1 - uses[0].idx]
-    bias = constant(other)
-    if bias is not None and bias.ndim == 1 and node.inputs[0] in placement.activations:
-        placement.added_biases[add, 1 - uses[0].idx] = node
+    place = added_bias(node)
+    if place is not None and (node, 1) in placement.weights and node.inputs[0] in placement.activations:
+        placement.added_biases[place] = node
 
 
 def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:

@@ -55,7 +55,7 @@ class ModelQuantizer:
 
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
-        self.config = config
+        self.config, self._lower = config, lower
         self.settings = lower(config)
 
     def quantize_model(
@@ -87,7 +87,7 @@ class ModelQuantizer:
             if calibration_data_reader is not None:
                 raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
             calibration_data_reader = PathDataReader(model_input, calibration_data_path)
-        settings = replace(self.settings, algorithms=(*self.settings.algorithms, *(algorithms or ())))
+        settings = self._lower(self.config, tuple(algorithms)) if algorithms else self.settings
         check_algorithms(settings.algorithms)
         model = quantize(load(model_input), settings, calibration_data_reader)
         logger.info("Model quantization has been completed.")

@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig, QuarotConfig, SmoothQuantConfig
+from quark.onnx.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    CLEConfig,
+    GPTQConfig,
+    QuarotConfig,
+    SmoothQuantConfig,
+)
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.finetune import finetune
+from quark.onnx.algorithms.gptq import solve_weights
 from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
@@ -29,7 +38,11 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
     QuarotConfig: rotate,
 }
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
-AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
+AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
+    GPTQConfig: solve_weights,
+    AdaRoundConfig: finetune,
+    AdaQuantConfig: finetune,
+}
 
 
 def check_algorithms(algorithms: Sequence[Any]) -> None:
