@@ -101,10 +101,12 @@ class Decoder(Builder):
         weight = weight @ self.turn if writes else self.turn.T @ weight
         bias = self.random.normal(0, 0.2, columns)
         bias = bias @ self.turn if writes else bias
-        names = [self.constant(f"{name}_w", weight.T if self.odd == "gemm" and (writes or name == "y") else weight)]
-        if self.odd == "gemm" and (writes or name == "y"):
+        names = [self.constant(f"{name}_w", weight.T if self.odd == "gemm" else weight)]
+        if self.odd == "gemm":
             flat = self.node("Reshape", [x, self.integers(f"{name}_rows", [-1, rows])], f"{name}_flat")
-            y = self.node("Gemm", [flat, *names, self.constant(f"{name}_b", bias)], f"{name}_2d", transB=1)
+            y = self.node(
+                "Gemm", [flat, *names, self.constant(f"{name}_b", bias)], f"{name}_2d", transB=1, alpha=0.5, beta=2.0
+            )
             return self.node("Reshape", [y, self.integers(f"{name}_shape", [-1, TOKENS, columns])], name)
         y = self.node("MatMul", [x, *names], f"{name}_mm" if self.biased else name)
         if self.biased and writes and self.kind.startswith("Skip"):
@@ -176,7 +178,7 @@ def test_every_form_of_norm_is_found_and_the_function_stays(norm: str, biased: b
 
 @pytest.mark.parametrize("odd", ["positions", "scaled", "last", "gemm"])
 def test_what_may_stand_on_a_stream(odd: str) -> None:
-    model = Decoder(odd=odd).proto()
+    model = Decoder("LayerNormalization" if odd == "gemm" else "parts", odd=odd).proto()
     count, done = rotated(model)
     assert count == WEIGHTS + {"positions": 1, "gemm": 4}.get(odd, 0)
     reference, found = run(model, feeds()[3]), run(done, feeds()[3])

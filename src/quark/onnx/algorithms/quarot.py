@@ -99,8 +99,7 @@ def _taken_gain(norm: Norm, places: tuple[Place, ...], rotation: Rotation, width
         if all(bias is not None for bias in biases):
             for place, bias in zip(places, biases, strict=True):
                 assert bias is not None
-                moved = shift @ np.moveaxis(place.array, place.axis, 0).astype(np.float64)
-                bias.change(partial(np.add, moved), len(moved))
+                _move(shift, place, bias)
             shift = np.zeros(width)
         elif (gain == 0).any():
             raise StructureError(
@@ -113,6 +112,16 @@ def _taken_gain(norm: Norm, places: tuple[Place, ...], rotation: Rotation, width
     if norm.gain is not None:
         norm.gain.change(np.ones_like, width)
     return gain
+
+
+def _move(shift: Array, place: Place, bias: Place) -> None:
+    """Let the bias of a layer take over what its weight makes of the shift; a Gemm has factors on both."""
+    attributes = place.node.attributes
+    factor = attributes.get_float("alpha", 1.0)
+    if bias.node is place.node:
+        factor /= attributes.get_float("beta", 1.0)
+    moved = factor * (shift @ np.moveaxis(place.array, place.axis, 0).astype(np.float64))
+    bias.change(partial(np.add, moved), len(moved))
 
 
 class _Kept:
