@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import AdaQuantConfig, AdaRoundConfig, CLEConfig, GPTQConfig, SmoothQuantConfig
+from quark.onnx.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    CLEConfig,
+    GPTQConfig,
+    QuarotConfig,
+    SmoothQuantConfig,
+)
 from quark.onnx.algorithms.cle import equalize
 from quark.onnx.algorithms.finetune import finetune
 from quark.onnx.algorithms.gptq import solve_weights
+from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,
     SmoothQuantConfig: smooth,
+    QuarotConfig: rotate,
 }
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
