@@ -11,6 +11,7 @@ from quark.onnx.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AlgoConfig,
+    AutoMixprecisionConfig,
     BiasCorrectionConfig,
     CLEConfig,
     GPTQConfig,
@@ -33,7 +34,8 @@ def lower_algorithms(
     Args:
         given: Algorithm configs.
         options: Extra options, checked.
-        flags: The legacy include_cle, include_sq, include_rotation and include_fast_ft; empty for QConfig.
+        flags: The legacy include_cle, include_sq, include_rotation, include_fast_ft and include_auto_mp; empty for
+            QConfig.
 
     Raises:
         ConfigError: an entry of an option is unknown or wrong.
@@ -56,6 +58,8 @@ def _asked(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoCo
         found.append(GPTQConfig.from_options(value_of(options, "GPTQParams")))
     if flags.get("include_fast_ft", bool(value_of(options, "FastFinetune"))):
         found.append(_finetune(value_of(options, "FastFinetune")))
+    if flags.get("include_auto_mp", bool(value_of(options, "AutoMixprecision"))):
+        found.append(AutoMixprecisionConfig.from_options(value_of(options, "AutoMixprecision")))
     return found
 
 

@@ -8,7 +8,7 @@ CLE option that differs from its default, is passed on in `algorithms`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.algo_configs import AlgoConfig
+from quark.onnx.algo_configs import AlgoConfig, AutoMixprecisionConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
 from quark.onnx.lower_algorithms import lower_algorithms
@@ -44,7 +44,6 @@ UNSUPPORTED_FIELDS = {
     "input_nodes": "exclude the nodes before them instead",
     "output_nodes": "exclude the nodes after them instead",
     "reduce_range": "7-bit codes are not part of this version",
-    "include_auto_mp": "mixed precision by search is not part of this version",
     "crypto_mode": "not part of this version",
 }
 FIELD_OPTIONS = {
@@ -60,7 +59,7 @@ FIELD_OPTIONS = {
 """Legacy field -> the option that says the same, and wins."""
 
 
-FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft")
+FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft", "include_auto_mp")
 
 
 @dataclass(frozen=True)
@@ -79,19 +78,22 @@ class Request:
     exclude: tuple[Any, ...] = ()
 
 
-def lower(config: QConfig | Config | QuantizationConfig) -> Settings:
+def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[AlgoConfig] = ()) -> Settings:
     """The settings of a config, which stays as it is.
+
+    Args:
+        config: The config.
+        algorithms: Algorithms after those of the config.
 
     Raises:
         ConfigError: it is no config, or fields contradict each other.
         NotSupportedError: an option or a type that this version does not have.
     """
-    if isinstance(config, QConfig):
-        return _settings(_from_qconfig(config))
     if isinstance(config, Config):
         config = config.global_quant_config
-    if isinstance(config, QuantizationConfig):
-        return _settings(_from_legacy(config))
+    if isinstance(config, (QConfig, QuantizationConfig)):
+        request = _from_qconfig(config) if isinstance(config, QConfig) else _from_legacy(config)
+        return _settings(replace(request, algorithms=(*request.algorithms, *algorithms)))
     raise ConfigError(f"Expected a QConfig or a Config, got {config!r} ({type(config).__name__}).")
 
 
@@ -178,16 +180,15 @@ def _settings(request: Request) -> Settings:
         spec, int32_bias = _global_layer(request, weights_only)
     transformer = value_of(options, "EnableNPUTransformer")
     const_only = value_of(options, "MatMulConstBOnly")
+
+    def lowered(own: QLayerConfig) -> LayerSpec:
+        return _own_layer(own, spec, options, int32_bias)
+
     return Settings(
         layer=spec,
-        by_name=tuple(
-            (tuple(map(as_scope, scopes)), _own_layer(own, spec, options, int32_bias))
-            for own, scopes in request.by_name.items()
-        ),
-        by_type=tuple(
-            (tuple(names), None if own is None else _own_layer(own, spec, options, int32_bias))
-            for own, names in request.by_type.items()
-        ),
+        by_name=tuple((tuple(map(as_scope, scopes)), lowered(own)) for own, scopes in request.by_name.items()),
+        by_type=tuple((tuple(names), lowered(own) if own else None) for own, names in request.by_type.items()),
+        mixed=tuple((lowered(own), names) for own, names in _targets(request)),
         exclude=tuple(map(as_scope, request.exclude)),
         op_types=_op_types(options, transformer),
         all_op_types=value_of(options, "QuantizeAllOpTypes"),
@@ -281,6 +282,32 @@ def _own_layer(own: QLayerConfig, base: LayerSpec, options: Mapping[str, Any], i
         # There is no int32 bias under a float or block type.
         bias = _one_scale(weight)
     return LayerSpec(weight, bias, activation, output)
+
+
+def _targets(request: Request) -> list[tuple[QLayerConfig, tuple[str, ...] | None]]:
+    """The targets of mixed precision, each with the names that are given to it; None for any."""
+    configs = [algorithm for algorithm in request.algorithms if isinstance(algorithm, AutoMixprecisionConfig)]
+    if not configs:
+        return []
+    target = configs[0].target_layer_config
+    if isinstance(target, Mapping):
+        entries: list[tuple[Any, Any]] = [(own, tuple(names)) for own, names in target.items()]
+    else:
+        entries = [(own, None) for own in (target if isinstance(target, (list, tuple)) else [target])]
+    named = [name for _, names in entries for name in names or ()]
+    if len(configs) > 1 or not entries or len(named) > len(set(named)) or [names for _, names in entries].count(()) > 1:
+        raise ConfigError(
+            "AutoMixprecisionConfig: one config, with at least one target_layer_config, each node in one of them at "
+            f"most, and one that maps to [] at most. Got {len(configs)} configs and targets for {entries}."
+        )
+    for own, _ in entries:
+        if not isinstance(own, QLayerConfig):
+            raise ConfigError(
+                "AutoMixprecisionConfig.target_layer_config: expected a QLayerConfig, a list of them or "
+                f"{{QLayerConfig: [node names]}}, got {own!r}."
+            )
+    keeps_bias = value_of(request.options, "QuantizeBias")
+    return [(own if keeps_bias else replace(own, bias=None), names) for own, names in entries]
 
 
 def _op_types(options: Mapping[str, Any], transformer: bool) -> tuple[str, ...]:

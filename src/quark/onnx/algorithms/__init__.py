@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import CLEConfig
+from quark.onnx.algo_configs import AutoMixprecisionConfig, CLEConfig
+from quark.onnx.algorithms.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.cle import equalize
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {CLEConfig: equalize}
-PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
+PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
+    AutoMixprecisionConfig: mix_precision
+}
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
 
 
