@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx
@@ -161,7 +161,14 @@ def _random(model: ir.Model, settings: Settings) -> RandomDataReader:
     return RandomDataReader(model, dict(settings.random_shapes), dict(settings.random_ranges))
 
 
-def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, settings: Settings) -> None:
+class Collector(Protocol):
+    """Whatever looks at the values of a tensor, sample by sample."""
+
+    def update(self, x: Any) -> None:
+        """See the values of one sample."""
+
+
+def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, settings: Settings) -> None:
     """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
     if reader is None and settings.random_data:
         reader = _random(model, settings)
@@ -188,7 +195,7 @@ def collect(model: ir.Model, observers: Mapping[str, Observer], reader: Any, set
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
 
 
-def _update(observers: Mapping[str, Observer], values: Mapping[str, Any]) -> None:
+def _update(observers: Mapping[str, Collector], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         observers[name].update(np.asarray(value))
 

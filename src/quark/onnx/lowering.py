@@ -8,7 +8,7 @@ CLE option that differs from its default, is passed on in `algorithms`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,16 +16,16 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.algo_configs import AlgoConfig, AutoMixprecisionConfig
+from quark.onnx.algo_configs import AlgoConfig, GPTQConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
-from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_algorithms import lower_algorithms, targets
 from quark.onnx.lower_npu import npu_settings
 from quark.onnx.lower_passes import lower_passes
 from quark.onnx.lower_placement import placement_settings
-from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
+from quark.onnx.lower_tensors import data_type_of, is_integer, lower_gptq, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
-from quark.onnx.settings import Settings
+from quark.onnx.settings import Scope, Settings
 from quark.onnx.specs import Int32, QTensorConfig
 from quark.onnx.targets import TARGETS
 from quark.onnx.types import (
@@ -58,7 +58,8 @@ FIELD_OPTIONS = {
 }
 """Legacy field -> the option that says the same, and wins."""
 
-
+SOLVED = ("MatMul", "Gemm")
+"""Op types whose weights GPTQ decides."""
 FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft", "include_auto_mp")
 
 
@@ -83,17 +84,18 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
 
     Args:
         config: The config.
-        algorithms: Algorithms after those of the config.
+        algorithms: Algorithms to run after its own.
 
     Raises:
         ConfigError: it is no config, or fields contradict each other.
         NotSupportedError: an option or a type that this version does not have.
     """
+    if isinstance(config, QConfig):
+        return _settings(_from_qconfig(config), algorithms)
     if isinstance(config, Config):
         config = config.global_quant_config
-    if isinstance(config, (QConfig, QuantizationConfig)):
-        request = _from_qconfig(config) if isinstance(config, QConfig) else _from_legacy(config)
-        return _settings(replace(request, algorithms=(*request.algorithms, *algorithms)))
+    if isinstance(config, QuantizationConfig):
+        return _settings(_from_legacy(config), algorithms)
     raise ConfigError(f"Expected a QConfig or a Config, got {config!r} ({type(config).__name__}).")
 
 
@@ -163,32 +165,32 @@ def _legacy_method(method: Any) -> tuple[CalibMethod, ScaleType]:
     return CalibMethod[method.name], ScaleType.Float32
 
 
-def _settings(request: Request) -> Settings:
+def _settings(request: Request, further: Sequence[AlgoConfig] = ()) -> Settings:
     options = dict(request.options)
-    layer = request.layer
+    layer, algorithms = request.layer, (*request.algorithms, *further)
+    gptq = next((algorithm for algorithm in algorithms if isinstance(algorithm, GPTQConfig)), None)
     assert layer.weight is not None
     if not is_integer(layer.weight):
         # Float and block weights stay float values behind a Q/DQ pair: asking for it changes nothing.
         options.pop("AddQDQPairToWeight", None)
     refuse_unsupported(options)
-    nbits = lower_nbits(options) if value_of(options, "UseMatMulNBits") else None
-    weights_only = value_of(options, "WeightsOnly") or nbits is not None
+    nbits = lower_nbits(options, gptq) if value_of(options, "UseMatMulNBits") else None
+    weights_only = bool(options.get("WeightsOnly", gptq is not None)) or nbits is not None
     if nbits is not None:
         spec, int32_bias = LayerSpec(weight=nbits[0]), False
         options["OpTypesToQuantize"] = ["MatMul"]
     else:
         spec, int32_bias = _global_layer(request, weights_only)
+    solved = None if gptq is None or nbits is not None else _solved_layer(request, gptq, spec)
+    # Where nothing else says that activations stay in float, so does all that GPTQ does not solve.
+    alone = solved and weights_only and not ("WeightsOnly" in options or value_of(options, "OpTypesToQuantize"))
     transformer = value_of(options, "EnableNPUTransformer")
     const_only = value_of(options, "MatMulConstBOnly")
-
-    def lowered(own: QLayerConfig) -> LayerSpec:
-        return _own_layer(own, spec, options, int32_bias)
-
     return Settings(
-        layer=spec,
-        by_name=tuple((tuple(map(as_scope, scopes)), lowered(own)) for own, scopes in request.by_name.items()),
-        by_type=tuple((tuple(names), lowered(own) if own else None) for own, names in request.by_type.items()),
-        mixed=tuple((lowered(own), names) for own, names in _targets(request)),
+        layer=LayerSpec() if alone else spec,
+        by_name=tuple(_by_name(request, spec, options, int32_bias)),
+        by_type=(*(((SOLVED, solved),) if solved else ()), *_by_type(request, spec, options, int32_bias)),
+        mixed=tuple((_own_layer(own, spec, options, int32_bias), names) for own, names in targets(algorithms, options)),
         exclude=tuple(map(as_scope, request.exclude)),
         op_types=_op_types(options, transformer),
         all_op_types=value_of(options, "QuantizeAllOpTypes"),
@@ -210,14 +212,10 @@ def _settings(request: Request) -> Settings:
         **npu_settings(options, request.npu_cnn, spec),
         **placement_settings(options),
         percentile=_percentile(options),
-        calibration_samples=_samples(options),
-        statistics=value_of(options, "Statistics"),
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
-        random_data=value_of(options, "UseRandomData"),
-        random_shapes=_per_input(options, "RandomDataReaderInputShape"),
-        random_ranges=_per_input(options, "RandomDataReaderInputDataRange"),
-        algorithms=request.algorithms,
+        **_data(options),
+        algorithms=algorithms,
         external_data=request.external_data,
         providers=tuple(value_of(options, "ExecutionProviders")),
         **lower_passes(options, request.npu_cnn or transformer, request.extended),
@@ -252,6 +250,28 @@ def _global_layer(request: Request, weights_only: bool) -> tuple[LayerSpec, bool
     return LayerSpec(weight, bias, activation, output), False
 
 
+def _by_name(
+    request: Request, base: LayerSpec, options: Mapping[str, Any], int32_bias: bool
+) -> Iterator[tuple[tuple[Scope, ...], LayerSpec]]:
+    for own, scopes in request.by_name.items():
+        yield tuple(map(as_scope, scopes)), _own_layer(own, base, options, int32_bias)
+
+
+def _by_type(
+    request: Request, base: LayerSpec, options: Mapping[str, Any], int32_bias: bool
+) -> Iterator[tuple[tuple[str, ...], LayerSpec | None]]:
+    for own, names in request.by_type.items():
+        yield tuple(names), None if own is None else _own_layer(own, base, options, int32_bias)
+
+
+def _solved_layer(request: Request, config: GPTQConfig, spec: LayerSpec) -> LayerSpec:
+    """The specs of the nodes that GPTQ solves."""
+    if request.dynamic:
+        raise NotSupportedError("GPTQ with dynamic activations is not part of this version; possible: static, or none.")
+    assert spec.weight is not None
+    return replace(spec, weight=lower_gptq(config, spec.weight))
+
+
 def _one_scale(weight: TensorSpec) -> TensorSpec:
     """The spec of a bias that is quantized like its weight."""
     return replace(weight, granularity=PerTensor()) if isinstance(weight.granularity, PerChannel) else weight
@@ -284,32 +304,6 @@ def _own_layer(own: QLayerConfig, base: LayerSpec, options: Mapping[str, Any], i
     return LayerSpec(weight, bias, activation, output)
 
 
-def _targets(request: Request) -> list[tuple[QLayerConfig, tuple[str, ...] | None]]:
-    """The targets of mixed precision, each with the names that are given to it; None for any."""
-    configs = [algorithm for algorithm in request.algorithms if isinstance(algorithm, AutoMixprecisionConfig)]
-    if not configs:
-        return []
-    target = configs[0].target_layer_config
-    if isinstance(target, Mapping):
-        entries: list[tuple[Any, Any]] = [(own, tuple(names)) for own, names in target.items()]
-    else:
-        entries = [(own, None) for own in (target if isinstance(target, (list, tuple)) else [target])]
-    named = [name for _, names in entries for name in names or ()]
-    if len(configs) > 1 or not entries or len(named) > len(set(named)) or [names for _, names in entries].count(()) > 1:
-        raise ConfigError(
-            "AutoMixprecisionConfig: one config, with at least one target_layer_config, each node in one of them at "
-            f"most, and one that maps to [] at most. Got {len(configs)} configs and targets for {entries}."
-        )
-    for own, _ in entries:
-        if not isinstance(own, QLayerConfig):
-            raise ConfigError(
-                "AutoMixprecisionConfig.target_layer_config: expected a QLayerConfig, a list of them or "
-                f"{{QLayerConfig: [node names]}}, got {own!r}."
-            )
-    keeps_bias = value_of(request.options, "QuantizeBias")
-    return [(own if keeps_bias else replace(own, bias=None), names) for own, names in entries]
-
-
 def _op_types(options: Mapping[str, Any], transformer: bool) -> tuple[str, ...]:
     return tuple(value_of(options, "OpTypesToQuantize")) or (("Gemm", "MatMul") if transformer else ())
 
@@ -339,6 +333,17 @@ def _percentile(options: Mapping[str, Any]) -> float:
     if not 50 < value <= 100:
         raise ConfigError(f"Percentile={value}: it must be over 50 and at most 100.")
     return value
+
+
+def _data(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is calibrated on."""
+    return {
+        "calibration_samples": _samples(options),
+        "statistics": value_of(options, "Statistics"),
+        "random_data": value_of(options, "UseRandomData"),
+        "random_shapes": _per_input(options, "RandomDataReaderInputShape"),
+        "random_ranges": _per_input(options, "RandomDataReaderInputDataRange"),
+    }
 
 
 def _samples(options: Mapping[str, Any]) -> int | None:

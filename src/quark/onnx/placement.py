@@ -19,6 +19,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.block_axes import refine_block_axes
 from quark.onnx.borders import split_borders, widen_sources
 from quark.onnx.dynamic import fits_dynamic
+from quark.onnx.edit import added_bias, read_once
 from quark.onnx.masks import is_mask, masked_values
 from quark.onnx.matmul_nbits import fits_nbits
 from quark.onnx.model import constant, is_constant
@@ -38,7 +39,9 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
-"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float."""
+"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float.
+
+The Mul reads what that node gives before it is quantized, even where other nodes read it afterwards."""
 
 
 @dataclass
@@ -229,19 +232,9 @@ def _worth_quantizing(node: ir.Node, target: Target, placement: Placement) -> bo
 
 def _place_added_bias(node: ir.Node, placement: Placement) -> None:
     """Make the constant that alone is added to a MatMul its int32 bias."""
-    uses = list(node.outputs[0].uses())
-    if (
-        node.op_type != "MatMul"
-        or (node, 1) not in placement.weights
-        or len(uses) != 1
-        or uses[0].node.op_type != "Add"
-    ):
-        return
-    add = uses[0].node
-    other = add.inputs[1 - uses[0].idx]
-    bias = constant(other)
-    if bias is not None and bias.ndim == 1 and node.inputs[0] in placement.activations:
-        placement.added_biases[add, 1 - uses[0].idx] = node
+    place = added_bias(node)
+    if place is not None and (node, 1) in placement.weights and node.inputs[0] in placement.activations:
+        placement.added_biases[place] = node
 
 
 def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
@@ -343,8 +336,9 @@ def _fuse(placement: Placement, settings: Settings) -> None:
             producer = None if value is None else value.producer()
             if value is None or producer is None or producer not in quantized:
                 continue
-            alone = len(list(value.uses())) == 1 and not value.is_graph_output()
-            if FACTOR in node.meta or (alone and (producer.op_type, node.op_type) in settings.fused):
+            alone = read_once(value)
+            factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
+            if factored or (alone and (producer.op_type, node.op_type) in settings.fused):
                 spec = placement.activations.pop(value, None)
                 if spec is not None and producer in placement.own and node.outputs[0] in placement.activations:
                     placement.activations[node.outputs[0]] = spec

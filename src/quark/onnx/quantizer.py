@@ -55,8 +55,8 @@ class ModelQuantizer:
 
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
-        self.config = config
-        self.settings, self._lower = lower(config), lower
+        self.config, self._lower = config, lower
+        self.settings = lower(config)
 
     def quantize_model(
         self,
@@ -87,10 +87,7 @@ class ModelQuantizer:
             if calibration_data_reader is not None:
                 raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
             calibration_data_reader = PathDataReader(model_input, calibration_data_path)
-        settings = self.settings
-        if algorithms:
-            mixed = self._lower(self.config, algorithms).mixed
-            settings = replace(settings, algorithms=(*settings.algorithms, *algorithms), mixed=mixed)
+        settings = self._lower(self.config, tuple(algorithms)) if algorithms else self.settings
         check_algorithms(settings.algorithms)
         model = quantize(load(model_input), settings, calibration_data_reader)
         logger.info("Model quantization has been completed.")

@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import AutoMixprecisionConfig, CLEConfig
+from quark.onnx.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    AutoMixprecisionConfig,
+    CLEConfig,
+    GPTQConfig,
+    SmoothQuantConfig,
+)
 from quark.onnx.algorithms.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.cle import equalize
+from quark.onnx.algorithms.finetune import finetune
+from quark.onnx.algorithms.gptq import solve_weights
+from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
 from quark.onnx.settings import Settings
@@ -22,11 +32,18 @@ from quark.onnx.settings import Settings
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {CLEConfig: equalize}
+BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
+    CLEConfig: equalize,
+    SmoothQuantConfig: smooth,
+}
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
     AutoMixprecisionConfig: mix_precision
 }
-AFTER: dict[type[Any], Callable[[Job, Any], int]] = {}
+AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
+    GPTQConfig: solve_weights,
+    AdaRoundConfig: finetune,
+    AdaQuantConfig: finetune,
+}
 
 
 def check_algorithms(algorithms: Sequence[Any]) -> None:

@@ -1,0 +1,349 @@
+"""Reconstruction: a learner of one layer's weight is fed batches of rows until its output is the float layer's.
+
+    Z = X W~^T + b         X (rows, groups * columns), W~ (groups, outputs of a group, columns)
+    loss = mean over rows of || q(f(Z)) - Y ||^2        f: an activation, q: the output's own rounding, or neither
+
+Every layer with a weight is such a product: a convolution's rows are the patches under its output positions. A batch
+is some of the samples, and of each at most some of its rows, which are stored in random order: any run of them is a
+random choice, and one of a convolution's thousands of positions costs what it is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from quark.core.array import Array, namespace
+from quark.core.quantize import dequantize, fake_quantize
+from quark.core.scales import QParams
+from quark.core.solvers.rounding import Adam
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError, NonFiniteError
+
+MEASURED_ROWS = 1024
+"""Rows at once when the loss of all data is measured."""
+
+WINDOWS = 10
+"""How often in a training its mean loss is looked at."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, on what, and how fast.
+
+    Attributes:
+        iterations: Steps of Adam.
+        rate: Its learning rate.
+        samples: Samples of a batch.
+        batches: Batches of an iteration, whose gradients are averaged.
+        rows: Most rows of a batch.
+        early_stop: End when the mean loss of a tenth of the iterations is not below that of the best one before.
+        warm_start: Share of the iterations before the regularizer is felt.
+        beta: Exponent of the regularizer after the warm start, and at the end.
+        drop_ratio: Share of the inputs that come from the quantized model, the others from the float one.
+        seed: Of everything random.
+        period: Iterations between two calls of `note`.
+    """
+
+    iterations: int
+    rate: float
+    samples: int = 1
+    batches: int = 1
+    rows: int = 256
+    early_stop: bool = False
+    warm_start: float = 0.2
+    beta: tuple[float, float] = (20.0, 2.0)
+    drop_ratio: float = 1.0
+    seed: int = 0
+    period: int = 100
+
+    def beta_at(self, iteration: int) -> float | None:
+        """The exponent, or None while the start is warm."""
+        start = self.warm_start * self.iterations
+        if iteration < start:
+            return None
+        first, last = self.beta
+        return last + 0.5 * (first - last) * (1 + math.cos(math.pi * (iteration - start) / (self.iterations - start)))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Clip, Relu, LeakyRelu and PRelu in one: y = clip(z, low, high), where negative z counts `slope` times."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    slope: Array | float = 1.0
+
+    def __call__(self, z: Array) -> Array:
+        return namespace(z).where(z < 0, z * self.slope, z).clip(self.low, self.high)
+
+    def derivative(self, z: Array) -> Array:
+        """dy/dz, 0 at the ends."""
+        y = namespace(z).where(z < 0, z * self.slope, z)
+        inside = (y > self.low) & (y < self.high)
+        return namespace(z).where(z < 0, self.slope, 1.0) * inside
+
+
+@dataclass(frozen=True)
+class OutputGrid:
+    """Rounding of the output: passed by the gradient within the range, and by nothing beyond."""
+
+    params: QParams
+    spec: TensorSpec
+
+    def __call__(self, y: Array) -> Array:
+        return fake_quantize(y, self.params, self.spec)
+
+    def derivative(self, y: Array) -> Array:
+        """1 within the range, 0 beyond."""
+        if not self.spec.has_zero_point:
+            return y * 0 + 1
+        low, high = (
+            dequantize(y * 0 + end, self.params, self.spec) for end in (self.spec.dtype.min, self.spec.dtype.max)
+        )
+        return (y >= low) & (y <= high)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a layer is trained on.
+
+    Attributes:
+        inputs: X~, (rows, groups * columns).
+        targets: f(Y), (rows, outputs).
+        starts: Where the rows of each sample start, and the end: samples + 1 numbers.
+        floats: X, where some of the inputs come from the float model; same shape as inputs.
+    """
+
+    inputs: Array
+    targets: Array
+    starts: Sequence[int]
+    floats: Array | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        return len(self.starts) - 1
+
+    def pick(self, training: Training, random: np.random.Generator) -> list[slice]:
+        """The rows of one iteration."""
+        each = max(1, training.rows // training.samples)
+        found = []
+        for _ in range(training.batches):
+            for sample in random.permutation(self.samples)[: training.samples]:
+                start, stop = self.starts[sample : sample + 2]
+                if stop - start > each:
+                    start += int(random.integers(stop - start - each + 1))
+                found.append(slice(start, min(stop, start + each)))
+        return found
+
+
+class Learner(Protocol):
+    """AdaRound or AdaQuant."""
+
+    value: Array
+    nearest: Array
+
+    def step(self, gradient: Array, rate: float, beta: float | None) -> None:
+        """Learn from dL/dW~."""
+
+    def penalty(self, beta: float) -> float | None:
+        """The regularizer, if there is one."""
+
+    def rounded(self) -> Array:
+        """The result."""
+
+
+@dataclass
+class Unit:
+    """A layer and what follows it, on rows.
+
+    Attributes:
+        matrix: The weight as (groups, outputs of a group, columns); a view where it can be one.
+        native: Back.
+        flipped: Whether the weight lies in memory as (columns, outputs).
+        bias: (outputs,) or None.
+        after: What follows the product, in order.
+    """
+
+    matrix: Callable[[Array], Array]
+    native: Callable[[Array], Array]
+    flipped: bool = False
+    bias: Array | None = None
+    after: tuple[Activation | OutputGrid, ...] = ()
+
+    def product(self, x: Array, weight: Array) -> Array:
+        """Z of rows x (r, groups * columns), shape (r, outputs)."""
+        groups, outputs, columns = weight.shape
+        if groups == 1:
+            z = x @ weight[0].T
+        elif outputs == 1:
+            z = (x.view(-1, groups, columns) * weight[:, 0]).sum(-1)
+        else:
+            parts = x.view(-1, groups, columns).transpose(0, 1)
+            z = (parts @ weight.transpose(1, 2)).transpose(0, 1).reshape(len(x), -1)
+        return z if self.bias is None else z.add_(self.bias)
+
+    def pull(self, x: Array, error: Array, shape: Sequence[int]) -> Array:
+        """The gradient of the weight, (groups, outputs, columns) = `shape`, from that of Z."""
+        groups, outputs, columns = shape
+        if groups == 1:
+            return ((x.T @ error).T if self.flipped else error.T @ x)[None]
+        parts = x.view(-1, groups, columns)
+        if outputs == 1:
+            return (error[:, :, None] * parts).sum(0)[:, None]
+        return error.view(-1, groups, outputs).permute(1, 2, 0) @ parts.transpose(0, 1)
+
+    def forward(self, x: Array, weight: Array) -> tuple[Array, Array]:
+        """The output, and its derivative by Z."""
+        y = self.product(x, weight)
+        slope = namespace(y).ones((), device=y.device)
+        for step in self.after:
+            slope = slope * step.derivative(y)
+            y = step(y)
+        return y, slope
+
+    def loss(self, rows: Rows, weight: Array) -> float:
+        """Mean over all rows of the squared error."""
+        matrix, total = self.matrix(weight), 0.0
+        for start in range(0, len(rows.inputs), MEASURED_ROWS):
+            part = slice(start, start + MEASURED_ROWS)
+            y, _ = self.forward(_on(rows.inputs[part], weight), matrix)
+            total += float(y.sub_(_on(rows.targets[part], weight)).square_().sum())
+        return total / len(rows.inputs)
+
+
+@dataclass
+class Outcome:
+    """What a training gave.
+
+    Attributes:
+        weight: The best weight found, on its grid; that of nearest codes where none is better.
+        bias: That goes with it.
+        nearest, learned: Loss over all rows before and after.
+        iterations: How many ran.
+    """
+
+    weight: Array
+    bias: Array | None
+    nearest: float
+    learned: float
+    iterations: int = 0
+
+    @property
+    def gained(self) -> bool:
+        """Whether learning helped."""
+        return self.learned < self.nearest
+
+
+def train(
+    unit: Unit,
+    rows: Rows,
+    learner: Learner,
+    training: Training,
+    learns_bias: bool = False,
+    note: Callable[[int, float], None] | None = None,
+) -> Outcome:
+    """Train the learner, and the unit's bias if it `learns_bias`.
+
+    The weight is rounded and measured on all rows at every tenth of the training; the best one counts.
+
+    Raises:
+        CalibrationError: Fewer samples than a batch has, or the loss grows beyond what the output zero would give.
+        NonFiniteError: The loss is NaN or Inf.
+    """
+    if rows.samples < training.samples:
+        raise CalibrationError(f"batch_size={training.samples} needs as many samples; there are {rows.samples}.")
+    random, window = np.random.default_rng(training.seed), max(1, training.iterations // WINDOWS)
+    nearest = unit.loss(rows, learner.nearest)
+    result = Outcome(learner.nearest, _copy(unit.bias), nearest, nearest)
+    watch, bias, total = _Watch(training.early_stop, nearest, _energy(rows)), None, 0.0
+    if learns_bias:
+        unit.bias = _copy(unit.bias)
+        bias = Adam(unit.bias)
+    for iteration in range(training.iterations):
+        x, target = _batch(rows, training, random, learner.value)
+        matrix = unit.matrix(learner.value)
+        error, slope = unit.forward(x, matrix)
+        error -= target
+        loss = (error * error).sum() / len(x)
+        error *= slope * (2 / len(x))
+        beta = training.beta_at(iteration)
+        learner.step(unit.native(unit.pull(x, error, matrix.shape)).contiguous(), training.rate, beta)
+        if bias is not None:
+            bias.step(training.rate, error.sum(0))
+        total += loss
+        result.iterations = iteration + 1
+        if note is not None and iteration % training.period == 0:
+            note(iteration, float(loss))
+        if (iteration + 1) % window == 0 or iteration + 1 == training.iterations:
+            watch.check(float(total) / window)
+            _keep_best(result, unit, rows, learner)
+            if beta is not None and watch.ends(float(total) / window, learner.penalty(beta)):
+                break
+            total = 0.0
+    return result
+
+
+def _keep_best(result: Outcome, unit: Unit, rows: Rows, learner: Learner) -> None:
+    weight = learner.rounded()
+    loss = unit.loss(rows, weight)
+    if loss < result.learned:
+        result.weight, result.bias, result.learned = _copy(weight), _copy(unit.bias), loss
+
+
+def _copy(x: Array | None) -> Array | None:
+    return None if x is None else x.clone()
+
+
+@dataclass
+class _Watch:
+    """Looks at the mean loss of each tenth of the training."""
+
+    early_stop: bool
+    nearest: float
+    energy: float
+    best: float = math.inf
+
+    def check(self, loss: float) -> None:
+        """Raise an error where the training leads nowhere."""
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"The loss is {loss}: a lower learning_rate may help, or the data holds NaN or Inf.")
+        if loss > 2 * self.energy and loss > 10 * self.nearest:
+            raise CalibrationError(
+                f"The training diverges: loss {loss:.3g}, without it {self.nearest:.3g}. A lower learning_rate may help."
+            )
+
+    def ends(self, loss: float, penalty: float | None) -> bool:
+        """Whether nothing is to be gained: every weight has decided, or an early stop was asked for."""
+        measure = loss if penalty is None else penalty
+        worse = self.early_stop and measure >= self.best
+        self.best = min(self.best, measure)
+        return worse or penalty == 0.0
+
+
+def _energy(rows: Rows) -> float:
+    return float((rows.targets[:MEASURED_ROWS] ** 2).sum()) / min(len(rows.targets), MEASURED_ROWS)
+
+
+def _batch(rows: Rows, training: Training, random: np.random.Generator, near: Array) -> tuple[Array, Array]:
+    """Inputs and targets of one iteration, on the device of `near`."""
+    picked = rows.pick(training, random)
+
+    def gather(x: Array) -> Array:
+        return _on(x[picked[0]] if len(picked) == 1 else namespace(x).cat([x[part] for part in picked]), near)
+
+    inputs = gather(rows.inputs)
+    if rows.floats is not None:
+        keep = random.random(tuple(inputs.shape), np.float32) < training.drop_ratio
+        xp = namespace(inputs)
+        inputs = xp.where(_on(xp.as_tensor(keep), near), inputs, gather(rows.floats))
+    return inputs, gather(rows.targets)
+
+
+def _on(x: Array, near: Array) -> Array:
+    return x.to(near.device, non_blocking=True)
