@@ -26,6 +26,7 @@ from quark.onnx import (
     QConfig,
     QLayerConfig,
     QuantizationConfig,
+    specs,
 )
 from quark.onnx.config import Config
 from quark.onnx.presets import get_default_config
@@ -174,6 +175,15 @@ def test_size_budget(lines: list[str]) -> None:
         mixed(size_budget=10**6)
     grown = changed(mixed(base=INT8, target=INT16, size_budget=896 + 256 + 128), "int16")
     assert "four" in grown and len(grown) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("BFP16", 9), ("MXInt8", 8.25), ("MX6", 6), ("MXFP4E2M1", 4.25), ("Int4", 4)]
+)
+def test_bytes_of_weights(name: str, bits: float, lines: list[str]) -> None:
+    """896 weights; a block of 8 (BFP16), 32 (MX) or 16 (MX6, whose pairs have another bit) shares 8 bits."""
+    mixed(target=QLayerConfig(weight=getattr(specs, f"{name}Spec")()))
+    assert f"; {896 * bits / 8:.0f} bytes of weights, of {896 * 4} in float." in lines[-2]
 
 
 def test_size_and_threshold_hold_together(alone: dict[tuple[str, ...], float]) -> None:
@@ -372,7 +382,7 @@ def counting(limit: int = 10**6) -> tuple[list[int], Callable[[Any, Any], float]
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Two calls are for none and all of the layers, then one for each."""
+    """Two calls are for none and all of the layers, one for each, the last for the result."""
     file = tmp_path / "sensitivity.json"
     _, killed = counting(2 + 3)
     with pytest.raises(Killed):
@@ -380,7 +390,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["results"]) == 3 and list(tmp_path.iterdir()) == [file]
     calls, whole = counting()
     made = mixed(metric_distance_fn=whole, sensitivity_cache_file=str(file))
-    assert len(calls) == 2 + 1 and made == mixed()
+    assert len(calls) == 2 + 1 + 1 and made == mixed()
     calls, whole = counting()
     mixed(metric_distance_fn=whole, sensitivity_cache_file=str(file), metric_threshold=None)
     assert len(calls) == 2 and len(json.loads(file.read_text())["results"]) == 4
@@ -461,6 +471,25 @@ def test_the_legacy_flag_the_option_and_the_argument_say_the_same() -> None:
         ModelQuantizer(Config(QuantizationConfig(include_auto_mp=True)))
 
 
+def test_configs_that_went_through_json() -> None:
+    entries = {"TargetLayerConfig": INT8, "IncludeLayers": ["two"]}
+    config = QConfig(INT16, UseQDQContribOps=False, AutoMixprecision=entries)
+    again = QConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert ModelQuantizer(again).settings.mixed == ModelQuantizer(config).settings.mixed != ()
+
+
+def test_biases_are_learned_under_the_scales_of_the_mixture() -> None:
+    """AdaQuant after mixed precision: the layers have the types that were chosen."""
+    config = get_default_config("BF16_MIXED_BFP16_ADAQUANT")
+    config.extra_options["FastFinetune"] |= {"NumIterations": 2, "DataSize": 1}
+    config.extra_options["AutoMixprecision"]["IncludeLayers"] = ["one"]
+    made = ModelQuantizer(Config(config)).quantize_model(chain(), None, Reader(batches(1)))
+    assert made is not None
+    made_by = {node.output[0]: node.op_type for node in made.graph.node}
+    found = {node.name: made_by[node.input[1]] for node in made.graph.node if node.op_type == "MatMul"}
+    assert found == {"one": "BFPQuantizeDequantize", **dict.fromkeys(LAYERS[1:], "ExtendedDequantizeLinear")}
+
+
 @pytest.mark.parametrize("name", ["S16S16_MIXED_S8S8", "BF16_MIXED_BFP16", "BF16_MIXED_MXINT8"])
 def test_presets(name: str, lines: list[str]) -> None:
     """All seven layers take the target; under a threshold the most sensitive is spared, and the outputs are closer."""
@@ -476,4 +505,4 @@ def test_presets(name: str, lines: list[str]) -> None:
     every = quantized(0)
     assert every == pytest.approx(extremes(lines)[1], rel=1e-3) and len(ranking(lines)) == 7
     assert quantized(0.95 * every) < 0.95 * every
-    assert any("6 of 7 candidates" in line for line in lines)
+    assert any(line.startswith("Mixed precision: 6 of 7 change") for line in lines)

@@ -47,37 +47,26 @@ def mix_precision(
     shares = config.shared_param_mode == "propagate"
     base = replace(settings, dual_pairs=settings.dual_pairs or config.dual_quant_nodes, propagate_specs=shares)
     candidates = find_candidates(model, config, base)
-    cache = Cache(
-        config.sensitivity_cache_file,
-        cache_key(model, base, data, [getattr(config, name) for name in MEASURES])
-        if config.sensitivity_cache_file
-        else "",
-    )
+    path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
+    cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
     trials = _trials(model, config, data)
 
     def score(options: Sequence[Option]) -> float:
         return trials.score(with_options(base, options))
+
+    def size(options: Sequence[Option]) -> float:
+        return stored_bytes(model, with_options(base, options))
 
     start = score([])
     # Every statistic that some candidate needs is there before workers share them.
     full = score([candidate.options[0] for candidate in candidates])
     trials.threads = max(1, (os.cpu_count() or 1) // config.worker_num)
     ranked = analyse(candidates, lambda option: score([option]), cache, config.worker_num)
+    trials.threads = os.cpu_count() or 1
     logger.info("Distance with no layer changed: %.6g; with all of them: %.6g.\n%s", start, full, table(ranked))
     if config.metric_threshold is None:
         return settings
-    budget = config.size_budget or math.inf
-    return with_options(
-        base,
-        _promote(
-            ranked,
-            config,
-            start,
-            score,
-            lambda options: stored_bytes(model, with_options(base, options)),
-            budget * weight_bytes(model) if budget <= 1 else budget,
-        ),
-    )
+    return with_options(base, _promote(ranked, config, start, score, size, weight_bytes(model)).options)
 
 
 def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> Trials:
@@ -111,18 +100,20 @@ def _promote(
     start: float,
     score: Callable[[Sequence[Option]], float],
     size: Callable[[Sequence[Option]], float],
-    budget: float,
-) -> list[Option]:
-    """The options of the candidates that change: as many, in their order, as the limits ask for or allow.
+    float_size: float,
+) -> _Prefix:
+    """The candidates that change: as many, in their order, as the limits ask for or allow.
 
     Args:
         ranked: The candidates in their order.
-        config: The threshold and what it means.
+        config: The limits.
         start: The distance with none of them.
         score, size: The distance and the bytes of weights with some of them.
-        budget: Limit of these bytes.
+        float_size: These bytes in float.
     """
     threshold, speed = config.metric_threshold, config.metric_optimize_object == "speed"
+    budget = config.size_budget or math.inf
+    budget *= float_size if budget <= 1 else 1
     now = _Prefix([], start, size([]))
     for found in (found for found in ranked if found.enabled):
         then = _Prefix([*now.found, found], now.distance, size([*now.options, found.option]))
@@ -130,7 +121,7 @@ def _promote(
             break
         if then.size > max(now.size, budget):
             continue
-        then.distance = score(then.options) if threshold else math.nan
+        then.distance = score(then.options) if threshold else now.distance
         if threshold and speed and then.distance > threshold:
             break
         now = then
@@ -141,14 +132,10 @@ def _promote(
             f"{ranked[0].score:.6g} with {ranked[0].candidate.name}, the least sensitive; metric_threshold "
             f"{threshold}, size_budget {config.size_budget}. Possible: other limits, or leave it out."
         )
-    logger.info(
-        "Mixed precision: %d of %d candidates change%s; %.0f bytes of weights.",
-        len(now.found),
-        len(ranked),
-        f", at a distance of {now.distance:.6g}" if threshold else "",
-        now.size,
-    )
-    return now.options
+    now.distance = now.distance if threshold else score(now.options)
+    shown = (len(now.found), len(ranked), now.distance, now.size, float_size)
+    logger.info("Mixed precision: %d of %d change; distance %.6g; %.0f bytes of weights, of %.0f in float.", *shown)
+    return now
 
 
 def _require_limits(now: _Prefix, config: AutoMixprecisionConfig, budget: float) -> None:
