@@ -15,12 +15,14 @@ from quark.log import logger
 from quark.onnx.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
+    AutoMixprecisionConfig,
     BiasCorrectionConfig,
     CLEConfig,
     GPTQConfig,
     QuarotConfig,
     SmoothQuantConfig,
 )
+from quark.onnx.algorithms.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.bias_correction import add_biases, correct_biases
 from quark.onnx.algorithms.cle import equalize
 from quark.onnx.algorithms.finetune import finetune
@@ -40,7 +42,9 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
     QuarotConfig: rotate,
     BiasCorrectionConfig: add_biases,
 }
-PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
+PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
+    AutoMixprecisionConfig: mix_precision
+}
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
     GPTQConfig: solve_weights,
     AdaRoundConfig: finetune,
