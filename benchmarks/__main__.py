@@ -18,6 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.algorithm_table import algorithm_table
+
 CASES = Path(__file__).parent / "cases"
 PEER = Path(__file__).parent.parent / ".venv-peer" / "bin" / "python"
 
@@ -105,6 +107,29 @@ FIGURES = [
     Figure("onnx_latency", "encoder, ort_x64: time / float", ("encoder", "ort_x64", "time"), 1 / 1.8),
     Figure("onnx_latency", "resnet50, BF16: time / float", ("resnet50", "bf16", "time"), 2.0),
     Figure("onnx_latency", "encoder, BF16: time / float", ("encoder", "bf16", "time"), 2.0),
+    *(
+        Figure("onnx_algorithms", f"{model} {scheme}, {name}: error left", (model, scheme, name, "left"), limit)
+        for model, scheme, name, limit in (
+            ("digits", "a8w8", "cle", 1.02),
+            ("digits", "a8w8", "bias_correction", 1.02),
+            ("digits", "a8w8", "adaquant", 0.71),
+            ("digits", "a8w4", "adaround", 0.5),
+            ("digits", "bf16", "adaquant_1e-6", 1.0),
+            ("digits_hard", "a8w8", "cle", 0.003),
+            ("resnet18", "bf16", "adaquant_100_1e-6", 0.99),
+            ("minilm", "w4_group_32", "gptq_4_group_32", 0.63),
+            ("minilm_outliers", "u8w8_channel", "smooth_quant", 0.316),
+        )
+    ),
+    *(
+        Figure("onnx_algorithms", f"{model}, {name}: CPU seconds", (model, "a8w8", name, "cpu_seconds"), limit, " s")
+        for model, name, limit in (
+            ("resnet18", "adaround_100", 20.0),
+            ("resnet18", "adaquant_100", 15.0),
+            ("resnet50", "cle", 8.0),
+            ("resnet50", "bias_correction", 16.0),
+        )
+    ),
     Figure("onnx_weight_only", "int8 of a 2.7 GB model", ("seconds",), 12.0, " s"),
     Figure("onnx_weight_only", "its anonymous memory", ("anonymous_gb",), 0.5, " GB"),
 ]
@@ -143,6 +168,8 @@ def main() -> None:
         shown = [("-" if v is None else f"{v:.3g}{figure.unit}") for v in (mine, figure.limit, other)]
         table.add_row(figure.name, shown[0], shown[1], verdict, shown[2])
     Console().print(table)
+    if (algorithms := ours.get("onnx_algorithms")) is not None:
+        Console().print(algorithm_table(algorithms, theirs["onnx_algorithms"]))
     if not with_peer:
         Console().print("The peer was not measured: benchmarks/cases/setup_peer.sh makes its environment.")
 

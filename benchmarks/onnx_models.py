@@ -1,6 +1,7 @@
-"""The two float models of the ONNX benchmarks, with seeded random weights: `python benchmarks/onnx_models.py FOLDER`.
+"""The float models of the ONNX benchmarks, with seeded random weights: `python benchmarks/onnx_models.py FOLDER`.
 
 resnet50.onnx   the layout of ResNet-50 (He et al. 2015), input x (1, 3, 224, 224)
+resnet18.onnx   the layout of ResNet-18, with the statistics of its own activations in BatchNormalization
 encoder.onnx    6 BERT-like layers, 384 wide, 12 heads, input ids (1, 128)
 linear.onnx     20 MatMul of 5808 x 5808 with a Relu between: 2.7 GB; only with --large
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +20,12 @@ from onnx import TensorProto, helper
 from torch import nn
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions beside a shortcut."""
+class Residual(nn.Module):
+    """A body of convolutions beside a shortcut."""
 
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, body: nn.Sequential, inside: int, outside: int, stride: int) -> None:
         super().__init__()
-        outside = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside),
-        )  # fmt: skip
+        self.body = body
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inside != outside:
             self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
@@ -38,16 +35,58 @@ class Bottleneck(nn.Module):
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet50() -> nn.Module:
-    """3, 4, 6 and 3 bottlenecks."""
+def bottleneck(inside: int, width: int, stride: int) -> Residual:
+    """1x1, 3x3 and 1x1 convolutions."""
+    outside = 4 * width
+    body = nn.Sequential(
+        nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside),
+    )  # fmt: skip
+    return Residual(body, inside, outside, stride)
+
+
+def basic(inside: int, width: int, stride: int) -> Residual:
+    """Two 3x3 convolutions."""
+    body = nn.Sequential(
+        nn.Conv2d(inside, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+    )  # fmt: skip
+    return Residual(body, inside, width, stride)
+
+
+def resnet(block: Callable[[int, int, int], Residual], counts: tuple[int, ...], widening: int) -> nn.Module:
+    """Stem, four stages of residual blocks, mean and classifier."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     layers.append(nn.MaxPool2d(3, 2, 1))
     inside = 64
-    for stage, count in enumerate((3, 4, 6, 3)):
+    for stage, count in enumerate(counts):
         for index in range(count):
-            layers.append(Bottleneck(inside, 64 << stage, 2 if stage and not index else 1))
-            inside = 256 << stage
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+            layers.append(block(inside, 64 << stage, 2 if stage and not index else 1))
+            inside = widening * (64 << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+
+
+def resnet50() -> nn.Module:
+    """3, 4, 6 and 3 bottlenecks."""
+    return resnet(bottleneck, (3, 4, 6, 3), 4)
+
+
+def resnet18() -> nn.Module:
+    """Twice two basic blocks in each of four stages; He's initialization, activations of order 1."""
+    torch.manual_seed(0)
+    model = resnet(basic, (2, 2, 2, 2), 1)
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1.0)
+            nn.init.normal_(layer.bias, 0, 0.1)
+            layer.momentum = None
+    with torch.no_grad():
+        for feed in samples("resnet18", 4, seed=1):
+            model.train()(torch.from_numpy(feed["x"]))
+    return model
 
 
 class EncoderLayer(nn.Module):
@@ -93,19 +132,25 @@ def samples(name: str, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]
     random = np.random.default_rng(seed)
     if name == "encoder":
         return [{"ids": random.integers(0, 1000, (1, 128))} for _ in range(count)]
-    return [{"x": random.normal(size=(1, 3, 224, 224)).astype(np.float32)} for _ in range(count)]
+    feeds = [{"x": random.normal(size=(1, 3, 224, 224)).astype(np.float32)} for _ in range(count)]
+    if name == "resnet18":
+        # Patches of 16 x 16: of plain noise, the mean of the last layer is the same for every sample.
+        for feed in feeds:
+            feed["x"] = 0.3 * feed["x"] + np.kron(feed["x"][:, :, :14, :14], np.ones((16, 16), np.float32))
+    return feeds
 
 
 def export(folder: Path) -> None:
-    """Write resnet50.onnx and encoder.onnx where they are missing."""
+    """Write resnet50.onnx, encoder.onnx and resnet18.onnx where they are missing."""
     folder.mkdir(parents=True, exist_ok=True)
+    small = resnet18()
     torch.manual_seed(0)
-    for name, model in {"resnet50": resnet50(), "encoder": Encoder()}.items():
+    for name, model in {"resnet50": resnet50(), "encoder": Encoder(), "resnet18": small}.items():
         path = folder / f"{name}.onnx"
         if path.exists():
             continue
         for norm in model.modules():
-            if isinstance(norm, nn.BatchNorm2d):
+            if isinstance(norm, nn.BatchNorm2d) and norm.momentum is not None:
                 nn.init.uniform_(norm.weight, 0.5, 1.0)
                 nn.init.uniform_(norm.running_var, 0.5, 1.5)
         (feed,) = samples(name, 1)

@@ -12,10 +12,10 @@ from quark.core.quantize import QParams, compute_qparams, dequantize, quantize
 from quark.core.spec import TensorSpec
 from quark.onnx.data import Samples
 from quark.onnx.decide import Decision, write
-from quark.onnx.edit import set_initializer
+from quark.onnx.edit import added_bias, set_initializer
 from quark.onnx.model import constant, is_constant
 from quark.onnx.operators import ACTIVATIONS, rule_of
-from quark.onnx.parameters import CAST
+from quark.onnx.parameters import CAST, rescaled, scale_for_bias
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -76,8 +76,7 @@ class Layer:
     @property
     def rounded(self) -> Array:
         """The weight that the quantized model computes with."""
-        params = compute_qparams(self.weight, self.spec) if self.spec.is_block else self.params
-        return np.asarray(dequantize(quantize(self.weight, params, self.spec), params, self.spec))
+        return decoded(self.weight, self.params, self.spec)
 
     @property
     def data(self) -> ir.Value:
@@ -130,15 +129,22 @@ class Job:
         """What a layer gives in the quantized model, before its activation."""
         return self._replaced.get(layer.node, layer.node).outputs[0]
 
+    def set_params(self, layer: Layer, params: QParams) -> None:
+        """Give a weight another scale and zero point; an int32 bias bounds the scale from below."""
+        source, offset = self.input_of(layer).producer(), layer.offset
+        integers = source is not None and source.op_type == "DequantizeLinear" and np.ndim(params.scale) < 2
+        if source is not None and offset is not None and integers:
+            least = scale_for_bias(offset, params.scale, constant(source.inputs[1]))
+            params = rescaled(params, layer.spec, np.maximum(params.scale, least))
+        layer.params = self.decision.parameters.weights[layer.node, layer.index] = params
+
     def _find_layers(self, twins: Mapping[ir.Node, ir.Node]) -> None:
         placement, parameters = self.decision.placement, self.decision.parameters
-        added = {matmul: (add, index) for (add, index), matmul in placement.added_biases.items()}
         for (node, index), spec in placement.weights.items():
             if index != rule_of(node.op_type).weight or node in placement.dynamic:
                 continue
             source = node.inputs[index]
-            place = added.get(node, (node, rule_of(node.op_type).bias))
-            bias = _own_input(*place)
+            bias = _own_input(node, rule_of(node.op_type).bias) or _added(node)
             assert source is not None
             shared = any(len(value.uses()) > 1 for value in (source, bias) if value is not None)
             params = parameters.weights[node, index]
@@ -156,6 +162,19 @@ class Job:
         spec, root = placement.activations.get(value), placement.root(value)
         params = self.decision.parameters.activations.get(root, CAST)
         return None if spec is None else (spec, params)
+
+
+def decoded(array: Array, params: QParams, spec: TensorSpec) -> Array:
+    """What the codes of an array stand for; blocks find their scales themselves."""
+    params = compute_qparams(array, spec) if spec.is_block else params
+    return np.asarray(dequantize(quantize(array, params, spec), params, spec))
+
+
+def _added(node: ir.Node) -> ir.Value | None:
+    """The constant that an Add behind a MatMul alone reads."""
+    place = added_bias(node)
+    value = place[0].inputs[place[1]] if place is not None else None
+    return value if value is not None and len(value.uses()) == 1 else None
 
 
 def _own_input(node: ir.Node, index: int | None) -> ir.Value | None:

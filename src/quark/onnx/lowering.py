@@ -8,7 +8,7 @@ CLE option that differs from its default, is passed on in `algorithms`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,16 +16,16 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.algo_configs import AlgoConfig
+from quark.onnx.algo_configs import AlgoConfig, GPTQConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
-from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_algorithms import lower_algorithms, targets
 from quark.onnx.lower_npu import npu_settings
 from quark.onnx.lower_passes import lower_passes
 from quark.onnx.lower_placement import placement_settings
-from quark.onnx.lower_tensors import data_type_of, is_integer, lower_nbits, lower_tensor
+from quark.onnx.lower_tensors import data_type_of, is_integer, lower_gptq, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
-from quark.onnx.settings import Settings
+from quark.onnx.settings import Scope, Settings
 from quark.onnx.specs import Int32, QTensorConfig
 from quark.onnx.targets import TARGETS
 from quark.onnx.types import (
@@ -44,7 +44,6 @@ UNSUPPORTED_FIELDS = {
     "input_nodes": "exclude the nodes before them instead",
     "output_nodes": "exclude the nodes after them instead",
     "reduce_range": "7-bit codes are not part of this version",
-    "include_auto_mp": "mixed precision by search is not part of this version",
     "crypto_mode": "not part of this version",
 }
 FIELD_OPTIONS = {
@@ -59,8 +58,9 @@ FIELD_OPTIONS = {
 }
 """Legacy field -> the option that says the same, and wins."""
 
-
-FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft")
+SOLVED = ("MatMul", "Gemm")
+"""Op types whose weights GPTQ decides."""
+FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft", "include_auto_mp")
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,23 @@ class Request:
     exclude: tuple[Any, ...] = ()
 
 
-def lower(config: QConfig | Config | QuantizationConfig) -> Settings:
+def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[AlgoConfig] = ()) -> Settings:
     """The settings of a config, which stays as it is.
+
+    Args:
+        config: The config.
+        algorithms: Algorithms to run after its own.
 
     Raises:
         ConfigError: it is no config, or fields contradict each other.
         NotSupportedError: an option or a type that this version does not have.
     """
     if isinstance(config, QConfig):
-        return _settings(_from_qconfig(config))
+        return _settings(_from_qconfig(config), algorithms)
     if isinstance(config, Config):
         config = config.global_quant_config
     if isinstance(config, QuantizationConfig):
-        return _settings(_from_legacy(config))
+        return _settings(_from_legacy(config), algorithms)
     raise ConfigError(f"Expected a QConfig or a Config, got {config!r} ({type(config).__name__}).")
 
 
@@ -161,33 +165,32 @@ def _legacy_method(method: Any) -> tuple[CalibMethod, ScaleType]:
     return CalibMethod[method.name], ScaleType.Float32
 
 
-def _settings(request: Request) -> Settings:
+def _settings(request: Request, further: Sequence[AlgoConfig] = ()) -> Settings:
     options = dict(request.options)
-    layer = request.layer
+    layer, algorithms = request.layer, (*request.algorithms, *further)
+    gptq = next((algorithm for algorithm in algorithms if isinstance(algorithm, GPTQConfig)), None)
     assert layer.weight is not None
     if not is_integer(layer.weight):
         # Float and block weights stay float values behind a Q/DQ pair: asking for it changes nothing.
         options.pop("AddQDQPairToWeight", None)
     refuse_unsupported(options)
-    nbits = lower_nbits(options) if value_of(options, "UseMatMulNBits") else None
-    weights_only = value_of(options, "WeightsOnly") or nbits is not None
+    nbits = lower_nbits(options, gptq) if value_of(options, "UseMatMulNBits") else None
+    weights_only = bool(options.get("WeightsOnly", gptq is not None)) or nbits is not None
     if nbits is not None:
         spec, int32_bias = LayerSpec(weight=nbits[0]), False
         options["OpTypesToQuantize"] = ["MatMul"]
     else:
         spec, int32_bias = _global_layer(request, weights_only)
+    solved = None if gptq is None or nbits is not None else _solved_layer(request, gptq, spec)
+    # Where nothing else says that activations stay in float, so does all that GPTQ does not solve.
+    alone = solved and weights_only and not ("WeightsOnly" in options or value_of(options, "OpTypesToQuantize"))
     transformer = value_of(options, "EnableNPUTransformer")
     const_only = value_of(options, "MatMulConstBOnly")
     return Settings(
-        layer=spec,
-        by_name=tuple(
-            (tuple(map(as_scope, scopes)), _own_layer(own, spec, options, int32_bias))
-            for own, scopes in request.by_name.items()
-        ),
-        by_type=tuple(
-            (tuple(names), None if own is None else _own_layer(own, spec, options, int32_bias))
-            for own, names in request.by_type.items()
-        ),
+        layer=LayerSpec() if alone else spec,
+        by_name=tuple(_by_name(request, spec, options, int32_bias)),
+        by_type=(*(((SOLVED, solved),) if solved else ()), *_by_type(request, spec, options, int32_bias)),
+        mixed=tuple((_own_layer(own, spec, options, int32_bias), names) for own, names in targets(algorithms, options)),
         exclude=tuple(map(as_scope, request.exclude)),
         op_types=_op_types(options, transformer),
         all_op_types=value_of(options, "QuantizeAllOpTypes"),
@@ -209,14 +212,10 @@ def _settings(request: Request) -> Settings:
         **npu_settings(options, request.npu_cnn, spec),
         **placement_settings(options),
         percentile=_percentile(options),
-        calibration_samples=_samples(options),
-        statistics=value_of(options, "Statistics"),
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
-        random_data=value_of(options, "UseRandomData"),
-        random_shapes=_per_input(options, "RandomDataReaderInputShape"),
-        random_ranges=_per_input(options, "RandomDataReaderInputDataRange"),
-        algorithms=request.algorithms,
+        **_data(options),
+        algorithms=algorithms,
         external_data=request.external_data,
         providers=tuple(value_of(options, "ExecutionProviders")),
         **lower_passes(options, request.npu_cnn or transformer, request.extended),
@@ -249,6 +248,28 @@ def _global_layer(request: Request, weights_only: bool) -> tuple[LayerSpec, bool
         return LayerSpec(weight, None, activation, output), True
     bias = _one_scale(weight) if layer.bias is None else _lower_bias(layer.bias, options)
     return LayerSpec(weight, bias, activation, output), False
+
+
+def _by_name(
+    request: Request, base: LayerSpec, options: Mapping[str, Any], int32_bias: bool
+) -> Iterator[tuple[tuple[Scope, ...], LayerSpec]]:
+    for own, scopes in request.by_name.items():
+        yield tuple(map(as_scope, scopes)), _own_layer(own, base, options, int32_bias)
+
+
+def _by_type(
+    request: Request, base: LayerSpec, options: Mapping[str, Any], int32_bias: bool
+) -> Iterator[tuple[tuple[str, ...], LayerSpec | None]]:
+    for own, names in request.by_type.items():
+        yield tuple(names), None if own is None else _own_layer(own, base, options, int32_bias)
+
+
+def _solved_layer(request: Request, config: GPTQConfig, spec: LayerSpec) -> LayerSpec:
+    """The specs of the nodes that GPTQ solves."""
+    if request.dynamic:
+        raise NotSupportedError("GPTQ with dynamic activations is not part of this version; possible: static, or none.")
+    assert spec.weight is not None
+    return replace(spec, weight=lower_gptq(config, spec.weight))
 
 
 def _one_scale(weight: TensorSpec) -> TensorSpec:
@@ -312,6 +333,17 @@ def _percentile(options: Mapping[str, Any]) -> float:
     if not 50 < value <= 100:
         raise ConfigError(f"Percentile={value}: it must be over 50 and at most 100.")
     return value
+
+
+def _data(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is calibrated on."""
+    return {
+        "calibration_samples": _samples(options),
+        "statistics": value_of(options, "Statistics"),
+        "random_data": value_of(options, "UseRandomData"),
+        "random_shapes": _per_input(options, "RandomDataReaderInputShape"),
+        "random_ranges": _per_input(options, "RandomDataReaderInputDataRange"),
+    }
 
 
 def _samples(options: Mapping[str, Any]) -> int | None:

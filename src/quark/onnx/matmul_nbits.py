@@ -38,27 +38,32 @@ def fits_nbits(node: ir.Node, spec: TensorSpec) -> bool:
 
 def write_nbits(rewriter: Rewriter, node: ir.Node, spec: TensorSpec, accuracy_level: int) -> None:
     """Replace a MatMul by a MatMulNBits of the same name."""
-    ir, source, params = rewriter.ir, node.inputs[1], rewriter.parameters.weights[node, 1]
+    ir, source, weights = rewriter.ir, node.inputs[1], rewriter.parameters.weights
     assert source is not None and isinstance(spec.granularity, PerGroup)
     k, n = constant(source).shape
     bits, size = spec.dtype.bits, spec.granularity.size
     blocks = -(-k // size)
     offset = 1 << (bits - 1) if spec.dtype.signed else 0
 
-    def evaluate() -> Any:
-        codes = np.asarray(quantize(np.asarray(constant(source), np.float32), params, spec)) + offset
-        columns = pad_axis(np.ascontiguousarray(codes.astype(np.uint8).T), 1, blocks * size - k)
+    def codes() -> Any:
+        found = np.asarray(quantize(np.asarray(constant(source), np.float32), weights[node, 1], spec)) + offset
+        columns = pad_axis(np.ascontiguousarray(found.astype(np.uint8).T), 1, blocks * size - k)
         return ir.tensor(np.asarray(pack_bits(columns, bits)).reshape(n, blocks, size * bits // 8))
 
-    name = rewriter.stored_name(source.name or "", node, source, params, spec)
-    shape = ir.Shape([n, blocks, size * bits // 8])
-    packed = rewriter.initializer(f"{name}_quantized", ir.LazyTensor(evaluate, dtype=ir.DataType.UINT8, shape=shape))
-    scales = np.ascontiguousarray(np.asarray(params.scale, np.float32).T)
-    inputs = [node.inputs[0], packed, rewriter.initializer(f"{name}_scale", scales)]
-    if not spec.symmetric:
-        zero = np.ascontiguousarray((np.asarray(params.zero_point) + offset).astype(np.uint8).T)
-        packed_zero = pack_bits(pad_axis(zero, 1, -blocks % (8 // bits)), bits)
-        inputs.append(rewriter.initializer(f"{name}_zero_point", np.asarray(packed_zero)))
+    def scales() -> Any:
+        return ir.tensor(np.ascontiguousarray(np.asarray(weights[node, 1].scale, np.float32).T))
+
+    def zeros() -> Any:
+        zero = np.ascontiguousarray((np.asarray(weights[node, 1].zero_point) + offset).astype(np.uint8).T)
+        return ir.tensor(np.asarray(pack_bits(pad_axis(zero, 1, -blocks % (8 // bits)), bits)))
+
+    name = rewriter.stored_name(source.name or "", node, source, weights[node, 1], spec)
+    parts = [("quantized", codes, [n, blocks, size * bits // 8]), ("scale", scales, [n, blocks])]
+    parts += [] if spec.symmetric else [("zero_point", zeros, [n, -(-blocks * bits // 8)])]
+    inputs = [node.inputs[0]]
+    for suffix, evaluate, shape in parts:
+        kind = ir.DataType.FLOAT if suffix == "scale" else ir.DataType.UINT8
+        inputs.append(rewriter.initializer(f"{name}_{suffix}", rewriter.lazy(evaluate, kind, shape)))
     attributes = {"K": k, "N": n, "bits": bits, "block_size": size, "accuracy_level": accuracy_level}
     new = ir.node("MatMulNBits", inputs, attributes, domain=DOMAIN, name=node.name)
     rewriter.model.opset_imports[DOMAIN] = 1

@@ -141,6 +141,15 @@ def largest_bias(bias: Array, scale: Array) -> Any:
     return np.abs(bias).max(axis=tuple(range(bias.ndim - np.ndim(scale))), initial=0)
 
 
+def scale_for_bias(bias: Array, scale: Array, data_scale: Array) -> Array:
+    """The smallest scale of a weight, in the shape of the one it has, under which an int32 bias fits."""
+    largest = largest_bias(*channel_bias(bias, scale))
+    if np.ndim(scale):
+        largest = largest.reshape(-1, len(scale)).max(0)
+    # In float32 2^31 - 1 is 2^31: a margin of one step of float32.
+    return np.asarray(np.asarray(largest, np.float64) / ((2**31 - 2**8) * np.asarray(data_scale, np.float64)))
+
+
 def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
     """Enlarge the scale of every weight under which its int32 bias would not fit: |bias| <= (2^31 - 1) s_in s_w."""
     owners = {place: (place[0], weight) for place, weight in placement.biases.items()}
@@ -151,11 +160,7 @@ def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
         if source is None or weight not in parameters.weights:
             continue
         params = parameters.weights[weight]
-        largest = largest_bias(*channel_bias(constant(node.inputs[index]), params.scale))
-        if np.ndim(params.scale):
-            largest = largest.reshape(-1, len(params.scale)).max(0)
-        # In float32 2^31 - 1 is 2^31: a margin of one step of float32.
-        needed = np.asarray(largest, np.float64) / ((2**31 - 2**8) * np.asarray(source.scale, np.float64))
+        needed = scale_for_bias(constant(node.inputs[index]), params.scale, source.scale)
         if placement.weights[weight].scale_type is ScaleType.pof2:
             needed = np.exp2(np.ceil(np.log2(np.maximum(needed, params.scale))))
         parameters.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))

@@ -55,7 +55,7 @@ class ModelQuantizer:
 
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
-        self.config = config
+        self.config, self._lower = config, lower
         self.settings = lower(config)
 
     def quantize_model(
@@ -87,7 +87,7 @@ class ModelQuantizer:
             if calibration_data_reader is not None:
                 raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
             calibration_data_reader = PathDataReader(model_input, calibration_data_path)
-        settings = replace(self.settings, algorithms=(*self.settings.algorithms, *(algorithms or ())))
+        settings = self._lower(self.config, tuple(algorithms)) if algorithms else self.settings
         check_algorithms(settings.algorithms)
         model = quantize(load(model_input), settings, calibration_data_reader)
         logger.info("Model quantization has been completed.")
@@ -150,6 +150,7 @@ def _needed_opset(settings: Settings) -> int:
 def _specs(settings: Settings) -> list[TensorSpec]:
     """Every spec that a tensor may get."""
     layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
+    layers += [layer for layer, _ in settings.mixed]
     return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
 
 
@@ -219,4 +220,5 @@ def _supported(settings: Settings) -> Settings:
         layer=convert(settings.layer) or LayerSpec(),
         by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
         by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
+        mixed=tuple((convert(layer) or LayerSpec(), names) for layer, names in settings.mixed),
     )

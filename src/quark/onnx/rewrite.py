@@ -19,6 +19,7 @@ from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.onnx.borders import drop_borders
 from quark.onnx.dynamic import write_dynamic
 from quark.onnx.extended import (
     block_node,
@@ -31,7 +32,7 @@ from quark.onnx.extended import (
 from quark.onnx.matmul_nbits import write_nbits
 from quark.onnx.model import constant, opset
 from quark.onnx.parameters import CAST, Parameters, channel_bias, encode, largest_bias
-from quark.onnx.placement import Placement
+from quark.onnx.placement import FACTOR, Placement
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
 from quark.onnx_functions import add_function_node
@@ -82,6 +83,7 @@ class Rewriter:
             self._bias(add, index, 1, matmul)
         for value, spec in self.placement.activations.items():
             self._activation(value, spec)
+        drop_borders(self.graph)
         unused = [name for name, value in self.graph.initializers.items() if not list(value.uses())]
         for name in unused:
             if not self.graph.initializers[name].is_graph_output():
@@ -91,7 +93,7 @@ class Rewriter:
     def _activation(self, value: ir.Value, spec: TensorSpec) -> None:
         name = value.name or ""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
-        uses = [use for use in value.uses() if use.node.graph is self.graph]
+        uses = [use for use in value.uses() if use.node.graph is self.graph and FACTOR not in use.node.meta]
         if self.settings.quantize_fp16:
             # ONNX Runtime would fuse a Concat of decoded tensors into a QLinearConcat, which refuses float16 scales.
             uses = [use for use in uses if use.node.op_type != "Concat"]
@@ -210,11 +212,14 @@ class Rewriter:
         return CONTRIB if contrib else ""
 
     def _scale_and_zero(self, name: str, params: QParams, spec: TensorSpec) -> tuple[ir.Value, ir.Value]:
-        # The decoded tensor has the type of the scale.
+        scale, zero = self._numbers(params, spec)
+        return self.initializer(f"{name}_scale", scale), self.initializer(f"{name}_zero_point", zero)
+
+    def _numbers(self, params: QParams, spec: TensorSpec) -> tuple[Array, Array]:
+        """Scale and zero point as they are stored; the decoded tensor has the type of the scale."""
         scale = np.asarray(params.scale, np.float16 if self.settings.quantize_fp16 else np.float32)
         zero = np.zeros(scale.shape) if params.zero_point is None else params.zero_point
-        codes = np.asarray(zero).astype(self._kind(spec).numpy())
-        return self.initializer(f"{name}_scale", scale), self.initializer(f"{name}_zero_point", codes)
+        return scale, np.asarray(zero).astype(self._kind(spec).numpy())
 
     def _kind(self, spec: TensorSpec) -> ir.DataType:
         return self.ir.DataType[spec.dtype.onnx]
@@ -251,21 +256,29 @@ class Rewriter:
 
     def encoded(self, node: ir.Node, index: int, spec: TensorSpec, transpose: bool = False) -> tuple[ir.Value, ...]:
         """Codes, scale and zero point of a constant operand, as initializers."""
-        source, params = node.inputs[index], self.parameters.weights[node, index]
+        source, weights = node.inputs[index], self.parameters.weights
         assert source is not None
-        name = self.stored_name(source.name or "", node, source, params, spec, transpose)
-        codes = self.initializer(f"{name}_quantized", self._codes(source, params, spec, transpose))
-        return codes, *self._scale_and_zero(name, params, spec)
-
-    def _codes(self, source: ir.Value, params: QParams, spec: TensorSpec, transpose: bool) -> ir.TensorProtocol:
-        """The integers of a weight, computed when they are written: memory holds one weight at a time."""
+        name = self.stored_name(source.name or "", node, source, weights[node, index], spec, transpose)
         kind, shape = self._kind(spec), constant(source).shape
 
-        def evaluate() -> ir.TensorProtocol:
-            codes = encode(constant(source), params, spec, kind.numpy())
-            return self.ir.tensor(np.ascontiguousarray(codes.T) if transpose else codes, dtype=kind)
+        def codes() -> ir.TensorProtocol:
+            found = encode(constant(source), weights[node, index], spec, kind.numpy())
+            return self.ir.tensor(np.ascontiguousarray(found.T) if transpose else found, dtype=kind)
 
-        return self._lazy(evaluate, kind, shape[::-1] if transpose else shape)
+        # Computed when they are written: memory holds one weight at a time, and an algorithm may change it till then.
+        parts = [self.initializer(f"{name}_quantized", self.lazy(codes, kind, shape[::-1] if transpose else shape))]
+        for part, suffix in enumerate(("scale", "zero_point")):
+            parts.append(self.initializer(f"{name}_{suffix}", self._stored(node, index, spec, part)))
+        return tuple(parts)
+
+    def _stored(self, node: ir.Node, index: int, spec: TensorSpec, part: int) -> Any:
+        """The scale (part 0) or zero point (1) of a weight."""
+
+        def number() -> Array:
+            return self._numbers(self.parameters.weights[node, index], spec)[part]
+
+        first = self.ir.tensor(number())
+        return self.lazy(lambda: self.ir.tensor(number()), first.dtype, first.shape.numpy())
 
     def stored_name(
         self, name: str, node: ir.Node, source: ir.Value, params: QParams, spec: TensorSpec, transpose: bool = False
@@ -288,15 +301,12 @@ class Rewriter:
             return
         if (owner, weight) not in params.weights:
             return
-        name, weight_scale = source.name or "", params.weights[owner, weight].scale
-        product = (
-            np.asarray(params.activations[root].scale, np.float64) * channel_bias(constant(source), weight_scale)[1]
-        )
+        name, data_scale = source.name or "", np.asarray(params.activations[root].scale, np.float64)
         kind = DTYPES["int16" if self.settings.int16_bias else "int32"]
 
         def values() -> tuple[Array, Array]:
-            bias, _ = channel_bias(constant(source), weight_scale)
-            scale = np.asarray(product, np.float32)
+            bias, scale = channel_bias(constant(source), params.weights[owner, weight].scale)
+            scale = np.asarray(data_scale * scale, np.float32)
             if self.settings.int16_bias:
                 # The scale of the accumulator where the bias fits, else the finest at which it does.
                 scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / kind.max), np.float32)
@@ -310,10 +320,10 @@ class Rewriter:
         bias, scale = values()
         key = f"{node.name}_{name}"
         inputs = [
-            self.initializer(f"{key}_quantized", self._lazy(codes, self.ir.DataType[kind.onnx], bias.shape)),
+            self.initializer(f"{key}_quantized", self.lazy(codes, self.ir.DataType[kind.onnx], bias.shape)),
             self.initializer(
                 f"{key}_quantized_scale",
-                self._lazy(lambda: self.ir.tensor(values()[1]), self.ir.DataType.FLOAT, scale.shape),
+                self.lazy(lambda: self.ir.tensor(values()[1]), self.ir.DataType.FLOAT, scale.shape),
             ),
             self.initializer(f"{key}_quantized_zero_point", np.zeros(scale.shape, kind.name)),
         ]
@@ -321,8 +331,8 @@ class Rewriter:
         axis = bias.ndim - 1 if scale.ndim else None
         self._unique([self._plain("DequantizeLinear", inputs, name, spec, axis)], node, index)
 
-    def _lazy(self, evaluate: Callable[[], ir.TensorProtocol], kind: ir.DataType, shape: Sequence[int]) -> Any:
-        """A tensor that is computed each time it is read."""
+    def lazy(self, evaluate: Callable[[], ir.TensorProtocol], kind: ir.DataType, shape: Sequence[int]) -> Any:
+        """A tensor that is computed each time it is read, as an algorithm may still change what it comes from."""
         return self.ir.LazyTensor(evaluate, dtype=kind, shape=self.ir.Shape(shape))
 
     def _unique(self, decoders: list[ir.Node], node: ir.Node, index: int) -> None:

@@ -3,6 +3,7 @@
     y = x W^T    G = X^T X / n, the second moments of the input    loss(E) = tr(E G E^T), the mean of |x E^T|^2
 
     SmoothQuant   s = max|x|^a / max|W|^(1 - a)                            Xiao et al. 2022 (arXiv:2211.10438)
+                  noise = step^2 / 12 |W|^2 + sum_i E x_i^2 |Q(W_i) - W_i|^2       of outputs, W_i read channel i
     AWQ           s = mean|x|^r / sqrt(max s * min s), r = 0, 1/20 ...     Lin et al. 2023 (arXiv:2306.00978)
                   of least loss(Q(W s) / s - W)
     steps         a factor c for the range [min, max] of each group of each row, of least loss(Q_c(W) - W)
@@ -44,6 +45,20 @@ def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: floa
     dead = (act_max <= 0) | (weight_max <= 0)
     act, weight = xp.where(dead, 1.0, act_max), xp.where(dead, 1.0, weight_max)
     return xp.where(dead, 1.0, xp.clip(act**alpha / weight ** (1 - alpha), floor, None))
+
+
+def output_noise(step: float, weight_power: Array, error_power: Array, input_power: Array) -> float:
+    """Expected squared error of the outputs of quantized layers that read one input.
+
+    Rounding errors of the input are uniform and independent, those of the weights are given.
+
+    Args:
+        step: Of the quantized input, one for all channels.
+        weight_power: Sum of W^2 over what reads each input channel, (channels,).
+        error_power: Sum of (Q(W) - W)^2, likewise.
+        input_power: Mean of x^2 of each channel, (channels,).
+    """
+    return float(step**2 / 12 * weight_power.sum() + (input_power * error_power).sum())
 
 
 def salience_scale(mean_abs: Array, ratio: float) -> Array:

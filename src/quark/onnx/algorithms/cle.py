@@ -7,7 +7,6 @@ LeakyRelu, PRelu, pooling, a mean over positions, zero padding, a bias, or Flatt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,9 @@ import numpy as np
 from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.errors import ConfigError
 from quark.onnx.algo_configs import CLEConfig
+from quark.onnx.channels import LAYERS, LINEAR, added_bias, input_axis, multiply, output_axis
 from quark.onnx.data import Samples
-from quark.onnx.edit import axes_of, dims, is_op, read_once, set_initializer
+from quark.onnx.edit import axes_of, dims, is_op, read_once
 from quark.onnx.model import constant, is_constant
 from quark.onnx.settings import Settings
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
-LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 SCALES_WITH_INPUT = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 MOST_STEPS = 100
 """Of `cle_steps=-1`, which goes on until nothing changes any more."""
@@ -56,7 +55,7 @@ def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> float:
     """Rescale one pair; return the mean change of a scale. An int32 bias, unlike a coarse one, has no range to mind."""
     first, second = pair.first.inputs[1], pair.second.inputs[1]
     assert first is not None and second is not None
-    out, into = _output_axis(pair.first), _input_axis(pair.second)
+    out, into = output_axis(pair.first), input_axis(pair.second)
     ranges = channel_range(constant(first), out)
     if config.cle_scale_append_bias and coarse_bias:
         # An error of the bias reaches the output once, one of a weight as often as there are inputs: as variances.
@@ -66,40 +65,28 @@ def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> float:
         )
     threshold = config.cle_weight_threshold if config.cle_scale_use_threshold else 0.0
     scale = equalizing_scale(ranges, channel_range(constant(second), into), threshold)
-    _multiply(first, scale, out)
+    multiply(first, scale, out)
     for bias in pair.biases:
-        set_initializer(bias, (constant(bias).reshape(-1) * scale).astype(np.float32).reshape(_bias_shape(bias, scale)))
-    _multiply(second, 1 / scale, into)
+        multiply(bias, scale, -1)
+    multiply(second, 1 / scale, into)
     return float(np.abs(scale - 1).mean())
-
-
-def _multiply(value: ir.Value, scale: Array, axis: int) -> None:
-    weight = constant(value)
-    shape = [1] * weight.ndim
-    shape[axis] = -1
-    set_initializer(value, (weight * scale.reshape(shape)).astype(weight.dtype))
-
-
-def _bias_shape(bias: ir.Value, scale: Array) -> tuple[int, ...]:
-    shape = constant(bias).shape
-    return shape if constant(bias).size == scale.size else (*shape[:-1], scale.size)
 
 
 def _pair(node: ir.Node) -> Pair | None:
     """The pair whose first layer is this node."""
     if not _is_layer(node, as_first=True):
         return None
-    channels = constant(node.inputs[1]).shape[_output_axis(node)]
-    biases = [node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] is not None else []
-    at, value = -1 if is_op(node, "Gemm", "MatMul") else 1, node.outputs[0]
+    channels = constant(node.inputs[1]).shape[output_axis(node)]
+    biases: list[ir.Value | None] = [node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] is not None else []
+    at, value = -1 if is_op(node, *LINEAR) else 1, node.outputs[0]
     while read_once(value):
         ((reader, index),) = value.uses()
         if index == 0 and _is_layer(reader, as_first=False) and _fits(reader, at, channels):
             whole = all(bias is not None and _own(bias) and constant(bias).size in (1, channels) for bias in biases)
             return Pair(node, reader, tuple(bias for bias in biases if bias is not None)) if whole else None
-        bias = _added_bias(reader, index, at, channels)
+        bias = added_bias(reader, index, channels) if at == -1 else None
         if bias is not None:
-            biases.append(bias)
+            biases.append(reader.inputs[bias.index])
         elif is_op(reader, "Flatten") and _is_one_position(value):
             at = -1
         elif not _keeps_scale(reader, index, at):
@@ -125,33 +112,10 @@ def _is_layer(node: ir.Node, as_first: bool) -> bool:
     return weight.ndim == 2 and not node.attributes.get_int("transA", 0)
 
 
-def _output_axis(node: ir.Node) -> int:
-    return {"Conv": 0, "ConvTranspose": 1, "MatMul": 1}.get(node.op_type, 1 - _transposed(node))
-
-
-def _input_axis(node: ir.Node) -> int:
-    if is_op(node, "Conv"):
-        return 0 if node.attributes.get_int("group", 1) > 1 else 1
-    return {"ConvTranspose": 0, "MatMul": 0}.get(node.op_type, _transposed(node))
-
-
-def _transposed(node: ir.Node) -> int:
-    return node.attributes.get_int("transB", 0)
-
-
 def _fits(layer: ir.Node, at: int, channels: int) -> bool:
     """Whether the channels that come are those that a layer sums over, or a depthwise one keeps apart."""
-    expects = -1 if is_op(layer, "Gemm", "MatMul") else 1
-    return at == expects and constant(layer.inputs[1]).shape[_input_axis(layer)] == channels
-
-
-def _added_bias(node: ir.Node, index: int, at: int, channels: int) -> ir.Value | None:
-    """The constant of an Add that gives each channel its bias, as after a MatMul."""
-    other = node.inputs[1 - index] if is_op(node, "Add") else None
-    if other is None or not is_constant(other):
-        return None
-    shape: Sequence[int] = constant(other).shape
-    return other if at == -1 and shape in ((channels,), (1, channels), (1, 1, channels)) else None
+    expects = -1 if is_op(layer, *LINEAR) else 1
+    return at == expects and constant(layer.inputs[1]).shape[input_axis(layer)] == channels
 
 
 def _is_one_position(value: ir.Value) -> bool:

@@ -1,0 +1,42 @@
+"""Bias correction: the mean error that quantization gives each output channel, as far as it is certain.
+
+    b_c += E[y_c] - E[y~_c]        y: output of the float layer, y~: of the quantized one     (the empirical form)
+
+    m, s: mean and standard error of the difference over n examples, each averaged over its positions
+    correction = m * max(0, 1 - (2 t s / m)^2)        t^2 = (n - 1) / (n - 3), the variance of Student's t
+
+A mean below two standard errors is noise, and gives nothing; a certain one is taken whole. Positions of one example
+resemble each other, so that only examples count. Nagel et al. 2019 (arXiv:1906.04721), section 4.2; the shrinkage is
+of the kind of James and Stein 1961.
+"""
+
+from __future__ import annotations
+
+from quark.core.array import Array, namespace
+from quark.errors import CalibrationError
+
+ERRORS = 2.0
+"""Standard errors below which a mean is noise."""
+LEAST = 4
+"""Examples without which the standard error says nothing."""
+
+
+def certain_mean(differences: Array) -> Array:
+    """The mean of each channel, less the more uncertain it is.
+
+    Args:
+        differences: Of each example the mean over its positions, shape (examples, channels).
+
+    Raises:
+        CalibrationError: Fewer than 4 examples.
+    """
+    xp, count = namespace(differences), len(differences)
+    if count < LEAST:
+        raise CalibrationError(
+            f"Bias correction needs at least {LEAST} examples to tell errors from noise, got {count}."
+        )
+    mean = differences.mean(0)
+    variance = ((differences - mean) ** 2).sum(0) / (count - 1) / count
+    noise = ERRORS**2 * (count - 1) / (count - 3) * variance
+    power = mean**2
+    return mean * xp.clip(1 - noise / xp.where(power > 0, power, 1.0), 0.0, None)
