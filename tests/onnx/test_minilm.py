@@ -14,6 +14,8 @@ import pytest
 from quark.core.metrics import sqnr
 from quark.onnx import (
     CalibMethod,
+    GPTQConfig,
+    Int4Spec,
     Int8Spec,
     ModelQuantizer,
     QConfig,
@@ -115,3 +117,22 @@ def test_sentence_embeddings_survive(name: str, source: Path, tmp_path: Path) ->
     found, found_pooled = embeddings(path, data[8:])
     assert sqnr(hidden, found) > least
     assert float((pooled * found_pooled).sum(1).min()) > cosine
+
+
+@pytest.mark.parametrize("size", [32, 128, -1])
+def test_gptq_beats_rounding_to_nearest(size: int, source: Path, tmp_path: Path) -> None:
+    """4-bit weights on the same scales, of groups or channels."""
+    data, found = feeds(), []
+    granularity = QuantGranularity.Channel if size == -1 else QuantGranularity.Group
+    layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int4Spec(quant_granularity=granularity))
+    types = {"OpTypesToQuantize": ["MatMul", "Gemm"], "BlockSize": max(size, 16), "WeightsOnly": True}
+    hidden, _ = embeddings(source, data[8:])
+    for solver in ([], [GPTQConfig(bits=4, group_size=size, per_channel=True)]):
+        path = tmp_path / f"{len(found)}.onnx"
+        ModelQuantizer(QConfig(layer, algo_config=solver, **types)).quantize_model(source, path, Reader(data[:4]))
+        found.append(sqnr(hidden, embeddings(path, data[8:])[0]))
+    scales = [
+        {i.name: i for i in onnx.load(p).graph.initializer if i.name.endswith("_scale")} for p in tmp_path.iterdir()
+    ]
+    assert scales[0] == scales[1]
+    assert found[1] > found[0] + 2
