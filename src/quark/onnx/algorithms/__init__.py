@@ -15,15 +15,19 @@ from quark.log import logger
 from quark.onnx.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
+    AutoMixprecisionConfig,
     BiasCorrectionConfig,
     CLEConfig,
     GPTQConfig,
+    QuarotConfig,
     SmoothQuantConfig,
 )
+from quark.onnx.algorithms.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.bias_correction import add_biases, correct_biases
 from quark.onnx.algorithms.cle import equalize
 from quark.onnx.algorithms.finetune import finetune
 from quark.onnx.algorithms.gptq import solve_weights
+from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
@@ -35,9 +39,12 @@ if TYPE_CHECKING:
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,
     SmoothQuantConfig: smooth,
+    QuarotConfig: rotate,
     BiasCorrectionConfig: add_biases,
 }
-PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {}
+PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
+    AutoMixprecisionConfig: mix_precision
+}
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
     GPTQConfig: solve_weights,
     AdaRoundConfig: finetune,
