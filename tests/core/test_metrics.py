@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.metrics import Comparison, cosine, decibel, l2, psnr, sqnr
+from quark.core.metrics import Comparison, cosine, decibel, kl, l2, psnr, sqnr
 
 X = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
 Y = (X + 0.1 * np.random.default_rng(1).standard_normal((5, 7))).astype(np.float32)
@@ -24,7 +24,10 @@ def test_formulas(library: object) -> None:
     assert psnr(x, y) == pytest.approx(10 * math.log10(abs(a).max() ** 2 / (noise @ noise / a.size)))
     assert cosine(x, y) == pytest.approx(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
     assert l2(x, y) == pytest.approx(np.linalg.norm(noise))
-    for metric in (sqnr, psnr, cosine, l2):
+    p, q = (np.exp(part.astype(np.float64)) for part in (X, Y))
+    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+    assert kl(x, y) == pytest.approx((p * np.log(p / q)).sum(1).mean())
+    for metric in (sqnr, psnr, cosine, l2, kl):
         assert isinstance(metric(x, y), float)
 
 
@@ -35,6 +38,7 @@ def test_edges(library: object) -> None:
     assert sqnr(zero, x) == -math.inf and sqnr(zero, zero) == math.inf
     assert cosine(zero, zero) == 1 and cosine(zero, x) == 0 == cosine(x, zero)
     assert cosine(x, -x) == pytest.approx(-1)
+    assert kl(x, x) == 0 and kl(x * 1e4, x * 1e4 + 7) == pytest.approx(0, abs=1e-9)
     assert decibel(100, 1) == 20 and decibel(0, 0) == math.inf and decibel(0, 1) == -math.inf
 
 

@@ -385,7 +385,6 @@ def test_domains() -> None:
     [
         {"reduce_range": True},
         {"input_nodes": ["a"]},
-        {"include_auto_mp": True},
         {"crypto_mode": True},
     ],
 )

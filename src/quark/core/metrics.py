@@ -2,6 +2,7 @@
 
     SQNR = 10 log10(sum x^2 / sum (x - y)^2)      PSNR = 10 log10(max |x|^2 / mean (x - y)^2)
     cosine = <x, y> / (|x| |y|)                   L2 = |x - y|
+    KL = sum p (log p - log q), p = softmax(x), q = softmax(y) along the last axis; mean over the rest
 
 Sums are float64 on the host or on the device of x.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quark.core.array import Array, astype
+from quark.core.array import Array, astype, namespace
 
 
 @dataclass
@@ -93,3 +94,16 @@ def cosine(x: Array, y: Array) -> float:
 def l2(x: Array, y: Array) -> float:
     """Euclidean distance of x and y."""
     return Comparison().update(x, y).l2
+
+
+def kl(x: Array, y: Array) -> float:
+    """Kullback-Leibler divergence, in nats, of softmax(y) from softmax(x) along the last axis; mean over the rest."""
+    p, q = (_log_softmax(astype(part, "float64")) for part in (x, y))
+    rows = math.prod(p.shape[:-1])
+    return float((namespace(p).exp(p) * (p - q)).sum()) / max(1, rows)
+
+
+def _log_softmax(x: Array) -> Array:
+    xp = namespace(x)
+    shifted = x - xp.amax(x, axis=-1, keepdims=True)
+    return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))

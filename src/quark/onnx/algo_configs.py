@@ -7,6 +7,7 @@ them (`from_options`).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -272,13 +273,57 @@ class AdaQuantConfig(_FastFinetune):
 @checked
 @dataclass
 class AutoMixprecisionConfig(AlgoConfig):
-    """Raises layers to the target precision, the most sensitive last, until the metric's threshold.
+    """Gives layers another precision than the global one, the least damaging first, until a limit is reached.
 
-    `target_layer_config` is a QLayerConfig, a list of them, or {QLayerConfig: [node names]}, where one may map to [].
+    Attributes:
+        target_layer_config: A QLayerConfig; a list of them, of which each layer takes the least damaging; or
+            {QLayerConfig: [node names]}, where one may map to []: all layers that no other names.
+        target_op_type: Op types that take part.
+        subgraph_json: File that groups nodes: they change together. The rest is one more group, "__ungrouped__".
+        include_layers, exclude_layers: Names or patterns of nodes, as in QConfig.exclude; include None or []: all.
+        data_size: Most samples that models are scored on; 0 for all.
+        metric_output_index: The output of the model that is compared.
+        metric_distance_fn: (float, quantized) -> distance, less is better. Each is a list with the outputs of each
+            sample, a list of one array.
+        metric_evaluate_fn: Instead: (outputs) -> quality, more is better; the distance is what quantization costs.
+        metric_default: Instead: mean over samples of "l2", "kl" (of softmax), "cosine" (1 - cosine), "sqnr" or "psnr"
+            (negative dB).
+        metric_threshold: Largest distance; 0 for none, None to measure only and change nothing.
+        metric_optimize_object: "speed": change layers while the distance stays within the threshold. "quality":
+            change layers until it is.
+        sensitivity_cache_file: JSON file of what was measured, written layer by layer and reused. A layer whose
+            "enabled" is set to false there stays as it is.
+        worker_num: Threads that measure; the result does not depend on it.
+        dual_quant_nodes: Two consecutive pairs of Q/DQ where precisions meet.
+        no_input_qdq_shared: Leave layers alone whose input is read by another node too.
+        shared_param_mode: "propagate": what shares a scale with an input or output of a changed layer (Transpose,
+            MaxPool) changes with it; "unshare": it does not, and has a scale of its own.
+        size_budget: Limit of the bytes of all weights, or, up to 1, of their share of the float weights (of this
+            package). Layers that become smaller change until it holds; of those that grow, those that fit do.
     """
 
     name: ClassVar[str] = "auto_mixprecision"
     nest: ClassVar[str] = "AutoMixprecision"
+    keys: ClassVar[Mapping[str, str]] = {
+        "target_layer_config": "TargetLayerConfig",
+        "target_op_type": "TargetOpType",
+        "subgraph_json": "SubgraphJson",
+        "include_layers": "IncludeLayers",
+        "exclude_layers": "ExcludeLayers",
+        "data_size": "DataSize",
+        "metric_output_index": "MetricOutputIndex",
+        "metric_distance_fn": "MetricDistanceFn",
+        "metric_evaluate_fn": "MetricEvaluateFn",
+        "metric_default": "MetricDefault",
+        "metric_threshold": "MetricThreshold",
+        "metric_optimize_object": "MetricOptimizeObject",
+        "sensitivity_cache_file": "SensitivityCacheFile",
+        "worker_num": "WorkerNum",
+        "dual_quant_nodes": "DualQuantNodes",
+        "no_input_qdq_shared": "NoInputQDQShared",
+        "shared_param_mode": "SharedParamMode",
+        "size_budget": "SizeBudget",
+    }
     target_layer_config: Any
     target_op_type: tuple[str, ...] = ("Conv", "ConvTranspose", "Gemm", "MatMul")
     subgraph_json: str | None = None
@@ -296,6 +341,14 @@ class AutoMixprecisionConfig(AlgoConfig):
     dual_quant_nodes: bool = False
     no_input_qdq_shared: bool = False
     shared_param_mode: str = "propagate"
+    size_budget: float | None = None
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        super()._accept(values)
+        for name in ("subgraph_json", "sensitivity_cache_file"):
+            if isinstance(values.get(name), os.PathLike):
+                values[name] = os.fspath(values[name])
 
     def _check(self) -> None:
         for name, possible in {
@@ -306,11 +359,16 @@ class AutoMixprecisionConfig(AlgoConfig):
             value = getattr(self, name)
             if value not in possible:
                 raise ConfigError(f"AutoMixprecisionConfig.{name}: {value!r}. {did_you_mean(value, possible)}")
-
-    def get_options(self) -> dict[str, Any]:
-        """The extra options that say the same."""
-        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {self.nest: {"".join(word.title() for word in name.split("_")): v for name, v in fields.items()}}
+        for name, least in {"data_size": 0, "metric_output_index": 0, "worker_num": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"AutoMixprecisionConfig.{name}={getattr(self, name)}: it must be {least} or more.")
+        if self.metric_distance_fn is not None and self.metric_evaluate_fn is not None:
+            raise ConfigError("AutoMixprecisionConfig: give metric_distance_fn or metric_evaluate_fn, not both.")
+        if self.size_budget is not None and (self.size_budget <= 0 or self.metric_threshold is None):
+            raise ConfigError(
+                f"AutoMixprecisionConfig.size_budget={self.size_budget}: bytes, or a share of the float weights up to "
+                "1; not together with metric_threshold=None, which changes nothing."
+            )
 
 
 ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")

@@ -17,6 +17,7 @@ from quark.core.observers import Observer
 from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
+from quark.onnx.borders import source_name
 from quark.onnx.data import Samples
 from quark.onnx.inputs import model_inputs
 from quark.onnx.masks import limit
@@ -61,15 +62,19 @@ def activation_params(
     if not classes:
         return {}
     observers = {root: make_observer(placement.activations[root], settings) for root in classes}
-    tensors = {name: root for root, names in classes.items() for name in names}
+    tensors = [(name, root) for root, names in classes.items() for name in names]
+    if settings.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
+        # A tensor that is quantized twice is looked at once.
+        statistics = Statistics(fingerprint)
     if settings.statistics is None and statistics is None:
-        collect(model, {name: observers[root] for name, root in tensors.items()}, reader, settings)
+        collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
     else:
-        statistics = _complete(statistics, model, list(tensors), reader, settings, fingerprint)
-        for name in [name for name in tensors if name in statistics.states]:
-            part = make_observer(observers[tensors[name]].spec, settings)
-            part.restore(statistics.states[name])
-            observers[tensors[name]].merge(part)
+        statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
+        for name, root in tensors:
+            if name in statistics.states:
+                part = make_observer(observers[root].spec, settings)
+                part.restore(statistics.states[name])
+                observers[root].merge(part)
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
@@ -94,7 +99,7 @@ def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
         producer = value.producer()
         moved = producer is not None and rule_of(producer.op_type).shares_scale
         if value is root or not moved:
-            names.append(value.name or "")
+            names.append(source_name(value))
     return classes
 
 
@@ -132,7 +137,8 @@ def _all_tensors(model: ir.Model) -> list[str]:
     """The float tensors that some scheme may quantize: what the ops with a rule read and write."""
     values = [value for node in model.graph if node.op_type in RULES for value in (*node.inputs, *node.outputs)]
     live = [value for value in values if value is not None and not is_constant(value) and value.dtype is not None]
-    return list(dict.fromkeys(value.name for value in live if value.name and str(value.dtype) in ("FLOAT", "FLOAT16")))
+    names = dict.fromkeys(source_name(value) for value in live if str(value.dtype) in ("FLOAT", "FLOAT16"))
+    return [name for name in names if name]
 
 
 def _solved(name: str | None, observer: Observer) -> QParams:

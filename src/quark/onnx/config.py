@@ -231,13 +231,17 @@ def _algorithm_to_json(algorithm: AlgoConfig) -> dict[str, Any]:
 
 
 def _algorithm_from_json(data: Mapping[str, Any]) -> AlgoConfig:
-    target = data.get("target_layer_config")
-    if data.get("name") != AutoMixprecisionConfig.name or target is None:
+    if data.get("name") != AutoMixprecisionConfig.name or "target_layer_config" not in data:
         return AlgoConfig.from_dict(data)
-    if isinstance(target, Mapping):
-        made: Any = QLayerConfig.from_dict(target)
-    elif target and isinstance(target[0], Mapping):
-        made = [QLayerConfig.from_dict(layer) for layer in target]
-    else:
-        made = _layers_from_json(target)
-    return AlgoConfig.from_dict({**data, "target_layer_config": made})
+    return AlgoConfig.from_dict({**data, "target_layer_config": target_layers(data["target_layer_config"])})
+
+
+def target_layers(target: Any) -> Any:
+    """The target_layer_config of mixed precision with objects where JSON has dicts; others stay as they are."""
+    if isinstance(target, Mapping) and target and all(isinstance(key, str) for key in target):
+        return QLayerConfig.from_dict(target)
+    if isinstance(target, (list, tuple)) and target and all(isinstance(layer, Mapping) for layer in target):
+        return [QLayerConfig.from_dict(layer) for layer in target]
+    if isinstance(target, (list, tuple)) and target and all(isinstance(pair, (list, tuple)) for pair in target):
+        return _layers_from_json(target)
+    return target

@@ -11,12 +11,14 @@ from quark.onnx.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AlgoConfig,
+    AutoMixprecisionConfig,
     BiasCorrectionConfig,
     CLEConfig,
     GPTQConfig,
     QuarotConfig,
     SmoothQuantConfig,
 )
+from quark.onnx.config import QLayerConfig, target_layers
 from quark.onnx.options import OPTIONS, value_of
 
 FINETUNE = {"adaround": AdaRoundConfig, "adaquant": AdaQuantConfig}
@@ -33,7 +35,8 @@ def lower_algorithms(
     Args:
         given: Algorithm configs.
         options: Extra options, checked.
-        flags: The legacy include_cle, include_sq, include_rotation and include_fast_ft; empty for QConfig.
+        flags: The legacy include_cle, include_sq, include_rotation, include_fast_ft and include_auto_mp; empty for
+            QConfig.
 
     Raises:
         ConfigError: an entry of an option is unknown or wrong.
@@ -57,6 +60,8 @@ def _asked(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoCo
         found.append(GPTQConfig.from_options(value_of(options, "GPTQParams")))
     if flags.get("include_fast_ft", bool(value_of(options, "FastFinetune"))):
         found.append(_finetune(value_of(options, "FastFinetune")))
+    if flags.get("include_auto_mp", bool(value_of(options, "AutoMixprecision"))):
+        found.append(AutoMixprecisionConfig.from_options(value_of(options, "AutoMixprecision")))
     return found
 
 
@@ -75,6 +80,39 @@ def _merged(algorithm: AlgoConfig, options: Mapping[str, Any]) -> AlgoConfig:
         return replace(algorithm)
     names = {name: given[key] for name, key in algorithm.keys.items() if key in given}
     return replace(algorithm, **names)
+
+
+def targets(
+    algorithms: Iterable[AlgoConfig], options: Mapping[str, Any]
+) -> list[tuple[QLayerConfig, tuple[str, ...] | None]]:
+    """The targets of mixed precision, each with the names that are given to it; None for any.
+
+    Raises:
+        ConfigError: they are of another form, or two of them compete.
+    """
+    configs = [algorithm for algorithm in algorithms if isinstance(algorithm, AutoMixprecisionConfig)]
+    if not configs:
+        return []
+    target = target_layers(configs[0].target_layer_config)
+    if isinstance(target, Mapping):
+        entries: list[tuple[Any, Any]] = [(own, tuple(names)) for own, names in target.items()]
+    else:
+        entries = [(own, None) for own in (target if isinstance(target, (list, tuple)) else [target])]
+    named = [name for _, names in entries for name in names or ()]
+    if len(configs) > 1 or not entries or len(named) > len(set(named)) or [names for _, names in entries].count(()) > 1:
+        raise ConfigError(
+            "AutoMixprecisionConfig: one config, with at least one target_layer_config, each node in one of them at "
+            f"most, and one that maps to [] at most. Got {len(configs)} configs and targets for {entries}."
+        )
+    for own, _ in entries:
+        if not isinstance(own, QLayerConfig):
+            raise ConfigError(
+                "AutoMixprecisionConfig.target_layer_config: expected a QLayerConfig, a list of them or "
+                f"{{QLayerConfig: [node names]}}, got {own!r}."
+            )
+    if value_of(options, "QuantizeBias"):
+        return entries
+    return [(replace(own, bias=None), names) for own, names in entries]
 
 
 def _changed(options: Mapping[str, Any], key: str) -> bool:

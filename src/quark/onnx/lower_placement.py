@@ -18,6 +18,7 @@ from quark.onnx.types import ExtendedQuantFormat, element_type
 FIELDS = {
     "dedicated_pairs": "DedicatedQDQPair",
     "dedicated_dequantize": "DedicateDQNode",
+    "dual_pairs": "EnableDualQuantNodePairs",
     "int16_bias": "Int16Bias",
     "fit_int32_bias": "AdjustWeightScaleForInt32Bias",
     "unsigned_relu": "UseUnsignedReLU",

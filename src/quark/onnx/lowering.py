@@ -19,7 +19,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.algo_configs import AlgoConfig, GPTQConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
-from quark.onnx.lower_algorithms import lower_algorithms
+from quark.onnx.lower_algorithms import lower_algorithms, targets
 from quark.onnx.lower_npu import npu_settings
 from quark.onnx.lower_passes import lower_passes
 from quark.onnx.lower_placement import placement_settings
@@ -44,7 +44,6 @@ UNSUPPORTED_FIELDS = {
     "input_nodes": "exclude the nodes before them instead",
     "output_nodes": "exclude the nodes after them instead",
     "reduce_range": "7-bit codes are not part of this version",
-    "include_auto_mp": "mixed precision by search is not part of this version",
     "crypto_mode": "not part of this version",
 }
 FIELD_OPTIONS = {
@@ -61,7 +60,7 @@ FIELD_OPTIONS = {
 
 SOLVED = ("MatMul", "Gemm")
 """Op types whose weights GPTQ decides."""
-FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft")
+FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft", "include_auto_mp")
 
 
 @dataclass(frozen=True)
@@ -191,6 +190,7 @@ def _settings(request: Request, further: Sequence[AlgoConfig] = ()) -> Settings:
         layer=LayerSpec() if alone else spec,
         by_name=tuple(_by_name(request, spec, options, int32_bias)),
         by_type=(*(((SOLVED, solved),) if solved else ()), *_by_type(request, spec, options, int32_bias)),
+        mixed=tuple((_own_layer(own, spec, options, int32_bias), names) for own, names in targets(algorithms, options)),
         exclude=tuple(map(as_scope, request.exclude)),
         op_types=_op_types(options, transformer),
         all_op_types=value_of(options, "QuantizeAllOpTypes"),
@@ -212,13 +212,9 @@ def _settings(request: Request, further: Sequence[AlgoConfig] = ()) -> Settings:
         **npu_settings(options, request.npu_cnn, spec),
         **placement_settings(options),
         percentile=_percentile(options),
-        calibration_samples=_samples(options),
-        statistics=value_of(options, "Statistics"),
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
-        random_data=value_of(options, "UseRandomData"),
-        random_shapes=_per_input(options, "RandomDataReaderInputShape"),
-        random_ranges=_per_input(options, "RandomDataReaderInputDataRange"),
+        **_data(options),
         algorithms=algorithms,
         external_data=request.external_data,
         providers=tuple(value_of(options, "ExecutionProviders")),
@@ -337,6 +333,17 @@ def _percentile(options: Mapping[str, Any]) -> float:
     if not 50 < value <= 100:
         raise ConfigError(f"Percentile={value}: it must be over 50 and at most 100.")
     return value
+
+
+def _data(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is calibrated on."""
+    return {
+        "calibration_samples": _samples(options),
+        "statistics": value_of(options, "Statistics"),
+        "random_data": value_of(options, "UseRandomData"),
+        "random_shapes": _per_input(options, "RandomDataReaderInputShape"),
+        "random_ranges": _per_input(options, "RandomDataReaderInputDataRange"),
+    }
 
 
 def _samples(options: Mapping[str, Any]) -> int | None:

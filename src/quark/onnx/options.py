@@ -104,7 +104,7 @@ _obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float behind a pair 
 _obeyed("ForceQuantizeNoInputCheck", BOOL, False, "quantize data-movement ops even where their input is not")
 _obeyed("DedicatedQDQPair", BOOL, False, "one Q/DQ pair for each reader of a tensor")
 _obeyed("DedicateDQNode", BOOL, False, "one DequantizeLinear for each reader of a tensor")
-_later("EnableDualQuantNodePairs", BOOL, False)
+_obeyed("EnableDualQuantNodePairs", BOOL, False, "two consecutive Q/DQ pairs on a tensor where two precisions meet")
 _obeyed("OpTypesToExcludeOutputQuantization", LIST, [], "op types whose output is not quantized on their behalf")
 _obeyed("NodesToExcludeOutputQuantization", LIST, [], "nodes whose output is not quantized on their behalf")
 _obeyed("QDQOpTypePerChannelSupportToAxis", DICT, {}, "op type -> axis of the output channels of its weight")
@@ -230,7 +230,7 @@ _obeyed("RMatrixDim", INT, 4096, "QuarotConfig.r_matrix_dim")
 _obeyed("UseRandomHad", BOOL, False, "QuarotConfig.use_random_had")
 _obeyed("RConfigPath", TEXT, None, "QuarotConfig.r_config_path")
 _obeyed("FastFinetune", DICT, {}, "AdaRoundConfig or AdaQuantConfig: `OptimAlgorithm` says which")
-_later("AutoMixprecision", DICT, {}, why="mixed precision by search is not part of this version")
+_obeyed("AutoMixprecision", DICT, {}, "the parameters of AutoMixprecisionConfig")
 
 
 def check_options(options: Mapping[str, Any], where: str, also: Iterable[str] = ()) -> None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.block_axes import refine_block_axes
+from quark.onnx.borders import split_borders, widen_sources
 from quark.onnx.dynamic import fits_dynamic
 from quark.onnx.edit import added_bias, read_once
 from quark.onnx.masks import is_mask, masked_values
@@ -26,6 +26,7 @@ from quark.onnx.model import constant, is_constant
 from quark.onnx.operators import ALIGN_GROUPS, NEVER, ON_REQUEST, RULES, rule_of
 from quark.onnx.scopes import nodes_of
 from quark.onnx.settings import Settings
+from quark.onnx.sharing import free_relu_zero, join
 from quark.onnx.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
-"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float.
-
-The Mul reads what that node gives before it is quantized, even where other nodes read it afterwards."""
+"""In `meta` of a Mul: its float factor is part of the node before it, whose output it reads before that is rounded."""
 
 
 @dataclass
@@ -54,6 +53,7 @@ class Placement:
         biases: (node, input index) -> index of the weight.
         added_biases: (Add, input index) of a constant that is the bias of a MatMul -> the MatMul.
         own: Nodes whose activations have specs of their own, not the global ones: these win over their neighbours'.
+        reads: (node, input index) -> the spec that the node asks for, whatever the tensor gets.
         half: Whether the floats of the model are float16.
         dynamic: Nodes whose input is quantized as it comes.
         nodes: The quantized nodes.
@@ -65,6 +65,7 @@ class Placement:
     biases: dict[tuple[ir.Node, int], int] = field(default_factory=dict)
     added_biases: dict[tuple[ir.Node, int], ir.Node] = field(default_factory=dict)
     own: set[ir.Node] = field(default_factory=set)
+    reads: dict[tuple[ir.Node, int], TensorSpec] = field(default_factory=dict)
     half: bool = False
     dynamic: list[ir.Node] = field(default_factory=list)
     nodes: list[ir.Node] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Placement:
 
 
 def place(model: ir.Model, settings: Settings) -> Placement:
-    """Decide what is quantized.
+    """Decide what is quantized; with dual pairs, an Identity stands between the two until they are written.
 
     Raises:
         ConfigError: A name or pattern matches nothing, or nothing is left to quantize.
@@ -111,7 +112,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         if not settings.weights_only:
             if layer.input != settings.layer.input or layer.output != settings.layer.output:
                 placement.own.add(node)
-            _place_activations(node, layer, live, placement, _writes_float(node, target, settings))
+            _place_activations(node, layer, live, placement, _writes_float(node, target, settings), settings.dual_pairs)
         _place_constants(node, layer, settings, placement)
         if target.bias_after_matmul:
             _place_added_bias(node, placement)
@@ -122,9 +123,13 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         raise ConfigError(f"Nothing to quantize: the model has {present}{other}; asked for: {_asked(settings)}.")
     if not settings.weights_only:
         _fuse(placement, settings)
+        if settings.dual_pairs:
+            widen_sources(placement)
         _share_scales(placement, settings)
+        if settings.dual_pairs:
+            split_borders(placement)
         if settings.unsigned_relu:
-            _free_relu_zero(placement)
+            free_relu_zero(placement)
     if any(spec.is_block for spec in placement.activations.values()):
         for value in masked_values(model.graph):
             placement.activations.pop(value, None)
@@ -236,7 +241,7 @@ def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
 
 
 def _place_activations(
-    node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, writes_float: bool
+    node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, writes_float: bool, dual: bool
 ) -> None:
     guess = rule_of(node.op_type).constants
     if layer.input is not None:
@@ -245,7 +250,8 @@ def _place_activations(
             assert value is not None
             if not _is_float(value, placement, guess):
                 continue
-            if node in placement.own:
+            placement.reads[node, index] = layer.input
+            if node in placement.own and not dual:
                 placement.activations[value] = layer.input
             placement.activations.setdefault(value, layer.input)
     spec = None if writes_float else layer.output or layer.input
@@ -328,9 +334,8 @@ def _fuse(placement: Placement, settings: Settings) -> None:
             producer = None if value is None else value.producer()
             if value is None or producer is None or producer not in quantized:
                 continue
-            alone = read_once(value)
             factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
-            if factored or (alone and (producer.op_type, node.op_type) in settings.fused):
+            if factored or (read_once(value) and (producer.op_type, node.op_type) in settings.fused):
                 spec = placement.activations.pop(value, None)
                 if spec is not None and producer in placement.own and node.outputs[0] in placement.activations:
                     placement.activations[node.outputs[0]] = spec
@@ -343,30 +348,11 @@ def _share_scales(placement: Placement, settings: Settings) -> None:
         inputs = [v for v in node.inputs if v is not None and v in placement.activations]
         if rule_of(node.op_type).shares_scale and inputs and inputs[0] is node.inputs[0]:
             for value in outputs:
-                _join(placement, inputs[0], value)
+                join(placement, inputs[0], value, settings.layer if settings.propagate_specs else None)
         elif node.op_type in aligned:
             outputs = outputs or _factored(node, placement)
             for value in [*inputs, *outputs][1:]:
-                _join(placement, (inputs or outputs)[0], value)
-
-
-def _join(placement: Placement, one: ir.Value, other: ir.Value) -> None:
-    """Give two tensors one scale, unless a layer of its own asks for another type on one side."""
-    if placement.activations.get(one) == placement.activations.get(other):
-        placement.join(one, other)
-
-
-def _free_relu_zero(placement: Placement) -> None:
-    """Give the outputs of Relu and of Clip from 0 a zero point: without it, half of the codes are never used."""
-    for node in placement.nodes:
-        value, low = node.outputs[0], None
-        if node.op_type == "Clip":
-            low = node.attributes["min"].as_float() if "min" in node.attributes else None
-            low = constant(node.inputs[1]) if low is None and len(node.inputs) > 1 else low
-        spec = placement.activations.get(value)
-        if spec is None or not spec.has_zero_point or not (node.op_type == "Relu" or (low is not None and low == 0)):
-            continue
-        placement.activations[value] = replace(spec, dtype=DTYPES[spec.dtype.name], symmetric=False)
+                join(placement, (inputs or outputs)[0], value)
 
 
 def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:

@@ -150,6 +150,7 @@ def _needed_opset(settings: Settings) -> int:
 def _specs(settings: Settings) -> list[TensorSpec]:
     """Every spec that a tensor may get."""
     layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
+    layers += [layer for layer, _ in settings.mixed]
     return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
 
 
@@ -219,4 +220,5 @@ def _supported(settings: Settings) -> Settings:
         layer=convert(settings.layer) or LayerSpec(),
         by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
         by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
+        mixed=tuple((convert(layer) or LayerSpec(), names) for layer, names in settings.mixed),
     )

@@ -19,6 +19,7 @@ from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.onnx.borders import drop_borders
 from quark.onnx.dynamic import write_dynamic
 from quark.onnx.extended import (
     block_node,
@@ -82,6 +83,7 @@ class Rewriter:
             self._bias(add, index, 1, matmul)
         for value, spec in self.placement.activations.items():
             self._activation(value, spec)
+        drop_borders(self.graph)
         unused = [name for name, value in self.graph.initializers.items() if not list(value.uses())]
         for name in unused:
             if not self.graph.initializers[name].is_graph_output():

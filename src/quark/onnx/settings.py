@@ -49,6 +49,8 @@ class Settings:
             bias in float; `int32_bias` overrules it.
         by_name: (scopes, specs) in order; specs None keeps the nodes in float.
         by_type: (op types, specs) in order; specs None keeps the nodes in float.
+        mixed: (specs, names) that the search for mixed precision gives to layers. Names None: to any; empty: to those
+            that no other entry names.
         exclude: Nodes that stay in float; over everything.
         op_types: Op types that are quantized; empty: those with a rule.
         all_op_types: Every op type of the model that can be, whatever `op_types` says.
@@ -84,6 +86,8 @@ class Settings:
         overrides: (tensor, what differs for it and all that share its scale).
         dedicated_pairs: One Q/DQ pair for each reader of a tensor.
         dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
+        dual_pairs: Two pairs where precisions meet (`borders.py`); else the layer of its own specs wins.
+        propagate_specs: What shares a scale with a tensor of such a layer has its type too.
         float_weights: Store weights in float, behind a pair of Q/DQ.
         int16_bias: Biases as int16, of a coarser scale where they do not fit.
         fit_int32_bias: Enlarge the scale of a weight where its int32 bias would not fit.
@@ -102,6 +106,7 @@ class Settings:
     layer: LayerSpec
     by_name: tuple[tuple[tuple[Scope, ...], LayerSpec | None], ...] = ()
     by_type: tuple[tuple[tuple[str, ...], LayerSpec | None], ...] = ()
+    mixed: tuple[tuple[LayerSpec, tuple[str, ...] | None], ...] = ()
     exclude: tuple[Scope, ...] = ()
     op_types: tuple[str, ...] = ()
     all_op_types: bool = False
@@ -147,6 +152,8 @@ class Settings:
     overrides: tuple[tuple[str, Override], ...] = ()
     dedicated_pairs: bool = False
     dedicated_dequantize: bool = False
+    dual_pairs: bool = False
+    propagate_specs: bool = False
     float_weights: bool = False
     int16_bias: bool = False
     fit_int32_bias: bool = True
