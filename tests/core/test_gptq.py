@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -213,3 +216,47 @@ def test_a_scale_that_gains_only_rounding_is_not_taken(
     rule = spec("int4", PerChannel(0))
     found = weighted_qparams(weight, np.ones(COLUMNS, np.float32), rule)
     assert (found.scale != compute_qparams(weight, rule).scale).all() == taken
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_problems_of_one_shape_are_solved_at_once_as_each_alone(wrap: Callable[[np.ndarray], Any]) -> None:
+    rule = RULES[1]
+    parts = [problem(seed) for seed in range(3)]
+    damping = [0.01, 0.003, 0.1]
+
+    def solved(some: list[int]) -> list[Any]:
+        weight, x, real = (np.stack([parts[i][k] for i in some]) for k in range(3))
+        scale, zero = (
+            np.stack([elementwise(compute_qparams(np.float32(w), rule), rule, w.shape)[k].T for w in weight])  # type: ignore[union-attr]
+            for k in (0, 1)
+        )
+        squares, cross = real @ real.swapaxes(1, 2), real @ x.swapaxes(1, 2)
+        groups = np.stack([np.roll(np.arange(COLUMNS) // 8, i) for i in some])
+        arrays = (np.float32(weight).swapaxes(1, 2).copy(), squares, cross, scale.copy(), zero.copy(), groups)
+        w, h, c, s, z, g = (wrap(a if len(some) > 1 else a[0]) for a in arrays)
+        damp: Any = [damping[i] for i in some] if len(some) > 1 else damping[some[0]]
+
+        def rounder(i: int, work: Any) -> Any:
+            return quantize_elements(work[..., i, :], s[..., i, :], z[..., i, :], rule)
+
+        upper, _ = gptq.inverse_factor(h, damp)
+        drift = gptq.drift_matrix(c - h, upper, 0.5)
+        goal = gptq.best_target(w, h, c, damp)
+        first = gptq.solve(w, upper, rounder, drift)
+        refined = gptq.refine(goal, first, gptq.damped(h, damp), rounder, 2)
+        found = [upper, drift, goal, first, refined, gptq.refit(goal, refined, gptq.damped(h, damp), g, 3)]
+        return [np.asarray(one) for one in found]
+
+    together = solved([0, 1, 2])
+    for index in range(3):
+        for whole, alone in zip(together, solved([index]), strict=True):
+            assert alone.shape == whole.shape[1:]
+            assert np.allclose(whole[index], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_several_matrices_are_damped_as_asked_or_refused() -> None:
+    indefinite = np.stack([np.eye(4), np.diag([1.0, 1.0, 1.0, -0.05])])
+    for hessian in (indefinite, torch.from_numpy(indefinite)):
+        with pytest.raises(CalibrationError, match=r"not positive definite, even with damp_percent=0\.02"):
+            gptq.inverse_factor(hessian, [0.01, 0.02])
+        assert np.allclose(gptq.inverse_factor(hessian, [0.01, 0.2])[0][0], np.eye(4) / 1.01**0.5)

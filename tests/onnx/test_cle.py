@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from benchmarks.algorithm_models import DIGITS
+from benchmarks.algorithm_models import badly_scaled as hard_digits
 from onnx import numpy_helper
 
 from quark.core.metrics import sqnr
@@ -199,3 +201,23 @@ def test_what_two_nodes_read_is_left_alone() -> None:
     shared.graph.output.append(onnx.helper.make_tensor_value_info("other", 1, ["n", 64]))
     with pytest.raises(ConfigError, match="qualifies"):
         rescale(load(shared), [EVERYWHERE])
+
+
+def test_the_embedded_network_gets_back_what_bad_scales_cost() -> None:
+    data = np.load(DIGITS / "data.npz")
+    seen, unseen = ((data[f"{name}_images"] / 16).astype(np.float32) for name in ("calibration", "heldout"))
+    plain, reader = onnx.load(DIGITS / "model.onnx"), [{"image": image[None]} for image in seen]
+    hard = hard_digits(onnx.load(DIGITS / "model.onnx"))
+    expected = run(plain, {"image": unseen})
+    assert sqnr(expected, run(hard, {"image": unseen})) > 100
+
+    def after(model: onnx.ModelProto, *algorithms: Any) -> float:
+        spec = Int8Spec(calibration_method=CalibMethod.MinMax)
+        config = QConfig(QLayerConfig(input_tensors=spec, weight=spec), algo_config=list(algorithms))
+        quantized = ModelQuantizer(config).quantize_model(model, None, Reader(reader))
+        return sqnr(expected, run(quantized, {"image": unseen}))
+
+    best, worst = after(plain), after(hard)
+    assert best - worst > 20
+    assert after(hard, CLEConfig()) > best - 0.05 * (best - worst)
+    assert after(plain, CLEConfig()) > best - 0.1

@@ -14,7 +14,7 @@ from quark.core.granularity import PerChannel
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, FormatError, NonFiniteError
-from quark.onnx import ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
+from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.model import load, to_proto
 from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
@@ -109,3 +109,26 @@ def test_nan_anywhere_in_a_tensor_is_found_and_named() -> None:
         settings = Settings(LayerSpec(weight=spec("int8"), input=replace(U8, observer=observer)))
         with pytest.raises(NonFiniteError, match="log"):
             quantize(load(model), settings, Reader([{"x": x}]))
+
+
+def test_layerwise_percentile_takes_a_candidate_for_each_tensor() -> None:
+    """Every scale is that of plain Percentile with one of the candidates; the metric decides which."""
+    data = images(8)
+    for feed in data:
+        feed["x"].reshape(-1)[::5000] *= 12
+
+    def encoded(method: CalibMethod, **options: Any) -> np.ndarray:
+        layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=method), weight=Int8Spec())
+        done = ModelQuantizer(QConfig(layer, **options)).quantize_model(cnn(), None, Reader(data))
+        assert done is not None
+        names = {node.input[1] for node in done.graph.node if node.op_type == "QuantizeLinear"}
+        return np.array([onnx.numpy_helper.to_array(i) for i in done.graph.initializer if i.name in names])
+
+    candidates = [99.0, 99.9, 100.0]
+    plain = np.stack([encoded(CalibMethod.Percentile, Percentile=candidate) for candidate in candidates])
+    chosen = {}
+    for metric in ("mae", "mse"):
+        found = encoded(CalibMethod.LayerwisePercentile, PercentileCandidates=candidates, LWPMetric=metric)
+        assert np.isclose(plain, found, rtol=1e-6).any(0).all()
+        chosen[metric] = [int(np.argmin(abs(plain[:, i] - found[i]))) for i in range(len(found))]
+    assert chosen["mae"] != chosen["mse"] and len(set(chosen["mae"])) > 1

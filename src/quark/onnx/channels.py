@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quark.core.array import row_chunks
-from quark.onnx.edit import is_op, new_initializer, set_initializer
+from quark.onnx.edit import is_op, new_initializer, read_once, set_initializer
 from quark.onnx.model import constant, is_constant
 
 if TYPE_CHECKING:
@@ -88,6 +88,24 @@ def linear_places(node: ir.Node) -> tuple[Place, ...]:
     """The constants that hold the output channels of a linear layer: its weight, and the bias of a Gemm."""
     biased = len(node.inputs) > 2 and node.inputs[2] is not None
     return (Place(node, 1, output_axis(node)), *((Place(node, 2),) if biased else ()))
+
+
+def added_bias(node: ir.Node, index: int, channels: int) -> Place | None:
+    """The constant that an Add gives each channel beside its input `index`, as after a MatMul."""
+    other = node.inputs[1 - index] if is_op(node, "Add") else None
+    if other is None or not is_constant(other):
+        return None
+    shape = constant(other).shape
+    return Place(node, 1 - index) if shape in ((channels,), (1, channels), (1, 1, channels)) else None
+
+
+def bias_of(layer: ir.Node) -> Place | None:
+    """The bias of a linear layer: of a Gemm, or what an Add that alone reads the layer gives each channel."""
+    own_bias = linear_places(layer)[1:]
+    if own_bias or not read_once(layer.outputs[0]):
+        return own_bias[0] if own_bias else None
+    ((reader, index),) = layer.outputs[0].uses()
+    return added_bias(reader, index, Place(layer, 1, output_axis(layer)).size)
 
 
 def own(node: ir.Node, index: int) -> ir.Value:

@@ -39,9 +39,7 @@ DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 
 FACTOR = "quark.factor"
-"""In `meta` of a Mul: the constant factor is part of the node before it, is quantized with it, and stays float.
-
-The Mul reads what that node gives before it is quantized, even where other nodes read it afterwards."""
+"""In `meta` of a Mul: its float factor is part of the node before it, whose output it reads before that is rounded."""
 
 
 @dataclass
@@ -336,9 +334,8 @@ def _fuse(placement: Placement, settings: Settings) -> None:
             producer = None if value is None else value.producer()
             if value is None or producer is None or producer not in quantized:
                 continue
-            alone = read_once(value)
             factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
-            if factored or (alone and (producer.op_type, node.op_type) in settings.fused):
+            if factored or (read_once(value) and (producer.op_type, node.op_type) in settings.fused):
                 spec = placement.activations.pop(value, None)
                 if spec is not None and producer in placement.own and node.outputs[0] in placement.activations:
                     placement.activations[node.outputs[0]] = spec

@@ -4,6 +4,9 @@ Each batch is a coroutine (a greenlet) that runs the block's forward. It halts w
 that read one tensor (q, k, v; gate, up; ...). When all batches have arrived, the group's inputs are known for all of
 the data: an algorithm may measure them, change the weights, and rescale the inputs; then all go on to the next
 group. So one forward of the block serves all of its layers, each seeing what the changed layers before it give.
+
+The experts of a mixture do not read what each other gives. So several of them may be reached at once, with their
+inputs, as many as `moe.reached_together` lets be in flight.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import nn
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.blocks import Call
 from quark.torch.distributed import largest, summed
+from quark.torch.moe import reached_together
 from quark.torch.passes import UnfusedExperts
 
 
@@ -146,6 +150,7 @@ def lockstep(
     visit: Callable[[Stop], None],
     float_block: nn.Module | None = None,
     float_calls: Sequence[Call] = (),
+    visit_experts: Callable[[list[Stop]], None] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, stopping at each group.
 
@@ -156,6 +161,7 @@ def lockstep(
         groups: From `input_groups`.
         visit: What happens at a stop.
         float_block, float_calls: The float block and its calls, run beside for `Stop.float_inputs`.
+        visit_experts: What happens at the stops of several experts at once; None: `visit`, at one after the other.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch.
@@ -168,20 +174,21 @@ def lockstep(
     if float_block is not None:
         second = [_Walker(float_block, call, pair) for call, pair in zip(float_calls, first, strict=True)]
     walkers = first + second
-    with _halting(block, groups), _halting(float_block, groups), _same_experts(block, float_block):
+    together = groups if visit_experts is not None else ()
+    with (
+        _halting(block, groups),
+        _halting(float_block, groups),
+        _same_experts(block, float_block),
+        _looking_ahead(block, together),
+        _looking_ahead(float_block, together),
+    ):
         try:
             for walker in walkers:
                 walker.advance()
             while waiting := [walker for walker in walkers if not walker.dead]:
                 index = min(walker.group for walker in waiting)
                 here = [walker for walker in waiting if walker.group == index]
-                layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[index]}
-                real, beside = ([w for w in here if (w.block is block) is own] for own in (True, False))
-                stop = Stop(layers, [w.x for w in real], [w.x for w in beside])  # type: ignore[arg-type]
-                visit(stop)
-                for walker, x in zip(real, stop.inputs, strict=True):
-                    walker.x = x
-                del stop
+                _meet(name, block, groups, here, visit, visit_experts)
                 for walker in here:
                     walker.advance()
         finally:
@@ -191,14 +198,37 @@ def lockstep(
     return [walker.output for walker in first], [walker.output for walker in second]
 
 
+def _meet(
+    name: str,
+    block: nn.Module,
+    groups: Sequence[Sequence[str]],
+    here: Sequence[_Walker],
+    visit: Callable[[Stop], None],
+    visit_experts: Callable[[list[Stop]], None] | None,
+) -> None:
+    """Show what all batches have reached, and hand them their inputs as the visit leaves them."""
+    real, beside = ([walker for walker in here if (walker.block is block) is own] for own in (True, False))
+    stops = {}
+    for group in here[0].inputs:
+        layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[group]}
+        inputs, float_inputs = ([walker.inputs[group] for walker in side] for side in (real, beside))
+        stops[group] = Stop(layers, inputs, float_inputs)  # type: ignore[arg-type]
+        del inputs, float_inputs
+    if visit_experts is not None and len(stops) > 1:
+        visit_experts(list(stops.values()))
+    else:
+        visit(stops[here[0].group])
+    for place, walker in enumerate(real):
+        walker.inputs = {group: stop.inputs[place] for group, stop in stops.items()}
+
+
 class _Walker(greenlet):  # type: ignore[misc]
     """One batch on its way through a block.
 
     Attributes:
-        group: Index of the group that it has reached.
-        x: The input of that group while it halts.
-        held: Group -> what its layers get, and how many of them are still to read it. A block whose attention and MLP
-            read one norm side by side runs other groups in between.
+        inputs: Group -> its input, of those that it has reached while it halts: one, or several experts.
+        held: Group -> what its layers get, and how many of them have read it. A block whose attention and MLP read one
+            norm side by side runs other groups in between.
         output: What the block returned, in the end.
         pair: For the float block: the walker of the same batch through the other one.
         routes: Name of a mixture of experts -> the experts that its router chose for each token.
@@ -211,7 +241,7 @@ class _Walker(greenlet):  # type: ignore[misc]
         self.routes: dict[str, torch.Tensor] = {}
         self.passing = False
         self.group = -1
-        self.x: Any = None
+        self.inputs: dict[int, torch.Tensor] = {}
         self.held: dict[int, tuple[torch.Tensor, int]] = {}
         self.output: Any = None
 
@@ -231,14 +261,20 @@ class _Walker(greenlet):  # type: ignore[misc]
     def arrive(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
         """Halt at the first layer of a group; hand the input as it is then to all of its layers."""
         if group not in self.held:
-            self.group, self.x = group, x
+            self.halt({group: x})
             del x
-            self.parent.switch()
-            self.held[group], self.x = (self.x, size), None
-        result, left = self.held.pop(group)
-        if left > 1:
-            self.held[group] = (result, left - 1)
+        result, read = self.held.pop(group)
+        if read + 1 < size:
+            self.held[group] = (result, read + 1)
         return result
+
+    def halt(self, inputs: dict[int, torch.Tensor]) -> None:
+        """Halt with the inputs of some groups, then hold them as they are after the visit."""
+        self.group, self.inputs = min(inputs), inputs
+        del inputs
+        self.parent.switch()
+        self.held |= {group: (x, 0) for group, x in self.inputs.items()}
+        self.inputs = {}
 
 
 @contextmanager
@@ -255,6 +291,32 @@ def _halting(block: nn.Module | None, groups: Sequence[Sequence[str]]) -> Iterat
         return
     with _hooked(block, list(place), halt):
         yield
+
+
+@contextmanager
+def _looking_ahead(block: nn.Module | None, groups: Sequence[Sequence[str]]) -> Iterator[None]:
+    """Within: a walker that comes to an expert halts there with the inputs of experts that follow, too."""
+    mixtures: dict[str, UnfusedExperts] = {}
+    if block is not None and groups:
+        mixtures = {name: module for name, module in block.named_modules() if isinstance(module, UnfusedExperts)}
+
+    def look(name: str, mixture: UnfusedExperts) -> Callable[[bool, int, Callable[[int], torch.Tensor]], None]:
+        together = reached_together(mixture, name, groups)
+
+        def ahead(down: bool, index: int, of: Callable[[int], torch.Tensor]) -> None:
+            walker = getcurrent()
+            if isinstance(walker, _Walker) and not walker.passing and (down, index) in together:
+                walker.halt({group: of(expert) for expert, group in together[down, index].items()})
+
+        return ahead
+
+    for name, mixture in mixtures.items():
+        mixture.ahead = look(name, mixture)
+    try:
+        yield
+    finally:
+        for mixture in mixtures.values():
+            del mixture.ahead
 
 
 @contextmanager

@@ -126,6 +126,7 @@ def _run(
             lambda stop: stage.visit(stop, block),
             original,
             block.float_calls if original is not None else (),
+            (lambda stops: stage.visit_experts(stops, block)) if stage.batches_experts else None,
         )
     stage.leave(block)
     agree(block.module)

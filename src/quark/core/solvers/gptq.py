@@ -11,80 +11,94 @@ Frantar et al. 2022 (arXiv:2210.17323), Li et al. 2025 (arXiv:2504.02692), Zhang
 Rows of W are independent given H, so all layers that read the same input are solved at once with one factor. Work is
 split in halves: what the left half leaves over reaches the right half as one matrix product. Arrays hold the *columns*
 of W as rows (transposed), so that each step reads contiguous memory.
+
+Problems of one shape (the experts of a mixture) are solved at once: every array may have leading axes, H is then
+(..., columns, columns) and W (..., columns, rows), and each step serves all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from quark.core.array import Array, astype, is_torch, namespace
+import numpy as np
+
+from quark.core.array import Array, astype, is_torch, like, namespace
 from quark.errors import CalibrationError
 
 Rounder = Callable[[int, Array], Array]
-"""(i, work) -> the quantized values of column i, given the columns as they are now, shape (columns, rows)."""
+"""(i, work) -> the quantized values of column i, given the columns as they are now, shape (..., columns, rows)."""
 
 LADDER = (1.0, 10.0, 100.0)
 """Factors on the damping that are tried in turn when the Hessian is not positive definite."""
 
 
-def damped(hessian: Array, damp: float) -> Array:
-    """H in float64 with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1."""
+def damped(hessian: Array, damp: float | Sequence[float]) -> Array:
+    """H in float64 with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
+
+    Args:
+        hessian: Shape (..., columns, columns).
+        damp: One number, or one for each matrix.
+    """
     xp = namespace(hessian)
     hessian = astype(hessian, "float64") * 1.0
-    diagonal = xp.diagonal(hessian)
-    added = xp.where(diagonal == 0, 1.0, damp * diagonal.mean())
-    hessian[range(len(hessian)), range(len(hessian))] += added
+    diagonal, places = _diagonal(hessian), range(hessian.shape[-1])
+    mean = like(damp, hessian, "float64")[..., None] * diagonal.mean(-1, keepdims=True)
+    hessian[..., places, places] += xp.where(diagonal == 0, 1.0, mean)
     return hessian
 
 
-def inverse_factor(hessian: Array, damp: float) -> tuple[Array, float]:
+def inverse_factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, float | Sequence[float]]:
     """U with (H + damping)^-1 = U^T U, and the damping that it took.
 
     Args:
-        hessian: X X^T in any scale, shape (columns, columns).
-        damp: Share of the mean of the diagonal that is added to it.
+        hessian: X X^T in any scale, shape (..., columns, columns).
+        damp: Share of the mean of the diagonal that is added to it; one number, or one for each matrix.
 
     Raises:
-        CalibrationError: H holds NaN or Inf, or is not positive definite even with 100 times the damping.
+        CalibrationError: H holds NaN or Inf, or is not positive definite even with 100 times the damping. Of several
+            matrices, one is not with the damping as it is: each alone may be with more.
     """
     xp = namespace(hessian)
     if not bool(xp.isfinite(hessian).all()):
         raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
-    for factor in LADDER:
+    ladder = LADDER if hessian.ndim == 2 else LADDER[:1]
+    for factor in ladder:
+        tried = damp if factor == 1 else factor * float(np.max(damp))
         try:
             # H = R R^T with R upper triangular is the Cholesky factor of the flipped matrix, flipped; U = R^-1.
-            lower = xp.linalg.cholesky(xp.flip(damped(hessian, damp * factor), (0, 1)))
+            lower = xp.linalg.cholesky(xp.flip(damped(hessian, tried), (-2, -1)))
         except xp.linalg.LinAlgError:
             continue
-        upper = xp.flip(lower, (0, 1))
+        upper = xp.flip(lower, (-2, -1))
         del lower  # a matrix in float64 less
-        return _inverse_upper(upper), damp * factor
+        return _inverse_upper(upper), tried
     raise CalibrationError(
-        f"The second moments of the inputs ({len(hessian)} channels) are not positive definite, even with "
-        f"damp_percent={damp * LADDER[-1]:g}. Possible: a larger damp_percent, or more calibration data."
+        f"The second moments of the inputs ({hessian.shape[-1]} channels) are not positive definite, even with "
+        f"damp_percent={float(np.max(damp)) * ladder[-1]:g}. Possible: a larger damp_percent, or more calibration data."
     )
 
 
 def _inverse_upper(upper: Array) -> Array:
     xp = namespace(upper)
     if is_torch(upper):
-        unit = xp.eye(len(upper), dtype=upper.dtype, device=upper.device)
+        unit = xp.zeros_like(upper)
+        _diagonal(unit).fill_(1.0)
         return xp.linalg.solve_triangular(upper, unit, upper=True, out=unit)
-    return xp.triu(xp.linalg.solve(upper, xp.eye(len(upper))))
+    return xp.triu(xp.linalg.solve(upper, xp.eye(upper.shape[-1])))
 
 
 def drift_matrix(drift: Array, upper: Array, alpha: float) -> Array:
-    """GPTAQ's P from D = (X - X~) X~^T, shape (columns, columns), in the order of U."""
+    """GPTAQ's P from D = (X - X~) X~^T, shape (..., columns, columns), in the order of U."""
     xp = namespace(upper)
-    return alpha * (xp.triu(astype(drift, "float64") @ upper.T, 1) @ upper)
+    return alpha * (xp.triu(astype(drift, "float64") @ _transposed(upper), 1) @ upper)
 
 
 def best_target(weight: Array, hessian: Array, cross: Array, damp: float) -> Array:
     """Qronos' W', transposed: the float weight for X~ that comes nearest to W X.
 
     Args:
-        weight: W transposed, shape (columns, rows).
-        hessian: X~ X~^T.
+        weight: W transposed, shape (..., columns, rows).
+        hessian: X~ X~^T, shape (..., columns, columns).
         cross: X~ X^T, in the same scale.
         damp: Share of the mean of the diagonal that pulls W' towards W where the data says little.
     """
@@ -98,31 +112,33 @@ def solve(weight: Array, upper: Array, rounder: Rounder, drift: Array | None = N
     """Quantize all columns, each with the errors of those before it made up for.
 
     Args:
-        weight: W transposed, shape (columns, rows), float32; not changed.
+        weight: W transposed, shape (..., columns, rows), float32; not changed.
         upper: `inverse_factor` of the Hessian in the same order of columns.
         rounder: Quantizes one column.
         drift: `drift_matrix`, for GPTAQ.
         align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
 
     Returns:
-        The quantized values, shape (columns, rows), float32.
+        The quantized values, shape (..., columns, rows), float32.
     """
     work, error = weight * 1.0, namespace(weight).empty_like(weight)
     result = namespace(weight).empty_like(weight)
-    pivots = namespace(upper).diagonal(upper).tolist()
-    spread = astype(upper, "float32")
+    pivots, spread = _pivots(upper), astype(upper, "float32")
     pull = None if drift is None else astype(drift, "float32")
 
+    now, rounded, missed = (columns_of(x) for x in (work, result, error))
+
     def step(i: int) -> None:
-        result[i] = rounder(i, work)
-        error[i] = (work[i] - result[i]) / pivots[i]
+        rounded[i][...] = rounder(i, work)
+        missed[i][...] = (now[i] - rounded[i]) / pivots[i]
 
     def carry(start: int, middle: int, stop: int) -> None:
-        work[middle:stop] -= spread[start:middle, middle:stop].T @ error[start:middle]
+        left, right = slice(start, middle), slice(middle, stop)
+        work[..., right, :] -= _transposed(spread[..., left, right]) @ error[..., left, :]
         if pull is not None:
-            work[middle:stop] += pull[start:middle, middle:stop].T @ work[start:middle]
+            work[..., right, :] += _transposed(pull[..., left, right]) @ work[..., left, :]
 
-    _in_halves(0, len(weight), step, carry, align)
+    _in_halves(0, weight.shape[-2], step, carry, align)
     return result
 
 
@@ -135,28 +151,30 @@ def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, pa
     arXiv:2309.01885).
 
     Args:
-        weight, quantized: Transposed, shape (columns, rows).
-        hessian: Damped H in the same order, shape (columns, columns).
+        weight, quantized: Transposed, shape (..., columns, rows).
+        hessian: Damped H in the same order, shape (..., columns, columns).
         rounder: Quantizes one column of what it is given.
         passes: How often all columns are visited.
     """
     xp = namespace(weight)
     hessian, result = astype(hessian, "float32"), quantized * 1.0
-    diagonal = xp.diagonal(hessian).tolist()
-    change = xp.empty_like(result)
+    pivots, change = _pivots(hessian), xp.empty_like(result)
+    now, changed = columns_of(result), columns_of(change)
     for _ in range(passes):
         gradient = hessian @ (weight - result)
+        slopes = columns_of(gradient)
 
-        def step(i: int, gradient: Array = gradient) -> None:
-            change[i] = result[i]
-            result[i] += gradient[i] / diagonal[i]
-            result[i] = rounder(i, result)
-            change[i] -= result[i]
+        def step(i: int, slopes: list[Array] = slopes) -> None:
+            changed[i][...] = now[i]
+            now[i] += slopes[i] / pivots[i]
+            now[i][...] = rounder(i, result)
+            changed[i] -= now[i]
 
         def carry(start: int, middle: int, stop: int, gradient: Array = gradient) -> None:
-            gradient[middle:stop] += hessian[middle:stop, start:middle] @ change[start:middle]
+            left, right = slice(start, middle), slice(middle, stop)
+            gradient[..., right, :] += hessian[..., right, left] @ change[..., left, :]
 
-        _in_halves(0, len(weight), step, carry)
+        _in_halves(0, weight.shape[-2], step, carry)
     return result
 
 
@@ -166,26 +184,45 @@ def refit(weight: Array, quantized: Array, hessian: Array, groups: Array, count:
         f = 1 + q_g (H E)_g / (q_g H_gg q_g)        E = W - Q, q_g the quantized columns of group g, one f for each row
 
     Args:
-        weight, quantized: Transposed, shape (columns, rows).
+        weight, quantized: Transposed, shape (..., columns, rows).
         hessian: Damped H in the same order.
-        groups: Group of each column, shape (columns,).
+        groups: Group of each column, shape (..., columns); groups are as large in all problems.
         count: Number of groups.
 
     Returns:
-        Shape (rows, count), between 1/2 and 2.
+        Shape (..., rows, count), between 1/2 and 2.
     """
     xp = namespace(weight)
     hessian, result = astype(hessian, "float32"), quantized * 1.0
-    factors = []
+    (*lead, length, rows), factors = weight.shape, []
     for group in range(count):
         columns = groups == group
-        part, rows = result[columns], hessian[columns]
-        push = (part * (rows @ (weight - result))).sum(0)
-        curve = (part * (rows[:, columns] @ part)).sum(0)
+        part, sides = result[columns].reshape(*lead, -1, rows), hessian[columns].reshape(*lead, -1, length)
+        push = (part * (sides @ (weight - result))).sum(-2)
+        corner = _transposed(sides)[columns].reshape(*lead, -1, part.shape[-2])
+        curve = (part * (_transposed(corner) @ part)).sum(-2)
         factor = xp.clip(1 + push / xp.where(curve > 0, curve, xp.inf), 0.5, 2.0)
-        result[columns] = part * factor
+        result[columns] = (part * factor[..., None, :]).reshape(-1, rows)
         factors.append(factor)
     return xp.stack(factors, -1)
+
+
+def columns_of(x: Array) -> list[Array]:
+    """Views of the columns of x, shape (..., columns, rows), which holds them as rows."""
+    return list(namespace(x).moveaxis(x, -2, 0))
+
+
+def _diagonal(matrix: Array) -> Array:
+    return namespace(matrix).diagonal(matrix, 0, -2, -1)
+
+
+def _transposed(matrix: Array) -> Array:
+    return namespace(matrix).swapaxes(matrix, -1, -2)
+
+
+def _pivots(matrix: Array) -> list[Array]:
+    """The elements of the diagonal, float32, each to be divided by: shape (..., 1)."""
+    return list(namespace(matrix).moveaxis(astype(_diagonal(matrix), "float32"), -1, 0)[..., None])
 
 
 def _in_halves(

@@ -2,7 +2,7 @@
 
 BEFORE: change the float model, before it is decided what is quantized. PRECISION: changes that decision. AFTER: change
 float weights and biases once all scales are known. BEFORE and AFTER return how many places they changed; each list
-runs in the order that the config has.
+runs in the order that the config has. An algorithm may be in two lists.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from quark.onnx.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AutoMixprecisionConfig,
+    BiasCorrectionConfig,
     CLEConfig,
     GPTQConfig,
+    QuarotConfig,
     SmoothQuantConfig,
 )
 from quark.onnx.algorithms.auto_mixprecision import mix_precision
+from quark.onnx.algorithms.bias_correction import add_biases, correct_biases
 from quark.onnx.algorithms.cle import equalize
 from quark.onnx.algorithms.finetune import finetune
 from quark.onnx.algorithms.gptq import solve_weights
+from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,
     SmoothQuantConfig: smooth,
+    QuarotConfig: rotate,
+    BiasCorrectionConfig: add_biases,
 }
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
     AutoMixprecisionConfig: mix_precision
@@ -43,6 +49,7 @@ AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
     GPTQConfig: solve_weights,
     AdaRoundConfig: finetune,
     AdaQuantConfig: finetune,
+    BiasCorrectionConfig: correct_biases,
 }
 
 
@@ -61,11 +68,13 @@ def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int
     Raises:
         ConfigError: One finds nothing to do.
     """
-    return sum(
-        _counted(algorithm, BEFORE[type(algorithm)](model, algorithm, settings, data))
-        for algorithm in settings.algorithms
-        if type(algorithm) in BEFORE
-    )
+    changed = 0
+    for algorithm in settings.algorithms:
+        if type(algorithm) in BEFORE:
+            count = BEFORE[type(algorithm)](model, algorithm, settings, data)
+            # One that also runs afterwards is judged then.
+            changed += count if type(algorithm) in AFTER else _counted(algorithm, count)
+    return changed
 
 
 def run_precision(model: ir.Model, settings: Settings, data: Samples | None) -> Settings:

@@ -7,7 +7,6 @@ LeakyRelu, PRelu, pooling, a mean over positions, zero padding, a bias, or Flatt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.errors import ConfigError
 from quark.onnx.algo_configs import CLEConfig
-from quark.onnx.channels import LAYERS, LINEAR, input_axis, multiply, output_axis
+from quark.onnx.channels import LAYERS, LINEAR, added_bias, input_axis, multiply, output_axis
 from quark.onnx.data import Samples
 from quark.onnx.edit import axes_of, dims, is_op, read_once
 from quark.onnx.model import constant, is_constant
@@ -78,16 +77,16 @@ def _pair(node: ir.Node) -> Pair | None:
     if not _is_layer(node, as_first=True):
         return None
     channels = constant(node.inputs[1]).shape[output_axis(node)]
-    biases = [node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] is not None else []
+    biases: list[ir.Value | None] = [node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] is not None else []
     at, value = -1 if is_op(node, *LINEAR) else 1, node.outputs[0]
     while read_once(value):
         ((reader, index),) = value.uses()
         if index == 0 and _is_layer(reader, as_first=False) and _fits(reader, at, channels):
             whole = all(bias is not None and _own(bias) and constant(bias).size in (1, channels) for bias in biases)
             return Pair(node, reader, tuple(bias for bias in biases if bias is not None)) if whole else None
-        bias = _added_bias(reader, index, at, channels)
+        bias = added_bias(reader, index, channels) if at == -1 else None
         if bias is not None:
-            biases.append(bias)
+            biases.append(reader.inputs[bias.index])
         elif is_op(reader, "Flatten") and _is_one_position(value):
             at = -1
         elif not _keeps_scale(reader, index, at):
@@ -117,15 +116,6 @@ def _fits(layer: ir.Node, at: int, channels: int) -> bool:
     """Whether the channels that come are those that a layer sums over, or a depthwise one keeps apart."""
     expects = -1 if is_op(layer, *LINEAR) else 1
     return at == expects and constant(layer.inputs[1]).shape[input_axis(layer)] == channels
-
-
-def _added_bias(node: ir.Node, index: int, at: int, channels: int) -> ir.Value | None:
-    """The constant of an Add that gives each channel its bias, as after a MatMul."""
-    other = node.inputs[1 - index] if is_op(node, "Add") else None
-    if other is None or not is_constant(other):
-        return None
-    shape: Sequence[int] = constant(other).shape
-    return other if at == -1 and shape in ((channels,), (1, channels), (1, 1, channels)) else None
 
 
 def _is_one_position(value: ir.Value) -> bool:

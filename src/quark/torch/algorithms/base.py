@@ -52,12 +52,14 @@ class Algorithm:
         visits: Whether there is anything to do at stops; else no forward is run for it.
         needs_whole: Whether `prepare` reads or changes weights of the whole model, which must then be in memory.
         needs_float: Whether stops and blocks carry the float model's inputs too.
+        batches_experts: Whether it overrides `visit_experts`, so that experts are reached several at once.
         sums: Whether it reads inputs as sums alone, which add up over processes.
     """
 
     visits: ClassVar[bool] = True
     needs_whole: ClassVar[bool] = False
     needs_float: ClassVar[bool] = False
+    batches_experts: ClassVar[bool] = False
     sums: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:
@@ -75,6 +77,9 @@ class Algorithm:
 
     def visit(self, stop: Stop, block: Block) -> None:
         """At a group of linear layers that read the same tensor, with that tensor for all batches."""
+
+    def visit_experts(self, stops: list[Stop], block: Block) -> None:
+        """At several experts of a mixture at once, each with the tensor that its layers read."""
 
     def leave(self, block: Block) -> None:
         """After the block has run."""

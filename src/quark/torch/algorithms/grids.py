@@ -1,14 +1,18 @@
 """Grids: the values that the columns of a weight may take while a solver visits them, and the scales behind.
 
-Several layers are solved at once; their rows lie one below the other, their columns in the solver's order.
+Several layers are solved at once; their rows lie one below the other, their columns in the solver's order. Where
+experts of one shape are solved at once, what is given for each layer is given for each layer of each expert, and the
+columns have the shape (experts, columns, rows).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
+from quark.core.array import dtype_name
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import elementwise, quantize_elements
 from quark.core.scales import QParams, ScaleType, round_scale
@@ -24,58 +28,83 @@ class StaticGrid:
     """Rounds columns on scales that are fixed before."""
 
     def __init__(
-        self, params: list[QParams], weights: list[torch.Tensor], spec: TensorSpec, order: torch.Tensor
+        self,
+        params: list[list[QParams]],
+        weights: list[list[torch.Tensor]],
+        spec: TensorSpec,
+        orders: Sequence[torch.Tensor],
     ) -> None:
         self.spec = spec
-        parts = [elementwise(p, spec, tuple(w.shape)) for p, w in zip(params, weights, strict=True)]
-        self.scale = torch.cat([scale for scale, _ in parts]).T[order].contiguous()
-        zeros = [zero for _, zero in parts if zero is not None]
-        self.zero = torch.cat(zeros).T[order].contiguous() if zeros else None
+        parts = [
+            [elementwise(p, spec, tuple(w.shape)) for p, w in zip(*own, strict=True)]
+            for own in zip(params, weights, strict=True)
+        ]
+        self.scale = gptq.columns_of(_columns([[scale for scale, _ in own] for own in parts], orders))
+        zeros = [[zero for _, zero in own if zero is not None] for own in parts]
+        self.zero = gptq.columns_of(_columns(zeros, orders)) if zeros[0] else None
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
         zero = None if self.zero is None else self.zero[index]
-        return quantize_elements(work[index], self.scale[index], zero, self.spec)
+        return quantize_elements(work[..., index, :], self.scale[index], zero, self.spec)
+
+
+def _columns(parts: list[list[torch.Tensor]], orders: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(rows, columns) of each layer of each expert -> (experts, columns, rows); without the first axis for one."""
+    found = [torch.cat(own).T[order].contiguous() for own, order in zip(parts, orders, strict=True)]
+    return found[0] if len(found) == 1 else torch.stack(found)
 
 
 class DynamicGrid:
     """Rounds columns on scales that are found when a group is reached, from its columns as they are then."""
 
     def __init__(
-        self, spec: TensorSpec, order: torch.Tensor, group: int, dtype: torch.dtype, importance: torch.Tensor
+        self,
+        spec: TensorSpec,
+        orders: Sequence[torch.Tensor],
+        group: int,
+        dtype: torch.dtype,
+        importance: torch.Tensor,
     ) -> None:
         self.spec, self.group, self.dtype, self.importance = spec, group, dtype, importance
-        self.order: list[int] = order.tolist()
-        self.found: dict[int, QParams] = {}
+        self.places = [(order[::group] // group).argsort() for order in orders]
+        self.found: list[QParams] = []
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
-        group = self.order[index] // self.group
-        if group not in self.found:
+        if index // self.group == len(self.found):
             columns = slice(index, index + self.group)
-            weight = work[columns].T.to(self.dtype).contiguous()
-            self.found[group] = weighted_qparams(weight, self.importance[columns], self.spec)
-        params = self.found[group]
-        zero = None if params.zero_point is None else params.zero_point[:, 0]
-        return quantize_elements(work[index], params.scale[:, 0], zero, self.spec)
+            weight = work[..., columns, :].mT.to(self.dtype)
+            importance = self.importance[..., None, columns].expand(weight.shape)
+            weight, importance = (x.reshape(-1, self.group).contiguous() for x in (weight, importance))
+            self.found.append(weighted_qparams(weight, importance, self.spec))
+        params, now = self.found[-1], work[..., index, :]
+        zero = None if params.zero_point is None else params.zero_point.reshape(now.shape)
+        return quantize_elements(now, params.scale.reshape(now.shape), zero, self.spec)
 
-    def params(self, rows: list[int]) -> list[QParams]:
-        """The scales of the layers, which have so many rows each."""
-        found = [self.found[group] for group in sorted(self.found)]
-        scales = torch.split(torch.cat([p.scale for p in found], 1), rows)
-        if found[0].zero_point is None:
-            return [QParams(scale.contiguous()) for scale in scales]
-        zeros = torch.split(torch.cat([cast(torch.Tensor, p.zero_point) for p in found], 1), rows)
-        return [QParams(s.contiguous(), z.contiguous()) for s, z in zip(scales, zeros, strict=True)]
+    def params(self, rows: list[int]) -> list[list[QParams]]:
+        """The scales of the layers of each expert, which have so many rows each."""
+        scales = self._of_layers([p.scale for p in self.found], rows)
+        if self.found[0].zero_point is None:
+            return [[QParams(scale) for scale in own] for own in scales]
+        zeros = self._of_layers([cast(torch.Tensor, p.zero_point) for p in self.found], rows)
+        return [[QParams(s, z) for s, z in zip(*own, strict=True)] for own in zip(scales, zeros, strict=True)]
+
+    def _of_layers(self, found: list[torch.Tensor], rows: list[int]) -> list[list[torch.Tensor]]:
+        experts = torch.split(torch.cat(found, 1), sum(rows))
+        return [
+            [part.contiguous() for part in torch.split(own[:, places], rows)]
+            for own, places in zip(experts, self.places, strict=True)
+        ]
 
 
 def refitted(
-    params: list[QParams],
-    weights: list[torch.Tensor],
+    params: list[list[QParams]],
+    weights: list[list[torch.Tensor]],
     spec: TensorSpec,
     goal: torch.Tensor,
     solved: torch.Tensor,
     hessian: torch.Tensor,
-    order: torch.Tensor,
-) -> list[QParams]:
+    orders: Sequence[torch.Tensor],
+) -> list[list[QParams]]:
     """The scales fitted to the codes of a solution; scales that are coarse, or of whole tensors, stay as they are.
 
     Args:
@@ -84,22 +113,34 @@ def refitted(
         spec: The same for all.
         goal, solved: Float and quantized columns, in the solver's order, shape (columns, rows of all layers).
         hessian: In the solver's order.
-        order: Column at each place.
+        orders: Of each expert: column at each place.
     """
     split = spec.split
-    by_row = (isinstance(split, PerChannel) and split.axis == 0) or (
+    if not by_row(spec) or spec.scale_type not in CONTINUOUS or spec.scale_spec is not None or spec.dtype.is_block:
+        return params
+    length, dtype = len(orders[0]), dtype_name(weights[0][0])
+    size = split.split(length)[1] if isinstance(split, PerGroup) else length
+    groups = (orders[0] if len(orders) == 1 else torch.stack(list(orders))) // size
+    factors = gptq.refit(goal, solved, hessian, groups, -(-length // size))
+    of_layers = torch.split(factors, [len(w) for w in weights[0]], -2)
+
+    def fitted(one: QParams, factor: torch.Tensor) -> QParams:
+        scale = round_scale(one.scale * factor.reshape(one.scale.shape), spec, dtype)
+        return QParams(scale, one.zero_point, one.second)
+
+    several = len(orders) > 1
+    return [
+        [fitted(one, factor[expert] if several else factor) for one, factor in zip(own, of_layers, strict=True)]
+        for expert, own in enumerate(params)
+    ]
+
+
+def by_row(spec: TensorSpec) -> bool:
+    """Whether no scale is shared by two rows."""
+    split = spec.split
+    return (isinstance(split, PerChannel) and split.axis == 0) or (
         isinstance(split, PerGroup) and split.axis in (-1, 1)
     )
-    if not by_row or spec.scale_type not in CONTINUOUS or spec.scale_spec is not None or spec.dtype.is_block:
-        return params
-    size = split.split(len(order))[1] if isinstance(split, PerGroup) else len(order)
-    factors = gptq.refit(goal, solved, hessian, order // size, -(-len(order) // size))
-    dtype = str(weights[0].dtype).removeprefix("torch.")
-    found = []
-    for one, factor in zip(params, torch.split(factors, [len(w) for w in weights]), strict=True):
-        scale = round_scale(one.scale * factor.reshape(one.scale.shape), spec, dtype)
-        found.append(QParams(scale, one.zero_point, one.second))
-    return found
 
 
 def dynamic_group(spec: TensorSpec) -> int:

@@ -18,4 +18,4 @@ class ImportanceScale(Algorithm):
         layers = chosen_layers(stop, block, self.config.inside_layer_modules)
         if layers:
             with naming(", ".join(layers)):
-                fix_scales(layers, block, stop.gram.diagonal())
+                fix_scales(layers, block, dict.fromkeys(layers, stop.gram.diagonal()))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,7 +43,13 @@ class UnfusedExperts(nn.Module):
     Args:
         fused: The block to stand for; its weights are shared, not copied.
         names: What its projections are called.
+
+    Attributes:
+        ahead: Called before each expert's turn, if set: (whether it is for the down projection, index of the expert,
+            function from any expert's index to its input of that turn). No input depends on the turns of others.
     """
+
+    ahead: Callable[[bool, int, Callable[[int], torch.Tensor]], None] | None = None
 
     def __init__(self, fused: nn.Module, names: Names) -> None:
         super().__init__()
@@ -68,14 +75,20 @@ class UnfusedExperts(nn.Module):
             top_k_weights: (tokens, k).
         """
         places = self._places(top_k_index)
-        experts: list[Any] = [self.get_submodule(str(index)) for index in range(self.count)]
-        inner = [self._inner(e, hidden_states[token]) for e, (token, _) in zip(experts, places, strict=True)]
+        inner = [self._inner(expert, x) for expert, x in self._turns(False, lambda i: hidden_states[places[i][0]])]
         mixed = torch.zeros_like(hidden_states)
-        for expert, x, (token, slot) in zip(experts, inner, places, strict=True):
+        for (expert, x), (token, slot) in zip(self._turns(True, inner.__getitem__), places, strict=True):
             y = getattr(expert, self.names[2])(x)
             y = y if self.post_expert_norm is None else self.post_expert_norm(y)
             mixed.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(mixed.dtype))
         return mixed
+
+    def _turns(self, down: bool, of: Callable[[int], torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Each expert with its input."""
+        for index in range(self.count):
+            if self.ahead is not None:
+                self.ahead(down, index, of)
+            yield self.get_submodule(str(index)), of(index)
 
     def _places(self, top_k_index: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Token and slot of everything that is routed to each expert, in the order of the tokens."""
