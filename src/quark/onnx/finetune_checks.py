@@ -100,6 +100,5 @@ def optimizer_device(config: Config) -> torch.device:
 def check_output_index(config: Config, outputs: Sequence[Any]) -> None:
     """Raise ConfigError for an output that the model does not have."""
     if not 0 <= config.output_index < len(outputs):
-        raise ConfigError(
-            f"{type(config).__name__}.output_index: {config.output_index}; the model has {len(outputs)} outputs, from 0."
-        )
+        name, count = type(config).__name__, len(outputs)
+        raise ConfigError(f"{name}.output_index: {config.output_index}; possible: 0 to {count - 1}.")

@@ -26,11 +26,12 @@ class Space:
     """Where rows wait.
 
     Attributes:
-        bytes: Most of them, of which every sample gets its share; None for no bound.
+        bytes, rows: Most of them, of which every sample gets its share; None for no bound.
         folder: A folder for files that hold them; None for memory.
     """
 
     bytes: int | None
+    rows: int | None = None
     folder: Path | None = None
 
     def empty(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -64,7 +65,8 @@ def gather(
         raise CalibrationError("the calibration data gives it no output")
     both = 0 < share < 1
     row = 4 * groups * (columns * (1 + both) + outputs)
-    most = widest if space.bytes is None else max(1, space.bytes // (row * samples))
+    bounds = [space.bytes and space.bytes // row, space.rows]
+    most = max(1, min([widest, *(bound // samples for bound in bounds if bound is not None)]))
     starts = np.cumsum([0, *(min(most, each) for count, each in sizes for _ in range(count))])
     inputs = space.empty("inputs", (int(starts[-1]), groups * columns))
     floats = space.empty("floats", inputs.shape) if both else None

@@ -110,11 +110,12 @@ class Convolution:
         windows = np.lib.stride_tricks.sliding_window_view(padded, reach, tuple(range(1, padded.ndim)))
         turn = -1 if self.transposed else 1
         # A ConvTranspose reads its kernel from the end; sizes are such that the last element is met.
-        windows = windows[(..., *(slice(None, None, turn * dilation) for dilation in self.dilations))]
+        taken: Any = (..., *(slice(None, None, turn * dilation) for dilation in self.dilations))
         steps = [1 if self.transposed else stride for stride in self.strides]
-        at = [index * step for index, step in zip(np.unravel_index(positions, tuple(shape)), steps, strict=True)]
+        corners = zip(np.unravel_index(positions, tuple(shape)), steps, strict=True)
+        at: Any = (slice(None), *(index * step for index, step in corners))
         # (channels, positions, *kernel) -> (positions, channels * kernel)
-        return np.moveaxis(windows[(slice(None), *at)], 0, 1).reshape(len(positions), -1)
+        return np.moveaxis(windows[taken][at], 0, 1).reshape(len(positions), -1)
 
     def outputs(self, y: Array, sample: int, positions: Array) -> Array:
         """The outputs there, (positions, outputs)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from quark.onnx.job import Job
 from quark.onnx.model import checked_proto, infer_shapes, load, opset, save
 from quark.onnx.npu import simulate
 from quark.onnx.parameters import onnx_range
-from quark.onnx.passes import PASSES, POST_PASSES, Pass
+from quark.onnx.passes import PASSES, POST_PASSES, run_passes
 from quark.onnx.path_reader import PathDataReader
 from quark.onnx.scopes import drop_removed, pin
 from quark.onnx.settings import Settings
@@ -152,16 +152,6 @@ def _specs(settings: Settings) -> list[TensorSpec]:
     layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
     layers += [layer for layer, _ in settings.mixed]
     return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
-
-
-def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
-    """Run the passes whose Settings field asks for them."""
-    for name, step in passes.items():
-        asked = getattr(settings, name)
-        if asked is True:
-            step(model)
-        elif asked is not False and asked is not None:
-            step(model, asked)
 
 
 def _half_scale(spec: TensorSpec | None) -> TensorSpec | None:

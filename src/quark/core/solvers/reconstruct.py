@@ -24,11 +24,11 @@ from quark.core.solvers.rounding import Adam
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError
 
-MEASURED_ROWS = 1024
-"""Rows at once when the loss of all data is measured."""
+MEASURED_ROWS = 2048
+"""Rows that a loss is measured on."""
 
-WINDOWS = 10
-"""How often in a training its mean loss is looked at."""
+WINDOWS = 5
+"""How often in a training its mean loss is looked at, and the weight measured."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Training:
         samples: Samples of a batch.
         batches: Batches of an iteration, whose gradients are averaged.
         rows: Most rows of a batch.
-        early_stop: End when the mean loss of a tenth of the iterations is not below that of the best one before.
+        early_stop: End when the mean loss of a fifth of the iterations (of AdaRound: its regularizer) has not fallen.
         warm_start: Share of the iterations before the regularizer is felt.
         beta: Exponent of the regularizer after the warm start, and at the end.
         drop_ratio: Share of the inputs that come from the quantized model, the others from the float one.
@@ -79,13 +79,19 @@ class Activation:
     slope: Array | float = 1.0
 
     def __call__(self, z: Array) -> Array:
-        return namespace(z).where(z < 0, z * self.slope, z).clip(self.low, self.high)
+        return self._sloped(z).clip(self.low, self.high)
 
     def derivative(self, z: Array) -> Array:
         """dy/dz, 0 at the ends."""
-        y = namespace(z).where(z < 0, z * self.slope, z)
+        y = self._sloped(z)
         inside = (y > self.low) & (y < self.high)
-        return namespace(z).where(z < 0, self.slope, 1.0) * inside
+        return inside if self._is_clip() else namespace(z).where(z < 0, self.slope, 1.0) * inside
+
+    def _sloped(self, z: Array) -> Array:
+        return z if self._is_clip() else namespace(z).where(z < 0, z * self.slope, z)
+
+    def _is_clip(self) -> bool:
+        return isinstance(self.slope, float) and self.slope == 1.0
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,10 @@ class Learner(Protocol):
     value: Array
     nearest: Array
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to learn."""
+
     def step(self, gradient: Array, rate: float, beta: float | None) -> None:
         """Learn from dL/dW~."""
 
@@ -208,13 +218,12 @@ class Unit:
         return y, slope
 
     def loss(self, rows: Rows, weight: Array) -> float:
-        """Mean over all rows of the squared error."""
-        matrix, total = self.matrix(weight), 0.0
-        for start in range(0, len(rows.inputs), MEASURED_ROWS):
-            part = slice(start, start + MEASURED_ROWS)
-            y, _ = self.forward(_on(rows.inputs[part], weight), matrix)
-            total += float(y.sub_(_on(rows.targets[part], weight)).square_().sum())
-        return total / len(rows.inputs)
+        """Mean of the squared error over the rows, or over some thousands of them at even distances."""
+        each = -(-len(rows.inputs) // MEASURED_ROWS)
+        y = self.product(_on(rows.inputs[::each], weight), self.matrix(weight))
+        for step in self.after:
+            y = step(y)
+        return float((y - _on(rows.targets[::each], weight)).square_().sum() / len(y))
 
 
 @dataclass
@@ -224,7 +233,7 @@ class Outcome:
     Attributes:
         weight: The best weight found, on its grid; that of nearest codes where none is better.
         bias: That goes with it.
-        nearest, learned: Loss over all rows before and after.
+        nearest, learned: Loss before and after.
         iterations: How many ran.
     """
 
@@ -250,7 +259,8 @@ def train(
 ) -> Outcome:
     """Train the learner, and the unit's bias if it `learns_bias`.
 
-    The weight is rounded and measured on all rows at every tenth of the training; the best one counts.
+    The weight is rounded and measured at every fifth of the training; the best one counts. Training ends
+    where nothing is left to learn.
 
     Raises:
         CalibrationError: Fewer samples than a batch has, or the loss grows beyond what the output zero would give.
@@ -280,10 +290,11 @@ def train(
         result.iterations = iteration + 1
         if note is not None and iteration % training.period == 0:
             note(iteration, float(loss))
-        if (iteration + 1) % window == 0 or iteration + 1 == training.iterations:
+        last = learner.done or iteration + 1 == training.iterations
+        if last or (iteration + 1) % window == 0:
             watch.check(float(total) / window)
             _keep_best(result, unit, rows, learner)
-            if beta is not None and watch.ends(float(total) / window, learner.penalty(beta)):
+            if last or (beta is not None and watch.ends(float(total) / window, learner.penalty(beta))):
                 break
             total = 0.0
     return result
@@ -302,7 +313,7 @@ def _copy(x: Array | None) -> Array | None:
 
 @dataclass
 class _Watch:
-    """Looks at the mean loss of each tenth of the training."""
+    """Looks at the mean loss of each part of the training."""
 
     early_stop: bool
     nearest: float
@@ -315,19 +326,20 @@ class _Watch:
             raise NonFiniteError(f"The loss is {loss}: a lower learning_rate may help, or the data holds NaN or Inf.")
         if loss > 2 * self.energy and loss > 10 * self.nearest:
             raise CalibrationError(
-                f"The training diverges: loss {loss:.3g}, without it {self.nearest:.3g}. A lower learning_rate may help."
+                f"The training diverges: loss {loss:.3g}, without it {self.nearest:.3g}. Lower the learning_rate."
             )
 
     def ends(self, loss: float, penalty: float | None) -> bool:
-        """Whether nothing is to be gained: every weight has decided, or an early stop was asked for."""
+        """Whether an early stop was asked for, and nothing is gained any more."""
         measure = loss if penalty is None else penalty
-        worse = self.early_stop and measure >= self.best
-        self.best = min(self.best, measure)
-        return worse or penalty == 0.0
+        worse, self.best = measure >= self.best, min(self.best, measure)
+        return self.early_stop and worse
 
 
 def _energy(rows: Rows) -> float:
-    return float((rows.targets[:MEASURED_ROWS] ** 2).sum()) / min(len(rows.targets), MEASURED_ROWS)
+    """The loss of the output zero."""
+    part = rows.targets[:: -(-len(rows.targets) // MEASURED_ROWS)]
+    return float(part.square().sum()) / len(part)
 
 
 def _batch(rows: Rows, training: Training, random: np.random.Generator, near: Array) -> tuple[Array, Array]:

@@ -33,6 +33,9 @@ EDGE = 0.5 / STRETCH
 SETTLED = 20.0
 """The size of `a` of a weight with one code to go to, where h is 0 and stays so."""
 
+LOOK, WORTH = 20, 0.75
+"""Steps between two looks at what is undecided, and the share of it from which on leaving the rest is worth a copy."""
+
 
 class Adam:
     """Kingma and Ba 2015 (arXiv:1412.6980), in one pass over memory; the step may change from call to call."""
@@ -47,6 +50,13 @@ class Adam:
         for parameter, gradient in zip(group["params"], gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
+
+    def narrow(self, parameter: Array, chosen: Array) -> None:
+        """Go on with some elements, `parameter`, of the one parameter there is."""
+        (group,) = self.optimizer.param_groups
+        state = self.optimizer.state.pop(group["params"][0])
+        group["params"][0] = parameter
+        self.optimizer.state[parameter] = {key: x[chosen] if x.ndim else x for key, x in state.items()}
 
 
 class AdaRound:
@@ -79,46 +89,70 @@ class AdaRound:
         span = dequantize(xp.clip(codes + 1, spec.dtype.min, spec.dtype.max), params, spec) - low
         share = xp.clip((weight - low) / xp.where(span > 0, span, 1.0), 0.0, 1.0)
         self.value = low + span * share
-        self.alpha = -xp.log(STRETCH / (share - GAMMA) - 1)
-        self.alpha[span <= 0] = -SETTLED
-        self.middle, self.span = low.add_(span, alpha=0.5), span.mul_(STRETCH)
-        self.adam = Adam(self.alpha)
-        self.views = tuple(map(_parts, (self.alpha, self.span, self.middle, self.value)))
-        self.buffers = [xp.empty_like(self.views[0][0]) for _ in range(3)]
+        self.alpha = -xp.log(STRETCH / (share - GAMMA) - 1).view(-1)
+        self.alpha[span.view(-1) <= 0] = -SETTLED
+        self.middle, self.span = low.add_(span, alpha=0.5).view(-1), span.mul_(STRETCH).view(-1)
+        self.adam, self.steps, self.undecided = Adam(self.alpha), 0, self.alpha.numel()
+        self.chosen: Array | None = None
+        self.buffers = [xp.empty_like(_parts(self.alpha)[0]) for _ in range(3)]
+
+    @property
+    def done(self) -> bool:
+        """Whether every weight has decided, but for one in a thousand, which the sign of its `a` decides."""
+        return self.undecided <= self.value.numel() // 1000
 
     def step(self, gradient: Array, rate: float, beta: float | None) -> None:
         """Learn from dL/dW~, which is overwritten; `beta` None leaves the regularizer out."""
-        xp = namespace(gradient)
-        alphas, spans, middles, values = self.views
-        for push, alpha, span in zip(_parts(gradient), alphas, spans, strict=True):
-            c, slope, pull = (buffer[: len(push)] for buffer in self.buffers)
+        xp, flat = namespace(gradient), gradient.view(-1)
+        push = flat if self.chosen is None else flat[self.chosen]
+        for part, alpha, span in zip(*map(_parts, (push, self.alpha, self.span)), strict=True):
+            c, slope, pull = (buffer[: len(part)] for buffer in self.buffers)
             xp.mul(_centred(alpha, c), c, out=slope)
-            push *= span
+            part *= span
             if beta is not None and self.reg > 0:
                 # 1.2 times 2 reg beta |2.4 c|^(beta - 1), from the logarithm of c^2: cheaper than a power.
                 factor = math.log2(2 * STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * STRETCH)
                 xp.log2(slope, out=pull).mul_((beta - 1) / 2).add_(factor).exp2_()
-                push -= pull.copysign_(c)
+                part -= pull.copysign_(c)
             # 0 where h is clipped.
-            push *= xp.threshold_(slope.neg_().add_(0.25), 0.25 - EDGE**2, 0.0)
-        self.adam.step(rate, gradient)
-        for alpha, span, middle, value in zip(alphas, spans, middles, values, strict=True):
-            xp.addcmul(middle, span, _centred(alpha, self.buffers[0][: len(alpha)]).clamp_(-EDGE, EDGE), out=value)
+            part *= xp.threshold_(slope.neg_().add_(0.25), 0.25 - EDGE**2, 0.0)
+        self.adam.step(rate, push)
+        value = self.value.view(-1) if self.chosen is None else push
+        for part, alpha, span, middle in zip(*map(_parts, (value, self.alpha, self.span, self.middle)), strict=True):
+            c = _centred(alpha, self.buffers[0][: len(alpha)])
+            xp.addcmul(middle, span, c.clamp_(-EDGE, EDGE), out=part)
+        if self.chosen is not None:
+            self.value.view(-1).index_copy_(0, self.chosen, value)
+        self.steps += 1
+        if self.steps % LOOK == 0:
+            self._leave_the_decided()
+
+    def _leave_the_decided(self) -> None:
+        """Go on with those only whose h is not clipped, once they are fewer: the others have no gradient."""
+        left = (self.alpha.sigmoid().sub_(0.5).abs_() < EDGE).nonzero().view(-1)
+        self.undecided = len(left)
+        if not 0 < self.undecided < WORTH * len(self.alpha):
+            return
+        self.chosen = left if self.chosen is None else self.chosen[left]
+        self.alpha, self.span, self.middle = self.alpha[left], self.span[left], self.middle[left]
+        self.adam.narrow(self.alpha, left)
 
     def penalty(self, beta: float) -> float | None:
         """The regularizer, if there is one: 0 where every weight has decided."""
         if not self.reg:
             return None
-        total = 0.0
-        for alpha in self.views[0]:
-            distance = _centred(alpha, self.buffers[0][: len(alpha)]).abs_().clamp_(max=EDGE).div_(EDGE)
-            total += float((1 - distance**beta).sum())
-        return self.reg * total
+        distance = self.alpha.sigmoid().sub_(0.5).abs_().clamp_(max=EDGE).div_(EDGE)
+        return self.reg * float((1 - distance**beta).sum())
 
     def rounded(self) -> Array:
         """The weight with every element on its grid."""
         side = namespace(self.alpha).where(self.alpha >= 0, EDGE, -EDGE)
-        return fake_quantize(side.mul_(self.span).add_(self.middle), self.params, self.spec)
+        found, result = side.mul_(self.span).add_(self.middle), self.value.clone()
+        if self.chosen is None:
+            result = found.view(result.shape)
+        else:
+            result.view(-1).index_copy_(0, self.chosen, found)
+        return fake_quantize(result, self.params, self.spec)
 
 
 class AdaQuant:
@@ -138,20 +172,22 @@ class AdaQuant:
         self.nearest = fake_quantize(weight, params, spec)
         self.value = self.nearest.clone()
         self.adam = Adam(self.weight)
-        self.limits: tuple[Array, Array] | None = None
+        self.ends: tuple[Array, ...] | None = None
         if spec.has_zero_point:
             assert params is not None
             scale, _ = elementwise(params, spec, tuple(weight.shape))
             ends = (dequantize(weight * 0 + end, params, spec) for end in (spec.dtype.min, spec.dtype.max))
-            self.limits = tuple(end + side * scale for end, side in zip(ends, (-0.5, 0.5), strict=True))
+            self.ends = tuple(end + side * scale for end, side in zip(ends, (-0.5, 0.5), strict=True))
 
     def step(self, gradient: Array, rate: float, beta: float | None = None) -> None:
         """Learn from dL/dW~, which is overwritten."""
-        if self.limits is not None:
-            for push, weight, low, high in zip(*map(_parts, (gradient, self.weight, *self.limits)), strict=True):
+        if self.ends is not None:
+            for push, weight, low, high in zip(*map(_parts, (gradient, self.weight, *self.ends)), strict=True):
                 push.masked_fill_((weight < low) | (weight > high), 0.0)
         self.adam.step(rate, gradient)
         fake_quantize(self.weight, self.params, self.spec, out=self.value)
+
+    done = False
 
     def penalty(self, beta: float) -> None:
         """No regularizer."""

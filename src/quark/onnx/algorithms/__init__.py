@@ -25,7 +25,7 @@ from quark.onnx.algo_configs import (
 from quark.onnx.algorithms.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.bias_correction import add_biases, correct_biases
 from quark.onnx.algorithms.cle import equalize
-from quark.onnx.algorithms.finetune import finetune
+from quark.onnx.algorithms.finetune import finetune_layers
 from quark.onnx.algorithms.gptq import solve_weights
 from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
@@ -47,8 +47,8 @@ PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], S
 }
 AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
     GPTQConfig: solve_weights,
-    AdaRoundConfig: finetune,
-    AdaQuantConfig: finetune,
+    AdaRoundConfig: finetune_layers,
+    AdaQuantConfig: finetune_layers,
     BiasCorrectionConfig: correct_biases,
 }
 

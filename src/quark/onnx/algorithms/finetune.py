@@ -19,13 +19,15 @@ from quark.core.solvers.reconstruct import Activation, Outcome, OutputGrid, Rows
 from quark.core.solvers.rounding import AdaQuant, AdaRound
 from quark.errors import ConfigError, NotSupportedError, QuarkError
 from quark.log import logger
-from quark.onnx.algo_configs import AdaRoundConfig
+from quark.onnx.algo_configs import AdaRoundConfig, CLEConfig, QuarotConfig, SmoothQuantConfig
 from quark.onnx.data import MEMORY, Samples, required
 from quark.onnx.edit import dims
 from quark.onnx.finetune_checks import Config, check, check_output_index, optimizer_device
+from quark.onnx.inputs import model_inputs
 from quark.onnx.job import Job, Layer
 from quark.onnx.layer_rows import Space, activation_of, gather
-from quark.onnx.model import to_proto
+from quark.onnx.model import infer_shapes, load, to_proto
+from quark.onnx.passes import PASSES, run_passes
 from quark.onnx.patches import product_of
 from quark.onnx.sessions import open_session, run_sample
 from quark.onnx.sweep import Visit, sweep
@@ -37,8 +39,10 @@ Array = np.ndarray[Any, Any]
 ROWS_OF_A_BATCH = 256
 """Most rows that a batch has, whatever its samples have: more positions of one image say little new."""
 
-ROWS_BYTES = {0: None, 1: 1 << 27, 2: 1 << 32}
-"""mem_opt_level -> bytes of rows of a layer: all in memory, bounded, in files."""
+RESCALES = (CLEConfig, SmoothQuantConfig, QuarotConfig)
+ROWS: dict[int, Space] = {0: Space(None), 1: Space(1 << 27, 1 << 13), 2: Space(1 << 32)}
+"""mem_opt_level -> what is kept of a layer: all positions; some of each sample, that is enough for a training; or most
+of them in files."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Tuned:
         )
 
 
-def finetune(job: Job, config: Config) -> int:
+def finetune_layers(job: Job, config: Config) -> int:
     """Tune the weights of a model; return how many layers were trained. What became of each is logged."""
     report = tune(job, config)
     kept = [entry for entry in report if entry.kept]
@@ -92,7 +96,10 @@ def tune(job: Job, config: Config) -> list[Tuned]:
     """
     check(config)
     check_output_index(config, job.reference.graph.outputs)
-    run = _Run(job, config, optimizer_device(config))
+    device = optimizer_device(config)
+    if config.ref_model_path is not None:
+        job = with_reference(job, config.ref_model_path)
+    run = _Run(job, config, device)
     layers = run.chosen()
     memory = {0: 1 << 62, 1: MEMORY, 2: 0}[config.mem_opt_level]
     report = []
@@ -117,7 +124,7 @@ class _Run:
         self.name = type(config).__name__.removesuffix("Config")
         self.data = required(job.data, config)
         if config.dynamic_batch:
-            self.data = merged(self.data, min(config.data_size, len(self.data)))
+            self.data = merged(self.data, min(config.data_size, len(self.data)), job.reference)
         self.waiting: list[Callable[[], None]] = []
         self.goal = EndToEnd(job, self.data, config) if config.selective_update else None
 
@@ -197,17 +204,17 @@ class _Run:
         else:
             learner = AdaQuant(weight, params, layer.spec)
         rows = _tensors(rows, config.pin_memory)
-        training = self._training(unit.loss(rows, learner.nearest) / (groups * each))
+        training = self._training(lambda: unit.loss(rows, learner.nearest) / (groups * each))
 
         def note(iteration: int, loss: float) -> None:
             logger.info("%s: iteration %d of %d, loss %.4g", layer.name, iteration, training.iterations, loss)
 
         return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
 
-    def _training(self, error: float) -> Training:
+    def _training(self, error: Callable[[], float]) -> Training:
         config = self.config
         rate = config.learning_rate
-        if config.lr_adjust is not None and error > config.lr_adjust[0]:
+        if config.lr_adjust is not None and error() > config.lr_adjust[0]:
             rate = config.lr_adjust[1]
         return Training(
             config.num_iterations, rate, config.batch_size, config.num_batches, ROWS_OF_A_BATCH, config.early_stop,
@@ -228,7 +235,7 @@ class _Run:
     def _space(self) -> Iterator[Space]:
         level = self.config.mem_opt_level
         with tempfile.TemporaryDirectory(dir=self.config.cache_dir) if level == 2 else nullcontext() as folder:
-            yield Space(ROWS_BYTES[level], None if folder is None else Path(folder))
+            yield replace(ROWS[level], folder=None if folder is None else Path(folder))
 
 
 class EndToEnd:
@@ -258,14 +265,47 @@ class EndToEnd:
             yield array
 
 
-def merged(data: Samples, count: int) -> Samples:
-    """The first `count` samples as one, along their first axis. Raises ConfigError where their shapes differ."""
+def with_reference(job: Job, path: str) -> Job:
+    """A job whose inputs and targets in float come from another model, which has the same layers under the same names.
+
+    Raises:
+        ConfigError: The names differ, or an algorithm has changed the layers of the float model that is quantized.
+    """
+    settings = job.decision.settings
+    moved = [type(algorithm).__name__ for algorithm in settings.algorithms if isinstance(algorithm, RESCALES)]
+    if moved:
+        raise ConfigError(f"ref_model_path: {moved[0]} has rescaled the layers, so that no other model gives targets.")
+    reference = load(path)
+    infer_shapes(reference)
+    run_passes(reference, settings, PASSES)
+    makers = {value.name: node for node in reference.graph for value in node.outputs}
+    layers = []
+    for layer in job.layers:
+        twin = makers.get(layer.twin.outputs[0].name)
+        if twin is None or twin.op_type != layer.twin.op_type or twin.inputs[0].name != layer.data.name:  # type: ignore[union-attr]
+            raise ConfigError(
+                f"ref_model_path: {path} has no {layer.twin.op_type} that reads and gives what {layer.name} does."
+            )
+        layers.append(replace(layer, twin=twin))
+    return replace(job, reference=reference, layers=layers)
+
+
+def merged(data: Samples, count: int, model: ir.Model) -> Samples:
+    """The first `count` samples as one, along their first axis.
+
+    Raises:
+        ConfigError: Their shapes differ, or the model has a fixed batch size.
+    """
     feeds = [data[position] for position in range(count)]
     try:
         whole = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
     except ValueError as error:
         raise ConfigError(f"dynamic_batch=True: the samples do not form one batch: {error}") from None
-    return Samples([whole], {})
+    inputs = model_inputs(model)
+    fixed = [str(entry) for name, entry in inputs.items() if not entry.fits(whole[name])]
+    if fixed:
+        raise ConfigError(f"dynamic_batch=True: the model takes batches of one size only: {fixed[0]}.")
+    return Samples([whole], inputs)
 
 
 def _bias(layer: Layer, outputs: int, learned: bool) -> Array | None:

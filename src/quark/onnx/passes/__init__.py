@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from quark.onnx.passes.convert_bn_to_conv import convert_bn_to_conv
 from quark.onnx.passes.convert_clip_to_relu import convert_clip_to_relu, replace_clip6_relu
@@ -21,6 +22,10 @@ from quark.onnx.passes.fuse_layer_norm import fuse_layer_norm
 from quark.onnx.passes.remove_input_init import remove_input_init
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.split_large_pool import split_large_pool
+from quark.onnx.settings import Settings
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Pass = Callable[..., int]
 """(model) or (model, argument) -> how many places changed."""
@@ -53,4 +58,15 @@ A field that is False or None leaves its pass out; True runs it, any other value
 POST_PASSES: dict[str, Pass] = {"convert_clip_to_relu": convert_clip_to_relu}
 """The same, for those that run on the quantized graph."""
 
-__all__ = ["PASSES", "POST_PASSES", "Pass"]
+
+def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
+    """Run the passes whose Settings field asks for them."""
+    for name, step in passes.items():
+        asked = getattr(settings, name)
+        if asked is True:
+            step(model)
+        elif asked is not False and asked is not None:
+            step(model, asked)
+
+
+__all__ = ["PASSES", "POST_PASSES", "Pass", "run_passes"]
