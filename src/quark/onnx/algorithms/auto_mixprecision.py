@@ -7,8 +7,8 @@
     size budget    the shortest prefix whose weights fit, without those that it does not need, in this order or in that
                    of (sensitivity - distance of none) / bytes, whichever costs less
 
-Outputs move together in ways that single layers do not show, so each prefix is measured as a whole. Documented for
-the present system; greedy search by sensitivity goes back to Dong et al. 2019 (HAWQ, arXiv:1905.03696).
+What single layers cost does not add up, so each prefix is measured as a whole. Another order by sensitivity, that of
+second derivatives, is in Dong et al. 2019 (HAWQ, arXiv:1905.03696).
 """
 
 from __future__ import annotations
