@@ -112,7 +112,7 @@ FIGURES = [
         for model, scheme, name, limit in (
             ("digits", "a8w8", "cle", 1.02),
             ("digits", "a8w8", "bias_correction", 1.02),
-            ("digits", "a8w8", "adaquant", 0.71),
+            ("digits", "a8w8", "adaquant_1e-6", 0.71),
             ("digits", "a8w4", "adaround", 0.5),
             ("digits", "bf16", "adaquant_1e-6", 1.0),
             ("digits_hard", "a8w8", "cle", 0.003),

@@ -142,6 +142,8 @@ def samples(name: str, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]
 
 def export(folder: Path) -> None:
     """Write resnet50.onnx, encoder.onnx and resnet18.onnx where they are missing."""
+    if all((folder / f"{name}.onnx").exists() for name in ("resnet50", "encoder", "resnet18")):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     small = resnet18()
     torch.manual_seed(0)

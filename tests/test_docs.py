@@ -29,7 +29,7 @@ from quark.core.scales import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
-from quark.onnx.algorithms import ALGORITHMS
+from quark.onnx.algorithms import AFTER, BEFORE, PRECISION
 from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer
@@ -108,7 +108,9 @@ def clean() -> Iterator[None]:
         PASSES,
         RULES,
         ON_REQUEST,
-        ALGORITHMS,
+        AFTER,
+        BEFORE,
+        PRECISION,
         TORCH_ALGORITHMS,
         LLMTemplate._registered,
     ]

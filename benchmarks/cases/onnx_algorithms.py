@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
         "w4_group_32": ("gptq_4_group_32",),
         "u8w8_channel": ("smooth_quant", "bias_correction"),
     },
-    "minilm_outliers": {"u8w8_channel": ("smooth_quant", "quarot")},
+    "minilm_outliers": {"u8w8_channel": ("smooth_quant",)},
 }
 
 
@@ -52,7 +52,6 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "cle_4_steps": ("CLE", {"cle_steps": 4, "cle_scale_use_threshold": False}),
     "bias_correction": ("BiasCorrection", {}),
     "smooth_quant": ("SmoothQuant", {"alpha": 0.5}),
-    "quarot": ("Quarot", {"r_matrix_dim": 384}),
     "gptq_8": ("GPTQ", {"bits": 8}),
     "gptq_4": ("GPTQ", {"bits": 4, "per_channel": True}),
     "gptq_4_group_32": ("GPTQ", {"bits": 4, "group_size": 32}),

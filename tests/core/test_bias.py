@@ -15,20 +15,20 @@ from quark.errors import CalibrationError
 
 def test_the_mean_is_shrunk_by_its_uncertainty() -> None:
     random = np.random.default_rng(0)
-    for count in (4, 9, 40):
+    for count in (16, 40):
         samples = random.normal(1.0, 2.0, (count, 5)) + np.array([0.0, 0.5, 2.0, 5.0, -9.0])
         found = certain_mean(samples)
         for channel, values in enumerate(samples.T.tolist()):
             mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(count)
-            share = max(0.0, 1 - 4 * (count - 1) / (count - 3) * error**2 / mean**2)
+            share = max(0.0, 1 - 4 * error**2 / mean**2)
             assert found[channel] == pytest.approx(mean * share, abs=1e-12)
         assert np.allclose(found, certain_mean(torch.from_numpy(samples)).numpy())
 
 
 def test_a_sure_mean_is_taken_whole_and_noise_not_at_all() -> None:
     random = np.random.default_rng(1)
-    assert np.array_equal(certain_mean(np.full((4, 3), -0.25)), np.full(3, -0.25))
-    assert not certain_mean(np.zeros((4, 3))).any()
+    assert np.array_equal(certain_mean(np.full((16, 3), -0.25)), np.full(3, -0.25))
+    assert not certain_mean(np.zeros((16, 3))).any()
     noise = np.stack([certain_mean(random.normal(size=(16, 1000))) for _ in range(20)])
     # What noise adds to the error of single examples, whose variance is 1.
     assert (noise**2).mean() < 0.01
@@ -36,5 +36,5 @@ def test_a_sure_mean_is_taken_whole_and_noise_not_at_all() -> None:
 
 
 def test_too_few_examples_are_refused() -> None:
-    with pytest.raises(CalibrationError, match="at least 4 examples .* got 3"):
-        certain_mean(np.ones((3, 2)))
+    with pytest.raises(CalibrationError, match="at least 16 examples .* got 15"):
+        certain_mean(np.ones((15, 2)))

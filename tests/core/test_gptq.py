@@ -260,3 +260,10 @@ def test_several_matrices_are_damped_as_asked_or_refused() -> None:
         with pytest.raises(CalibrationError, match=r"not positive definite, even with damp_percent=0\.02"):
             gptq.inverse_factor(hessian, [0.01, 0.02])
         assert np.allclose(gptq.inverse_factor(hessian, [0.01, 0.2])[0][0], np.eye(4) / 1.01**0.5)
+
+
+def test_a_factor_of_many_columns_is_that_of_the_inverse() -> None:
+    x = np.random.default_rng(0).normal(size=(151, 300))
+    upper, _ = gptq.inverse_factor(x @ x.T, 0.01)
+    assert np.allclose(upper.T @ upper, np.linalg.inv(gptq.damped(x @ x.T, 0.01)), atol=1e-12)
+    assert not np.tril(upper, -1).any()

@@ -160,15 +160,16 @@ def test_threshold_0_changes_all() -> None:
     assert mixed() == by_hand(LAYERS)
 
 
-def test_size_budget(lines: list[str]) -> None:
-    """Three matrices of 16 x 16 and one of 16 x 8, two bytes or one each."""
-    mixed(metric_threshold=None)
-    order = list(ranking(lines))
-    sizes = {name: 128 if name == "four" else 256 for name in LAYERS}
-    for count in (1, 2, 3):
-        budget = 2 * sum(sizes.values()) - sum(sizes[name] for name in order[:count])
-        assert changed(mixed(size_budget=budget)) == set(order[:count])
-        assert changed(mixed(size_budget=budget / (4 * sum(sizes.values())))) == set(order[:count])
+def test_size_budget(alone: dict[tuple[str, ...], float]) -> None:
+    """Against all subsets. Three matrices of 16 x 16 and one of 16 x 8, two bytes or one each."""
+
+    def size(subset: tuple[str, ...]) -> int:
+        return 1792 - sum(128 if name == "four" else 256 for name in subset)
+
+    for budget in (1664, 1536, 1400, 1200, 1024, 900):
+        best = min((subset for subset in alone if size(subset) <= budget), key=lambda subset: alone[subset])
+        assert changed(mixed(size_budget=budget)) == set(best)
+        assert changed(mixed(size_budget=budget / 3584)) == set(best)
     with pytest.raises(ConfigError, match=r"size_budget=800.* 896 bytes of weights, not 800, with 4 candidates"):
         mixed(size_budget=800)
     with pytest.raises(ConfigError, match="no layer changes"):

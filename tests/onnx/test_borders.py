@@ -96,13 +96,15 @@ def test_statistics_files_know_the_tensors_of_the_model_only(tmp_path: Any) -> N
 
 
 def test_what_shares_a_scale_follows_or_does_not() -> None:
-    own = {NARROW: ["b_conv_node"]}
 
-    def kinds(**changes: Any) -> list[list[str]]:
-        settings = replace(ModelQuantizer(QConfig(WIDE, specific_layer_config=own)).settings, **changes)
+    def kinds(layer: str, **changes: Any) -> list[list[str]]:
+        settings = replace(ModelQuantizer(QConfig(WIDE, specific_layer_config={NARROW: [layer]})).settings, **changes)
         made = to_proto(quantize(load(pooled()), settings, Reader(images())))
         return [steps(made, name) for name in ("pool_node", "turned_node", "b_conv_node")]
 
-    assert kinds() == [["int16"], ["int16"], ["int8"]]
-    assert kinds(propagate_specs=True) == [["int8"], ["int8"], ["int8"]]
-    assert kinds(propagate_specs=True, dual_pairs=True) == [["int16"], ["int16"], ["int16", "int8"]]
+    assert kinds("b_conv_node") == [["int16"], ["int16"], ["int8"]]
+    assert kinds("b_conv_node", propagate_specs=True) == [["int8"], ["int8"], ["int8"]]
+    assert kinds("b_conv_node", propagate_specs=True, dual_pairs=True) == [["int16"], ["int16"], ["int16", "int8"]]
+    assert kinds("a_conv_node") == [["int8"], ["int16"], ["int16"]]
+    assert kinds("a_conv_node", dual_pairs=True) == [["int8", "int16"], ["int16"], ["int16"]]
+    assert kinds("a_conv_node", propagate_specs=True, dual_pairs=True) == [["int8"], ["int8"], ["int8", "int16"]]

@@ -16,7 +16,6 @@ from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx import (
-    BiasCorrectionConfig,
     CalibMethod,
     CLEConfig,
     Int8Spec,
@@ -181,8 +180,12 @@ def test_configs_reach_the_flow(caplog: pytest.LogCaptureFixture) -> None:
     plain = quality()
     assert quality(EVERYWHERE) > plain + 5
     assert quality(argument=[EVERYWHERE]) == quality(EVERYWHERE)
-    with pytest.raises(NotSupportedError, match="BiasCorrectionConfig: not part of this version. Possible: CLEConfig"):
-        quality(EVERYWHERE, BiasCorrectionConfig())
+
+    class Unknown(CLEConfig):
+        """Not registered."""
+
+    with pytest.raises(NotSupportedError, match="Unknown: not part of this version. Possible: CLEConfig"):
+        quality(EVERYWHERE, Unknown())
     with pytest.raises(ConfigError, match="cle_balance_method"):
         quality(CLEConfig(cle_balance_method="mean"))
     with pytest.raises(ConfigError, match="CLEConfig: nothing in this model qualifies"):

@@ -14,6 +14,8 @@ from benchmarks.algorithm_models import MINILM, export_minilm, minilm_batches, w
 from quark.core.metrics import sqnr
 from quark.onnx import (
     CalibMethod,
+    GPTQConfig,
+    Int4Spec,
     Int8Spec,
     ModelQuantizer,
     QConfig,
@@ -98,3 +100,19 @@ def test_smoothing_takes_outliers_back(source: Path, feeds: list[dict[str, Any]]
             found[path, config] = sqnr(expected, embeddings(tmp_path / "out.onnx", feeds[8:])[0])
     assert found[spread, ORT] < 8 and found[spread, smooth] > found[spread, ORT] + 9
     assert found[source, smooth] > found[source, ORT] + 1
+
+
+@pytest.mark.parametrize("size", [32, 128, -1])
+def test_gptq_beats_rounding_to_nearest(size: int, source: Path, feeds: list[dict[str, Any]], tmp_path: Path) -> None:
+    """4-bit weights on the same scales, of groups or of channels: more than 2 dB."""
+    granularity = QuantGranularity.Channel if size == -1 else QuantGranularity.Group
+    layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int4Spec(quant_granularity=granularity))
+    options = {"OpTypesToQuantize": ["MatMul", "Gemm"], "BlockSize": max(size, 16), "WeightsOnly": True}
+    expected, found, scales = embeddings(source, feeds[8:])[0], [], []
+    for solver in ([], [GPTQConfig(bits=4, group_size=size, per_channel=True)]):
+        path = tmp_path / f"{len(found)}.onnx"
+        ModelQuantizer(QConfig(layer, algo_config=solver, **options)).quantize_model(source, path, Reader(feeds[:8]))
+        found.append(sqnr(expected, embeddings(path, feeds[8:])[0]))
+        scales.append({i.name: i.raw_data for i in onnx.load(path).graph.initializer if i.name.endswith("_scale")})
+    assert scales[0] == scales[1] and len(scales[0]) > 30
+    assert found[1] > found[0] + 2

@@ -295,6 +295,8 @@ def test_a_mul_reads_floats_and_gives_codes() -> None:
 def test_what_does_not_qualify() -> None:
     assert smoothed(case("normed"), replace(PLAIN, weights_only=True))[0] == 0
     assert smoothed(case("normed"), replace(PLAIN, op_types=("Add",)))[0] == 0
+    half = LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))
+    assert smoothed(case("normed"), replace(PLAIN, layer=half))[0] == 0
     assert smoothed(case("normed"), replace(PLAIN, exclude=("q_node",)))[0] == 1
     with pytest.raises(ConfigError, match=r"alpha=1.5: possible: 0 .* to 1"):
         smoothed(case("normed"), alpha=1.5)

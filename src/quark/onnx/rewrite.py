@@ -229,7 +229,7 @@ class Rewriter:
             name += "_"
         if name in self.graph.initializers:
             return self.graph.initializers[name]
-        tensor = self.ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
+        tensor = self.ir.Tensor(data, name=name) if isinstance(data, np.ndarray) else data
         value = self.ir.Value(name=name, const_value=tensor, type=self.ir.TensorType(tensor.dtype))
         value.shape = self.ir.Shape(tensor.shape.numpy())
         self.graph.initializers[name] = value

@@ -69,7 +69,6 @@ class Cache:
 
     def __init__(self, path: str | None, key: str) -> None:
         self._path, self._key = path, key
-        self.found: dict[str, Sensitivity] = {}
         self._entries: dict[str, Mapping[str, Any]] = {}
         if path is None or not Path(path).exists():
             return

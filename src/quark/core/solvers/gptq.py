@@ -32,6 +32,10 @@ LADDER = (1.0, 10.0, 100.0)
 """Factors on the damping that are tried in turn when the Hessian is not positive definite."""
 
 
+SMALL = 64
+"""Columns of a triangle that is inverted at once."""
+
+
 def damped(hessian: Array, damp: float | Sequence[float]) -> Array:
     """H in float64 with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
 
@@ -84,7 +88,15 @@ def _inverse_upper(upper: Array) -> Array:
         unit = xp.zeros_like(upper)
         _diagonal(unit).fill_(1.0)
         return xp.linalg.solve_triangular(upper, unit, upper=True, out=unit)
-    return xp.triu(xp.linalg.solve(upper, xp.eye(upper.shape[-1])))
+    size, half = upper.shape[-1], upper.shape[-1] // 2
+    if size <= SMALL:
+        return xp.triu(xp.linalg.inv(upper))
+    # [[A, B], [0, C]]^-1 = [[A^-1, -A^-1 B C^-1], [0, C^-1]]: products, where numpy has no triangular solver.
+    inverse = xp.zeros_like(upper)
+    inverse[..., :half, :half] = first = _inverse_upper(upper[..., :half, :half])
+    inverse[..., half:, half:] = last = _inverse_upper(upper[..., half:, half:])
+    inverse[..., :half, half:] = -(first @ upper[..., :half, half:] @ last)
+    return inverse
 
 
 def drift_matrix(drift: Array, upper: Array, alpha: float) -> Array:

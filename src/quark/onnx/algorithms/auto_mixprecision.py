@@ -4,9 +4,11 @@
     order          = ascending sensitivity
     speed          the longest prefix of the order, one by one, whose distance is <= threshold
     quality        the shortest prefix whose distance is <= threshold
+    size budget    the shortest prefix whose weights fit, without those that it does not need, in this order or in that
+                   of (sensitivity - distance of none) / bytes, whichever costs less
 
-Outputs move together in ways that single layers do not show, so each prefix is measured as a whole. Documented for
-the present system; greedy search by sensitivity goes back to Dong et al. 2019 (HAWQ, arXiv:1905.03696).
+What single layers cost does not add up, so each prefix is measured as a whole. Another order by sensitivity, that of
+second derivatives, is in Dong et al. 2019 (HAWQ, arXiv:1905.03696).
 """
 
 from __future__ import annotations
@@ -66,7 +68,14 @@ def mix_precision(
     logger.info("Distance with no layer changed: %.6g; with all of them: %.6g.\n%s", start, full, table(ranked))
     if config.metric_threshold is None:
         return settings
-    return with_options(base, _promote(ranked, config, start, score, size, weight_bytes(model)).options)
+    float_size = weight_bytes(model)
+    found = min(
+        (_promote(order, config, start, score, size, float_size) for order in _orders(ranked, config, start, size)),
+        key=lambda prefix: prefix.distance,
+    )
+    shown = (len(found.found), len(ranked), found.distance, found.size, float_size)
+    logger.info("Mixed precision: %d of %d change; distance %.6g; %.0f bytes of weights, of %.0f in float.", *shown)
+    return with_options(base, found.options)
 
 
 def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> Trials:
@@ -79,6 +88,20 @@ def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> T
     distance = distance_of(config.metric_distance_fn, config.metric_evaluate_fn, config.metric_default)
     count = min(config.data_size or len(data), len(data))
     return Trials(model, data, count, outputs[config.metric_output_index], distance)
+
+
+def _orders(
+    ranked: Sequence[Sensitivity],
+    config: AutoMixprecisionConfig,
+    start: float,
+    size: Callable[[Sequence[Option]], float],
+) -> list[Sequence[Sensitivity]]:
+    """The orders to try: by sensitivity; where only bytes are limited, by sensitivity for each byte too."""
+    if config.metric_threshold or not config.size_budget:
+        return [ranked]
+    before = size([])
+    bytes_of = {found.candidate.name: max(1.0, abs(size([found.option]) - before)) for found in ranked}
+    return [ranked, sorted(ranked, key=lambda found: (found.score - start) / bytes_of[found.candidate.name])]
 
 
 @dataclass
@@ -114,7 +137,7 @@ def _promote(
     threshold, speed = config.metric_threshold, config.metric_optimize_object == "speed"
     budget = config.size_budget or math.inf
     budget *= float_size if budget <= 1 else 1
-    now = _Prefix([], start, size([]))
+    now = _Prefix([], start, start_size := size([]))
     for found in (found for found in ranked if found.enabled):
         then = _Prefix([*now.found, found], now.distance, size([*now.options, found.option]))
         if (threshold and not speed and now.distance <= threshold) or then.size <= now.size <= budget < math.inf:
@@ -132,9 +155,21 @@ def _promote(
             f"{ranked[0].score:.6g} with {ranked[0].candidate.name}, the least sensitive; metric_threshold "
             f"{threshold}, size_budget {config.size_budget}. Possible: other limits, or leave it out."
         )
-    now.distance = now.distance if threshold else score(now.options)
-    shown = (len(now.found), len(ranked), now.distance, now.size, float_size)
-    logger.info("Mixed precision: %d of %d change; distance %.6g; %.0f bytes of weights, of %.0f in float.", *shown)
+    if threshold:
+        return now
+    now.distance = score(now.options)
+    if start_size <= budget:
+        return now
+    less = _needed(now, size, budget)
+    return min(now, replace(less, distance=score(less.options)), key=lambda found: found.distance)
+
+
+def _needed(now: _Prefix, size: Callable[[Sequence[Option]], float], budget: float) -> _Prefix:
+    """Without the candidates that those after them made needless, the most sensitive first."""
+    for found in reversed(now.found):
+        rest = [other for other in now.found if other is not found]
+        smaller = _Prefix(rest, now.distance, size([other.option for other in rest]))
+        now = smaller if smaller.size <= budget else now
     return now
 
 

@@ -73,10 +73,12 @@ class Problem:
     @classmethod
     def of(cls, inputs: Sequence[Array], config: GPTQConfig) -> Problem:
         """The problem of a tensor, sample by sample. Raises CalibrationError for one without rows."""
-        gram, rows = np.zeros((), np.float32), 0
+        columns, rows = inputs[0].shape[-1], 0
+        gram = np.zeros((columns, columns), np.float32)
         for x in inputs:
-            x = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
-            gram, rows = gram + x.T @ x, rows + len(x)
+            x = np.asarray(x, np.float32).reshape(-1, columns)
+            gram += x.T @ x
+            rows += len(x)
         if not rows:
             raise CalibrationError("GPTQ needs at least one row of inputs, the samples have none.")
         order = gptq.importance_order(gram) if config.act_order else np.arange(len(gram))
@@ -126,7 +128,8 @@ def _refit(job: Job, layer: Layer, problem: Problem, goal: Array, solved: Array)
 def _qualifies(layer: Layer) -> bool:
     """Whether a layer has a matrix of its own in integers."""
     matrix = layer.node.op_type in ("MatMul", "Gemm") and layer.weight.ndim == 2
-    return matrix and layer.spec.has_zero_point and not (layer.shared or layer.node.attributes.get_int("transA", 0))
+    rows = not layer.node.attributes.get_int("transA", 0)
+    return matrix and rows and layer.spec.has_zero_point and not layer.shared
 
 
 def _transposed(layer: Layer) -> bool:
@@ -141,8 +144,9 @@ def _columns(layer: Layer, matrix: Array) -> Array:
 
 @contextmanager
 def naming(layer: Layer) -> Iterator[None]:
-    """Calibration errors name the layer."""
+    """Calibration errors name the layer, and the damping as it is called here."""
     try:
         yield
     except CalibrationError as error:
-        raise CalibrationError(f"{layer.name}: {error}") from None
+        text = str(error).replace("damp_percent", "perc_damp")
+        raise CalibrationError(f"{layer.name}: {text}") from None

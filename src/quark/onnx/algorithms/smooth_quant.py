@@ -83,6 +83,8 @@ class Group:
 def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data: Samples | None) -> int:
     """Smooth every tensor that linear layers read quantized; return how many there are.
 
+    Plain 16-bit floats are not among them: a channel does not lose there because another is large.
+
     A tensor whose outputs would not have less noise, as `output_noise` estimates it, keeps its scale.
 
     Raises:
@@ -104,7 +106,7 @@ def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data:
 
 
 def _groups(model: ir.Model, placement: Placement) -> list[Group]:
-    """The tensors that at least one linear layer reads quantized."""
+    """The tensors that at least one linear layer reads quantized, under a scale that their channels share."""
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node in model.graph:
         if is_linear(node) and node.inputs[0] is not None:
@@ -114,7 +116,7 @@ def _groups(model: ir.Model, placement: Placement) -> list[Group]:
         weights = tuple(placement.weights.get((layer, 1)) for layer in layers)
         dynamic = any(layer in placement.dynamic for layer in layers)
         input_spec = DYNAMIC if dynamic else placement.activations.get(value)
-        if input_spec is None or not any(weights):
+        if input_spec is None or input_spec.is_cast or not any(weights):
             continue
         alone = not value.is_graph_output() and {use.node for use in value.uses()} == set(layers)
         places = _Search(placement, _weight(layers[0]).size).behind(value) if alone else None
