@@ -29,6 +29,7 @@ from quark.onnx.algorithms.finetune import finetune_layers
 from quark.onnx.algorithms.gptq import solve_weights
 from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
+from quark.onnx.algorithms.worst_layers import WorstLayers, improve_worst
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
 from quark.onnx.settings import Settings
@@ -50,6 +51,7 @@ AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
     AdaRoundConfig: finetune_layers,
     AdaQuantConfig: finetune_layers,
     BiasCorrectionConfig: correct_biases,
+    WorstLayers: improve_worst,
 }
 
 
