@@ -143,7 +143,7 @@ def recover(
     check_algorithms(settings.algorithms)
     settings = prepare(model, settings)
     fit, held_out = split(repeatable(reader, model, settings))
-    judge = Judge(model.clone(), held_out, metric, settings)
+    judge = Judge(model, held_out, metric, settings)
     search = _Search(model, fit, judge, target, None if budget is None else start + budget)
     plain = search.quantize(settings)
     search.start(plain)
