@@ -47,7 +47,13 @@ def other_value(option: Option) -> Any:
 
 
 def test_every_documented_option_is_in_the_table() -> None:
-    assert {*OPTIONS} == {*DOCUMENTED.split()} | {"BlockSize", "EnableNPUTransformer", "Statistics", "Target"}
+    assert {*OPTIONS} == {*DOCUMENTED.split()} | {
+        "AllowNoop",
+        "BlockSize",
+        "EnableNPUTransformer",
+        "Statistics",
+        "Target",
+    }
 
 
 def test_the_keys_of_algorithms_are_options() -> None:

@@ -4,6 +4,9 @@
     cosine = <x, y> / (|x| |y|)                   L2 = |x - y|
     KL = sum p (log p - log q), p = softmax(x), q = softmax(y) along the last axis; mean over the rest
 
+Up to a factor of each channel c, the noise is sum |x_c - a_c y_c|^2 with a_c = cov(x_c, y_c) / var(y_c): a bias
+is not taken for a factor.
+
 Sums are float64 on the host or on the device of x.
 """
 
@@ -12,7 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quark.core.array import Array, astype, namespace
+import numpy as np
+
+from quark.core.array import Array, astype, namespace, to_numpy
+
+FEWEST = 8
+"""Values of a channel that its factor is fitted to: of fewer, too much of their noise would seem to be a factor."""
 
 
 @dataclass
@@ -67,6 +75,54 @@ class Comparison:
     def l2(self) -> float:
         """Euclidean distance."""
         return math.sqrt(self.noise)
+
+
+@dataclass
+class ChannelFit:
+    """How near y comes to x where each channel of y is multiplied by a positive factor of its own.
+
+    Attributes:
+        axis: Of the channels.
+        count: Values of a channel.
+        sums: Of x, y, x^2, y^2 and x y for each channel, float64, shape (5, channels); None before the first pair.
+        broken: Whether the number of channels changed, so that there is no fit.
+    """
+
+    axis: int
+    count: int = 0
+    sums: Array | None = None
+    broken: bool = False
+
+    def update(self, x: Array, y: Array) -> ChannelFit:
+        """Add one pair of arrays of one shape, with two axes or more."""
+        axis = self.axis % len(x.shape)
+        rest = tuple(i for i in range(len(x.shape)) if i != axis)
+        x, y = astype(x, "float64"), astype(y, "float64")
+        sums = np.stack([to_numpy(part.sum(axis=rest)) for part in (x, y, x * x, y * y, x * y)])
+        self.broken |= self.sums is not None and self.sums.shape != sums.shape
+        if not self.broken:
+            self.sums = sums if self.sums is None else self.sums + sums
+            self.count += math.prod(x.shape[i] for i in rest)
+        return self
+
+    @property
+    def lost(self) -> float:
+        """Noise with the factors by signal, for two values of each channel less; inf where there is no fit."""
+        if self.broken or self.sums is None or self.count < FEWEST:
+            return math.inf
+        x, y, signal, other, product = np.asarray(self.sums)
+        with np.errstate(all="ignore"):
+            slope = (product - x * y / self.count) / (other - y * y / self.count)
+            factor = np.where(np.isfinite(slope) & (slope > 0), slope, 1.0)
+            noise = np.maximum(signal - 2 * factor * product + factor**2 * other, 0).sum()
+            found = float(noise / signal.sum()) * self.count / (self.count - 2)
+        return found if math.isfinite(found) else math.inf
+
+    @property
+    def sqnr(self) -> float:
+        """As of `Comparison`; -inf where there is no fit."""
+        lost = self.lost
+        return decibel(1.0, lost) if lost < math.inf else -math.inf
 
 
 def decibel(signal: float, noise: float) -> float:

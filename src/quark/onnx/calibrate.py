@@ -150,8 +150,8 @@ def _solved(name: str | None, observer: Observer) -> QParams:
 
 def repeatable(reader: Any, model: ir.Model, settings: Settings) -> Samples | None:
     """The data for algorithms, which read them more than once; None where there are none."""
-    if reader is None and not settings.random_data:
-        return None
+    if isinstance(reader, Samples) or (reader is None and not settings.random_data):
+        return reader
     return Samples(
         _random(model, settings) if reader is None else reader, model_inputs(model), settings.calibration_samples
     )
@@ -181,7 +181,7 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
     wanted = [name for name in observers if name not in inputs]
     count = 0
     seen: dict[str, Any] = {}
-    with _session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
+    with model_session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
         for feed in progress(samples(reader, inputs, settings.calibration_samples), "calibration"):
             running = ahead.submit(run_sample, session, wanted, feed) if wanted else None
             # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
@@ -201,8 +201,8 @@ def _update(observers: Mapping[str, Collector], values: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def _session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
-    """A session whose outputs are the wanted tensors, over the weights of the model where they are."""
+def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
+    """A session that can give the wanted tensors too, over the weights of the model where they are."""
     # onnxruntime is imported when a session is made.
     import onnxruntime
 
@@ -223,7 +223,7 @@ def _session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator
     try:
         session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=list(settings.providers))
     except Exception as error:
-        raise QuarkError(f"ONNX Runtime does not load the float model: {error}") from error
+        raise QuarkError(f"ONNX Runtime does not load the model: {error}") from error
     # The arrays outlive the session, which reads them.
     yield session
     del session, shared

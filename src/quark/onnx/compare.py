@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from quark.core.metrics import Comparison
+from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
 from quark.log import progress
 from quark.onnx.inputs import Array, Feed, model_inputs, read_header
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 DECODED = "_DequantizeLinear_Output"
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0
+RESCALED = 6.0
+"""dB that factors of the channels must gain to be taken for rescaled ones."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,40 @@ class Layer:
         op_type: Its op type.
         tensor: Its name in the float model.
         damage: The float values against the quantized ones, errors of the layers before included.
+        fits: The same up to a factor of each channel, the channels being at axis 1 or at the last.
     """
 
     node: str
     op_type: str
     tensor: str
     damage: Comparison = field(default_factory=Comparison)
+    fits: tuple[ChannelFit, ...] = field(default_factory=lambda: (ChannelFit(1), ChannelFit(-1)))
+
+    def update(self, x: Array, y: Array) -> None:
+        """Add the values of a sample."""
+        self.damage.update(x, y)
+        for fit in self.fits if x.ndim > 1 else ():
+            fit.update(x, y)
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether the channels have other scales by intent (cross-layer equalization, SmoothQuant).
+
+        That is so where factors of the channels explain three quarters of the difference: rounding and clipping leave
+        nothing like it.
+        """
+        return self._fit.sqnr > self.damage.sqnr + RESCALED
 
     @property
     def sqnr(self) -> float:
-        """In dB; -inf where the quantized values are not finite."""
-        return -math.inf if math.isnan(self.damage.noise) else self.damage.sqnr
+        """In dB, after rescaling where the channels are rescaled; -inf where the quantized values are not finite."""
+        if math.isnan(self.damage.noise):
+            return -math.inf
+        return self._fit.sqnr if self.rescaled else self.damage.sqnr
+
+    @property
+    def _fit(self) -> ChannelFit:
+        return max(self.fits, key=lambda fit: fit.sqnr)
 
 
 @dataclass(frozen=True)
@@ -85,8 +110,8 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         CalibrationError: No data, or a sample that does not fit.
         FormatError: A file is no ONNX model, or does not load in ONNX Runtime.
 
-    A layer whose channels were rescaled (cross-layer equalization, SmoothQuant) holds other values by intent: its row
-    says nothing; those of the model's outputs do.
+    Outputs come from the models as they run; layers from one more run of each, in which every tensor is an output.
+    Layers that were rotated (QuaRot) hold other values by intent: their rows say nothing; those of the outputs do.
     """
     models = (read_header(float_model), read_header(quantized))
     names = _common_outputs(*models)
@@ -103,7 +128,7 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         _update(outputs.values(), *(run_sample(session, names, feed) for session in plain), unlike=unlike)
         if layers:
             _update(
-                (layer.damage for layer in found),
+                found,
                 *(run_sample(*s, feed) for s in zip(inner, tensors, strict=True)),
                 unlike=unlike,
             )
@@ -111,7 +136,7 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     if not count:
         raise CalibrationError("There is no data: at least one sample is needed.")
     seen = [layer for layer in found if layer.damage.count and math.isfinite(layer.damage.signal)]
-    seen = [layer for layer in seen if id(layer.damage) not in unlike]
+    seen = [layer for layer in seen if id(layer) not in unlike]
     alike = {name: found for name, found in outputs.items() if id(found) not in unlike}
     others = tuple(name for name in outputs if name not in alike)
     return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
@@ -175,7 +200,7 @@ def _instrumented(
 
 
 def _update(
-    comparisons: Iterable[Comparison], before: Sequence[Array], after: Sequence[Array], *, unlike: set[int]
+    comparisons: Iterable[Comparison | Layer], before: Sequence[Array], after: Sequence[Array], *, unlike: set[int]
 ) -> None:
     """Add a sample to each comparison; those whose two tensors differ in shape are noted in `unlike`, by id."""
     for comparison, x, y in zip(comparisons, before, after, strict=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,10 @@ from quark.onnx.readers import samples
 
 MEMORY = 1 << 30
 """Bytes of samples or activations that stay in memory; more goes to a temporary folder."""
+
+
+class TimeUpError(Exception):
+    """The moment has come after which no sample is read; see `Samples.until`."""
 
 
 class Store:
@@ -69,6 +76,9 @@ class Samples:
         inputs: Of the model: each sample is checked against them.
         limit: Most samples; None for all.
         memory: Bytes of samples that stay in memory.
+
+    Attributes:
+        until: The time, of `time.monotonic`, after which whoever reads a sample gets TimeUpError.
     """
 
     def __init__(
@@ -76,22 +86,37 @@ class Samples:
     ) -> None:
         self._source = samples(reader, dict(inputs), limit)
         self._store = Store(memory)
-        self._names: list[list[str]] = []
+        self._entries: list[tuple[int, list[str]]] = []
+        self.until = math.inf
 
     def __iter__(self) -> Iterator[Feed]:
         position = 0
-        while position < len(self._names) or self._read():
+        while position < len(self._entries) or self._read():
             yield self[position]
             position += 1
 
     def __getitem__(self, position: int) -> Feed:
-        return {name: np.asarray(self._store[position, name]) for name in self._names[position]}
+        self.check_time()
+        key, names = self._entries[position]
+        return {name: np.asarray(self._store[key, name]) for name in names}
 
     def __len__(self) -> int:
         """How many samples there are; reads them all."""
         while self._read():
             pass
-        return len(self._names)
+        return len(self._entries)
+
+    def part(self, positions: Sequence[int]) -> Samples:
+        """Some of the samples; they are kept once for both."""
+        len(self)
+        chosen = copy.copy(self)
+        chosen._entries = [self._entries[position] for position in positions]
+        return chosen
+
+    def check_time(self) -> None:
+        """Raise TimeUpError after `until`."""
+        if time.monotonic() > self.until:
+            raise TimeUpError
 
     def _read(self) -> bool:
         feed = next(self._source, None)
@@ -99,8 +124,8 @@ class Samples:
             return False
         for name, array in feed.items():
             # A reader may use the memory of a sample again.
-            self._store[len(self._names), name] = array.copy()
-        self._names.append(list(feed))
+            self._store[len(self._entries), name] = array.copy()
+        self._entries.append((len(self._entries), list(feed)))
         return True
 
 

@@ -216,6 +216,7 @@ def _settings(request: Request, further: Sequence[AlgoConfig] = ()) -> Settings:
         percentile_metric=value_of(options, "LWPMetric"),
         **_data(options),
         algorithms=algorithms,
+        allow_noop=value_of(options, "AllowNoop"),
         external_data=request.external_data,
         providers=tuple(value_of(options, "ExecutionProviders")),
         **lower_passes(options, request.npu_cnn or transformer, request.extended),

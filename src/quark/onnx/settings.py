@@ -99,6 +99,7 @@ class Settings:
         random_shapes: (input name, shape) of random data, for inputs with unknown dimensions.
         random_ranges: (input name, (low, high)) of random data.
         algorithms: Algorithm configs in their order.
+        allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
         providers: Execution providers of calibration.
     """
@@ -170,5 +171,6 @@ class Settings:
     random_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     random_ranges: tuple[tuple[str, tuple[float, ...]], ...] = ()
     algorithms: tuple[object, ...] = field(default=())
+    allow_noop: bool = False
     external_data: bool = False
     providers: tuple[str, ...] = ("CPUExecutionProvider",)

@@ -89,6 +89,7 @@ def sweep(
     reference = Walk(job.reference, data, count, store, goals)
     left = [*goals, *reads.values()]
     for layer in progress(layers, "layers"):
+        data.check_time()
         mine = [reads[layer], layer.data, layer.twin.outputs[0]]
         quantized.reach(mine[0])
         reference.reach(mine[1])

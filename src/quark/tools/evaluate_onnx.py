@@ -45,7 +45,9 @@ def _outputs(outputs: Mapping[str, Comparison], samples: int) -> Table:
 
 
 def _worst_layers(layers: Sequence[Layer]) -> Table:
-    table = Table("node", "op", "tensor", "SQNR dB", "cosine", title="Layers, worst output first")
+    table = Table("node", "op", "tensor", "SQNR dB", "cosine", "", title="Layers, worst output first")
     for layer in layers:
-        table.add_row(layer.node, layer.op_type, layer.tensor, f"{layer.sqnr:.1f}", f"{layer.damage.cosine:.6f}")
+        note = "up to the scales of its channels" if layer.rescaled else ""
+        cosine = "" if note else f"{layer.damage.cosine:.6f}"
+        table.add_row(layer.node, layer.op_type, layer.tensor, f"{layer.sqnr:.1f}", cosine, note)
     return table

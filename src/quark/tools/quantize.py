@@ -52,7 +52,11 @@ ShardSize = Annotated[str, typer.Option(help="Largest safetensors file.", rich_h
 
 Config = Annotated[str | None, typer.Option(help="Named configuration: A8W8, XINT8, ...", rich_help_panel=ONNX)]
 Target = Annotated[
-    str | None, typer.Option(help="Runtime to quantize for: npu, ort_x64 or generic.", rich_help_panel=ONNX)
+    list[str] | None,
+    typer.Option(
+        help="Runtime to quantize for: npu, ort_x64 or generic; with --recover also a number, the metric to reach.",
+        rich_help_panel=ONNX,
+    ),
 ]
 Statistics = Annotated[
     Path | None, typer.Option(help="File of calibration statistics, written or reused.", rich_help_panel=ONNX)
@@ -63,6 +67,23 @@ Mean = Annotated[
     typer.Option(help="Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.", rich_help_panel=ONNX),
 ]
 Std = Annotated[str | None, typer.Option(help="Of images, with --mean.", rich_help_panel=ONNX)]
+AllowNoop = Annotated[
+    bool, typer.Option("--allow-noop", help="Let algorithms that find nothing to do pass.", rich_help_panel=ONNX)
+]
+Recover = Annotated[
+    bool,
+    typer.Option(
+        "--recover",
+        help="Try other ranges and algorithms; keep what helps on samples that are held out.",
+        rich_help_panel=ONNX,
+    ),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="Time for --recover: 90s, 10m (default), 1h ...", rich_help_panel=ONNX)
+]
+Metric = Annotated[
+    str | None, typer.Option(help="Of --recover: sqnr (default), psnr, cosine or l2.", rich_help_panel=ONNX)
+]
 
 
 def quantize(
@@ -91,37 +112,36 @@ def quantize(
     batch_size: BatchSize = None,
     mean: Mean = None,
     std: Std = None,
+    allow_noop: AllowNoop = False,
+    recover: Recover = False,
+    budget: Budget = None,
+    metric: Metric = None,
 ) -> None:
     """Quantize a language model for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
+
+    Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --target 30 -o best.onnx
     """
     check_options(context, model)
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
         from quark.tools.quantize_onnx import calibration_reader, quantize_onnx
+        from quark.tools.recover_onnx import asked, split_targets
 
         name = require(config, "--config", model)
         reader = calibration_reader(model, calib, batch_size, mean, std)
-        quantize_onnx(model, output, name, reader, samples, exclude, target, statistics, force)
+        runtime, goal = split_targets(target or [])
+        recovery = asked(recover, budget, metric, goal)
+        quantize_onnx(model, output, name, reader, samples, exclude, runtime, statistics, force, allow_noop, recovery)
         return
     from quark.tools.export_torch import Export
     from quark.tools.quantize_torch import quantize_folder
 
     quantize_folder(
-        model,
-        require(scheme, "--scheme", model),
-        calib=calib,
-        samples=samples,
-        exclude=exclude,
-        layer=layer,
-        algorithm=algorithm,
-        kv_cache=kv_cache,
-        attention=attention,
-        device=device,
-        dtype=dtype,
+        model, require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude, layer=layer,
+        algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
         export=Export(output, export_format, weight_format, pack_method, max_shard_size, force),
-        stream=stream,
-    )
+    )  # fmt: skip

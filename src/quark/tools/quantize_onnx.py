@@ -14,6 +14,7 @@ from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_confi
 from quark.onnx.config_json import as_scope
 from quark.onnx.inputs import file_bytes
 from quark.onnx.presets import QROWS
+from quark.tools.recover_onnx import Recovering
 
 
 def quantize_onnx(
@@ -26,6 +27,8 @@ def quantize_onnx(
     target: str | None,
     statistics: Path | None,
     force: bool,
+    allow_noop: bool = False,
+    recovery: Recovering | None = None,
 ) -> None:
     """Quantize, write, and say what it took."""
     if output.is_dir() or (output.exists() and not force):
@@ -36,11 +39,15 @@ def quantize_onnx(
         "target": target,
         "statistics": str(statistics) if statistics else None,
         "exclude": (*quantizer.settings.exclude, *map(as_scope, exclude or ())) or None,
+        "allow_noop": allow_noop or None,
     }
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     quantizer.settings = replace(quantizer.settings, **changes)
     start = time.perf_counter()
-    quantizer.quantize_model(model, output, reader)
+    if recovery is None:
+        quantizer.quantize_model(model, output, reader)
+    else:
+        recovery.run(quantizer, model, output, reader)
     before, after = file_bytes(model), file_bytes(output)
     Console().print(
         f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",

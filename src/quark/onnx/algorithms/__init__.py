@@ -29,6 +29,7 @@ from quark.onnx.algorithms.finetune import finetune_layers
 from quark.onnx.algorithms.gptq import solve_weights
 from quark.onnx.algorithms.quarot import rotate
 from quark.onnx.algorithms.smooth_quant import smooth
+from quark.onnx.algorithms.worst_layers import WorstLayers, improve_worst
 from quark.onnx.data import Samples
 from quark.onnx.job import Job
 from quark.onnx.settings import Settings
@@ -50,7 +51,12 @@ AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
     AdaRoundConfig: finetune_layers,
     AdaQuantConfig: finetune_layers,
     BiasCorrectionConfig: correct_biases,
+    WorstLayers: improve_worst,
 }
+
+
+class NothingQualifiesError(ConfigError):
+    """An algorithm finds nothing to do in a model."""
 
 
 def check_algorithms(algorithms: Sequence[Any]) -> None:
@@ -66,14 +72,14 @@ def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int
     """Run those that change the float model; return how many places changed.
 
     Raises:
-        ConfigError: One finds nothing to do.
+        NothingQualifiesError: One finds nothing to do, and the settings do not allow that.
     """
     changed = 0
     for algorithm in settings.algorithms:
         if type(algorithm) in BEFORE:
             count = BEFORE[type(algorithm)](model, algorithm, settings, data)
             # One that also runs afterwards is judged then.
-            changed += count if type(algorithm) in AFTER else _counted(algorithm, count)
+            changed += count if type(algorithm) in AFTER else _counted(algorithm, count, settings)
     return changed
 
 
@@ -86,17 +92,29 @@ def run_precision(model: ir.Model, settings: Settings, data: Samples | None) -> 
 
 
 def run_after(job: Job) -> None:
-    """Run those that change weights under fixed scales. Raises ConfigError where one finds nothing to do."""
+    """Run those that change weights under fixed scales. Raises NothingQualifiesError."""
     for algorithm in job.decision.settings.algorithms:
         if type(algorithm) in AFTER:
-            _counted(algorithm, AFTER[type(algorithm)](job, algorithm))
+            _counted(algorithm, AFTER[type(algorithm)](job, algorithm), job.decision.settings)
 
 
-def _counted(algorithm: Any, count: int) -> int:
-    if count == 0:
-        raise ConfigError(f"{type(algorithm).__name__}: nothing in this model qualifies. Leave it out.")
+def _counted(algorithm: Any, count: int, settings: Settings) -> int:
+    if count == 0 and not settings.allow_noop:
+        raise NothingQualifiesError(
+            f"{type(algorithm).__name__}: nothing in this model qualifies. Leave it out, or allow that with "
+            "AllowNoop=True (--allow-noop on the command line)."
+        )
     logger.info("%s: %d places.", type(algorithm).__name__, count)
     return count
 
 
-__all__ = ["AFTER", "BEFORE", "PRECISION", "check_algorithms", "run_after", "run_before", "run_precision"]
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "PRECISION",
+    "NothingQualifiesError",
+    "check_algorithms",
+    "run_after",
+    "run_before",
+    "run_precision",
+]

@@ -207,6 +207,7 @@ class _Run:
         training = self._training(lambda: unit.loss(rows, learner.nearest) / (groups * each))
 
         def note(iteration: int, loss: float) -> None:
+            self.data.check_time()
             logger.info("%s: iteration %d of %d, loss %.4g", layer.name, iteration, training.iterations, loss)
 
         return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
