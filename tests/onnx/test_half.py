@@ -20,6 +20,7 @@ from quark.onnx import (
     QConfig,
     QLayerConfig,
     QuantGranularity,
+    SmoothQuantConfig,
     UInt8Spec,
     get_default_config,
 )
@@ -134,3 +135,22 @@ def test_what_has_no_float16_form_is_refused() -> None:
         fast.quantize_model(half_cnn(), None, Reader(feeds()))
     with pytest.raises(NotSupportedError, match="static integers"):
         ModelQuantizer(QConfig(bfloat16, QuantizeFP16=True)).quantize_model(half_cnn(), None, Reader(feeds()))
+
+
+def test_the_factors_of_smoothquant_are_float16() -> None:
+    """One that no constant before the layer can take: it has the type of the tensor."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
+        g (float16[n, 8] x) => (float16[n, 8] y) { y = MatMul(x, w) }""")
+    random = np.random.default_rng(0)
+    model.graph.initializer.append(numpy_helper.from_array(random.normal(size=(8, 8)).astype(np.float16), "w"))
+    feed = {"x": (random.normal(size=(256, 8)) * [30, *[1] * 7]).astype(np.float16)}
+    quality = []
+    for algorithms in ([], [SmoothQuantConfig()]):
+        done = ModelQuantizer(QConfig(LAYER, algo_config=algorithms, QuantizeFP16=True)).quantize_model(
+            model, None, Reader([feed])
+        )
+        assert done is not None
+        onnx.checker.check_model(done, full_check=True)
+        assert len(algorithms) == sum(node.op_type == "Mul" for node in done.graph.node)
+        quality.append(sqnr(run(model, feed).astype(np.float32), run(done, feed).astype(np.float32)))
+    assert quality[1] > quality[0] + 3

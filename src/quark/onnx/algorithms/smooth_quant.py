@@ -231,7 +231,7 @@ def _insert_mul(group: Group, factor: Array) -> None:
 
     value, graph = group.value, group.layers[0].graph
     assert graph is not None
-    constant = new_initializer(graph, f"{value.name}_smoothing", factor.astype(np.float32))
+    constant = new_initializer(graph, f"{value.name}_smoothing", factor.astype(_weight(group.layers[0]).array.dtype))
     product = ir.node("Mul", [value, constant], name=f"{value.name}_Smoothing")
     output = product.outputs[0]
     output.name, output.type, output.shape = f"{value.name}_smoothed", value.type, value.shape
