@@ -226,3 +226,27 @@ def test_too_little_data_is_refused() -> None:
             quantized(chain(True), data, QConfig(FOUR, WeightsOnly=True), CORRECTION)
     with pytest.raises(CalibrationError, match="BiasCorrectionConfig needs calibration data"):
         ModelQuantizer(QConfig(FOUR, WeightsOnly=True, BiasCorrection=True)).quantize_model(chain(True))
+
+
+def test_a_sample_without_rows_says_nothing() -> None:
+    config, data = QConfig(FOUR, WeightsOnly=True), feeds(2)
+    empty = {"x": data[0]["x"][:0]}
+    expected, found = (
+        quantized(chain(True), samples, config, CORRECTION) for samples in (data, [data[0], empty, data[1]])
+    )
+    assert found.graph == expected.graph
+
+
+def test_a_layer_that_reads_vectors_is_corrected() -> None:
+    """Each sample is one example."""
+    b = Builder()
+    x = b.node("MatMul", ["x", b.constant("w", b.random.normal(0, 1, (8, 6)))], "product")
+    b.node("Add", [x, b.constant("b", b.random.normal(0, 1, 6))], "y")
+    model, config = b.model({"x": [8]}, {"y": [6]}), QConfig(FOUR, WeightsOnly=True)
+    data = [{"x": np.float32(b.random.normal(1, 1, 8))} for _ in range(20)]
+    work, done = quantized(model, data, config), quantized(model, data, config, CORRECTION)
+    rows = [[np.float64(outputs(made, sample)[0]) for sample in data] for made in (model, work)]
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in done.graph.initializer}
+    before = numpy_helper.to_array(b.initializers[1])
+    np.testing.assert_allclose(stored["b"], before + certain(np.subtract(*rows)), atol=1e-5)
+    assert np.ptp(stored["b"] - before) > 0.01

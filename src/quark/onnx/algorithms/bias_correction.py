@@ -96,4 +96,4 @@ def _rounding(job: Job, layer: Layer) -> Array | float:
     spec, offset = job.decision.placement.weights.get((layer.node, 2)), layer.offset
     if spec is None or offset is None:
         return 0.0
-    return _factor(layer) * (decoded(offset, job.decision.parameters.weights[layer.node, 2], spec) - offset)
+    return layer.factor * (decoded(offset, job.decision.parameters.weights[layer.node, 2], spec) - offset)
