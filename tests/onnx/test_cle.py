@@ -188,6 +188,9 @@ def test_configs_reach_the_flow(caplog: pytest.LogCaptureFixture) -> None:
         quality(EVERYWHERE, Unknown())
     with pytest.raises(ConfigError, match="cle_balance_method"):
         quality(CLEConfig(cle_balance_method="mean"))
+    for steps in (0, -2):
+        with pytest.raises(ConfigError, match=f"cle_steps={steps}; possible: from 1, or -1"):
+            quality(CLEConfig(cle_steps=steps))
     with pytest.raises(ConfigError, match="CLEConfig: nothing in this model qualifies"):
         ModelQuantizer(QConfig(layer, algo_config=[CLEConfig()])).quantize_model(mlp(), None, Reader(vectors()))
 

@@ -40,11 +40,13 @@ class Pair:
 
 
 def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Samples | None = None) -> int:
-    """Equalize every pair; return how many there are. Raises ConfigError for an unknown balance method."""
+    """Equalize every pair; return how many there are. Raises ConfigError for an unknown balance method, or no steps."""
     if config.cle_balance_method != "max":
         raise ConfigError(f"cle_balance_method={config.cle_balance_method!r}; possible: 'max'.")
+    if config.cle_steps < 1 and config.cle_steps != -1:
+        raise ConfigError(f"cle_steps={config.cle_steps}; possible: from 1, or -1 for until nothing changes.")
     pairs = [pair for node in model.graph if (pair := _pair(node)) is not None]
-    for _ in range(config.cle_steps if config.cle_steps >= 0 else MOST_STEPS):
+    for _ in range(config.cle_steps if config.cle_steps > 0 else MOST_STEPS):
         change = [_balance(pair, config, not settings.int32_bias) for pair in pairs]
         if sum(change) < config.cle_total_layer_diff_threshold:
             break
