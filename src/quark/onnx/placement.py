@@ -139,7 +139,11 @@ def place(model: ir.Model, settings: Settings) -> Placement:
 
 def _asked(settings: Settings) -> str:
     names = ", ".join(settings.nodes or settings.op_types) or "op types with a rule"
-    return names + (" and a constant weight" if settings.weights_only else "")
+    if settings.layer.weight is None and settings.by_type:
+        # Where an algorithm alone asks for quantization, of the op types that it knows.
+        chosen = [op_type for op_types, layer in settings.by_type if layer is not None for op_type in op_types]
+        names = f"{', '.join(chosen)} ({', '.join(type(algorithm).__name__ for algorithm in settings.algorithms)})"
+    return names + (" with a constant weight" if settings.weights_only else "")
 
 
 def _has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
