@@ -350,6 +350,8 @@ def test_functions_of_the_user(lines: list[str]) -> None:
     lines.clear()
     mixed(metric_evaluate_fn=lambda out: -distance(out, out) - float(out[0][0].mean()), metric_threshold=None)
     assert len(ranking(lines)) == 4
+    with pytest.raises(ConfigError, match="gave 'far', and must give one number"):
+        mixed(metric_distance_fn=lambda before, after: "far")
     with pytest.raises(ConfigError, match="metric_distance_fn or metric_evaluate_fn, not both"):
         mixed(metric_distance_fn=distance, metric_evaluate_fn=distance)
 

@@ -17,6 +17,7 @@ from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
 from quark.core.metrics import cosine, kl, l2, psnr, sqnr
 from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
 from quark.onnx.data import Samples, Store
 from quark.onnx.decide import decide, write
 from quark.onnx.inputs import Array
@@ -80,10 +81,18 @@ class Trials:
             self._outputs[sample] = array
 
     def score(self, settings: Settings) -> float:
-        """The distance of the outputs of the quantized model; infinite where they are not a number."""
+        """The distance of the outputs of the quantized model; infinite where they are not a number.
+
+        Raises:
+            ConfigError: The distance is something else.
+        """
         model = self.model.clone()
         write(decide(model, settings, self.data, statistics=self._statistics))
-        score = float(self.distance((self._outputs[sample] for sample in range(self.count)), self._run(model)))
+        found = self.distance((self._outputs[sample] for sample in range(self.count)), self._run(model))
+        try:
+            score = float(found)
+        except (TypeError, ValueError):
+            raise ConfigError(f"The metric of the outputs gave {found!r}, and must give one number.") from None
         return math.inf if math.isnan(score) else score
 
     def _run(self, model: ir.Model) -> Iterator[Array]:
