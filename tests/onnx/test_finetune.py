@@ -273,6 +273,7 @@ IMPOSSIBLE: list[tuple[Any, type[Exception], str]] = [
     (AdaRoundConfig(cache_dir="/nowhere/at/all"), ConfigError, "is no folder"),
     (AdaRoundConfig(use_gds=True), NotSupportedError, "use_gds"),
     (AdaRoundConfig(num_workers=4), NotSupportedError, "num_workers=4"),
+    (AdaRoundConfig(num_workers=-3), NotSupportedError, "num_workers=-3: .* 0 or 1"),
     (AdaRoundConfig(pin_memory=True), ConfigError, "an optim_device that is a GPU"),
     (AdaRoundConfig(mem_opt_level=3), ConfigError, "0 .all in memory., 1 .bounded. or 2"),
     (AdaRoundConfig(drop_ratio=1.5), ConfigError, "drop_ratio: 1.5"),
@@ -303,6 +304,45 @@ def test_a_sample_that_is_not_finite_is_named_with_its_layer() -> None:
     job.data = Samples(feeds, model_inputs(job.reference))
     with pytest.raises(NonFiniteError, match="AdaRound of stem_conv_node: The loss is nan"):
         tune(job, PLAIN)
+
+
+def test_a_layer_of_zeros_does_not_stop_the_others() -> None:
+    """Where a norm's scale started at 0 and stayed there: a loss above 0 is no divergence then."""
+    b = Builder()
+    random = np.random.default_rng(3)
+    branch = b.node("Gemm", ["x", b.constant("w1", np.zeros((8, 6))), b.constant("b1", np.zeros(6))], "branch")
+    other = b.node("Gemm", ["x", b.constant("w2", random.normal(size=(8, 6)))], "other")
+    b.node("Add", [branch, other], "y")
+    feeds = [{"x": random.normal(size=(4, 8)).astype(np.float32)} for _ in range(6)]
+    model = b.model({"x": ["n", 8]}, {"y": ["n", 6]}, 21)
+    report, (branch, _) = tuned(AdaRoundConfig(num_iterations=200, batch_size=2), A8W4, model, feeds)
+    assert [entry.kept for entry in report] == [False, True] and not branch.any()
+
+
+def test_a_layer_that_reads_vectors_is_tuned() -> None:
+    b = Builder()
+    b.node("MatMul", ["x", b.constant("w", b.random.normal(size=(8, 6)))], "y")
+    feeds = [{"x": b.random.normal(size=8).astype(np.float32)} for _ in range(24)]
+    rows = [{"x": feed["x"][None]} for feed in feeds]
+    reports = [
+        tuned(replace(PLAIN, num_iterations=200), A8W4, b.model({"x": shape}, {"y": [*shape[:-1], 6]}, 21), data)
+        for shape, data in (([8], feeds), (["n", 8], rows))
+    ]
+    assert reports[0][0][0].kept and not differ(reports[0][1], reports[1][1])
+
+
+@pytest.mark.parametrize("update_bias", [False, True])
+def test_a_bias_that_counts_for_nothing_changes_nothing(update_bias: bool) -> None:
+    config = AdaQuantConfig(num_iterations=200, learning_rate=1e-2, batch_size=2, update_bias=update_bias)
+    found = []
+    for names, attributes in (([], {}), (["b"], {"beta": 0.0})):
+        b = Builder()
+        weight = b.constant("w", b.random.normal(size=(8, 6)))
+        b.node("Gemm", ["x", weight, *(b.constant(name, np.full(6, 9.0)) for name in names)], "y", **attributes)
+        feeds = [{"x": np.float32(b.random.normal(size=(4, 8)))} for _ in range(8)]
+        found.append(tuned(config, A8W4, b.model({"x": ["n", 8]}, {"y": ["n", 6]}, 21), feeds))
+    (one, weight), (other, same) = found
+    assert other[0].before == one[0].before and not differ(weight, same)
 
 
 def at_opset_21(model: onnx.ModelProto) -> onnx.ModelProto:

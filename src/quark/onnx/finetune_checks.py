@@ -50,7 +50,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"{name}.cache_dir: {config.cache_dir!r} is no folder.")
     if config.use_gds:
         raise NotSupportedError(f"{name}.use_gds: not part of this version; batches are read by the CPU.")
-    if config.num_workers > 1:
+    if config.num_workers not in (0, 1):
         raise NotSupportedError(f"{name}.num_workers={config.num_workers}: batches are read in this process; 0 or 1.")
     if config.pin_memory and _kind(config.optim_device) == "cpu":
         raise ConfigError(f"{name}.pin_memory: for an optim_device that is a GPU; it is {config.optim_device!r}.")

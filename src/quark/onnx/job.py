@@ -74,6 +74,11 @@ class Layer:
         set_initializer(self.bias, np.ascontiguousarray(array, constant(self.bias).dtype))
 
     @property
+    def factor(self) -> float:
+        """What the bias is multiplied by: beta of a Gemm."""
+        return self.twin.attributes.get_float("beta", 1.0) if self.twin.op_type == "Gemm" else 1.0
+
+    @property
     def rounded(self) -> Array:
         """The weight that the quantized model computes with."""
         return decoded(self.weight, self.params, self.spec)

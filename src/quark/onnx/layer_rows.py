@@ -59,7 +59,7 @@ def gather(
     """
     random = np.random.default_rng(seed)
     groups, outputs, columns = product.matrix(visit.layer.weight).shape
-    sizes = [(len(y), math.prod(product.shape(y))) for y in visit.outputs]
+    sizes = [(len(y), math.prod(product.shape(y))) for y in map(np.atleast_2d, visit.outputs)]
     samples, widest = sum(count for count, _ in sizes), max((each for _, each in sizes), default=0)
     if not samples or not widest:
         raise CalibrationError("the calibration data gives it no output")
@@ -75,13 +75,15 @@ def gather(
     sources += [] if floats is None else [(floats, visit.float_inputs)]
     at = 0
     for item, (count, each) in enumerate(sizes):
-        y, xs = visit.outputs[item], [(array, source[item]) for array, source in sources]
+        # A MatMul may read a vector: one sample of one position.
+        y = np.atleast_2d(visit.outputs[item])
+        xs = [(array, np.atleast_2d(np.asarray(source[item], np.float32))) for array, source in sources]
         shape = product.shape(y)
         for sample in range(count):
             positions = random.permutation(each)[:most]
             part = slice(at, at + len(positions))
             for array, x in xs:
-                array[part] = product.rows(np.asarray(x, np.float32), sample, shape, positions)
+                array[part] = product.rows(x, sample, shape, positions)
             targets[part] = product.outputs(y, sample, positions)
             at = part.stop
     if activation is not None:

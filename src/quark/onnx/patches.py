@@ -158,7 +158,7 @@ def product_of(node: ir.Node, weight: Array) -> Product:
     if node.op_type == "Gemm":
         number = node.attributes.get_int
         factor = node.attributes.get_float("alpha", 1.0)
-        return Dense(bool(number("transA", 0)), bool(number("transB", 0)), float(factor or 1.0))
+        return Dense(bool(number("transA", 0)), bool(number("transB", 0)), factor)
     return _convolution(node, weight)
 
 

@@ -324,7 +324,8 @@ class _Watch:
         """Raise an error where the training leads nowhere."""
         if not math.isfinite(loss):
             raise NonFiniteError(f"The loss is {loss}: a lower learning_rate may help, or the data holds NaN or Inf.")
-        if loss > 2 * self.energy and loss > 10 * self.nearest:
+        # A layer that should give nothing but zeros has no measure of its own: what is no gain is not kept.
+        if 0 < 2 * self.energy < loss and loss > 10 * self.nearest:
             raise CalibrationError(
                 f"The training diverges: loss {loss:.3g}, without it {self.nearest:.3g}. Lower the learning_rate."
             )

@@ -56,7 +56,7 @@ def correct_biases(job: Job, config: BiasCorrectionConfig) -> int:
         layer, offset = visit.layer, visit.layer.offset
         assert offset is not None
         try:
-            change = certain_mean(_differences(visit) + _rounding(job, layer)) / _factor(layer)
+            change = certain_mean(_differences(visit) + _rounding(job, layer)) / layer.factor
         except CalibrationError as error:
             raise CalibrationError(f"{layer.name}: {error}") from None
         layer.offset = offset + change.astype(np.float32)
@@ -65,7 +65,7 @@ def correct_biases(job: Job, config: BiasCorrectionConfig) -> int:
 
 def _qualifies(layer: Layer) -> bool:
     own = layer.offset is not None and layer.offset.shape == (_channels(layer.twin),)
-    return own and not layer.shared and _factor(layer) != 0
+    return own and not layer.shared and layer.factor != 0
 
 
 def _channels(node: ir.Node) -> int:
@@ -76,18 +76,14 @@ def _channels(node: ir.Node) -> int:
     return int(shape[rule_of(node.op_type).channel_axis(node)])
 
 
-def _factor(layer: Layer) -> float:
-    """What a bias is multiplied by."""
-    return layer.node.attributes.get_float("beta", 1.0) if is_op(layer.node, "Gemm") else 1.0
-
-
 def _differences(visit: Visit) -> Array:
     """Of each example the mean over positions, float output less quantized one, shape (examples, channels)."""
     axis = 1 if is_op(visit.layer.node, "Conv", "ConvTranspose") else -1
     found = []
     for index, output in enumerate(visit.quantized_outputs()):
-        error = np.moveaxis(np.subtract(visit.outputs[index], output, dtype=np.float32), axis, -1)
-        found.append(error.reshape(len(error), -1, error.shape[-1]).mean(1, dtype=np.float64))
+        difference = np.atleast_2d(np.subtract(visit.outputs[index], output, dtype=np.float32))
+        error = np.moveaxis(difference, axis, -1)
+        found.append(error.mean(tuple(range(1, error.ndim - 1)), dtype=np.float64))
     return np.concatenate(found)
 
 

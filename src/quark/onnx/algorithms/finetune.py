@@ -169,7 +169,7 @@ class _Run:
             layer.weight = to_numpy(outcome.weight)
             if self.config.update_bias and outcome.bias is not None and before[1] is not None:
                 bias = to_numpy(outcome.bias).reshape(before[1].shape)
-                layer.offset = before[1] + bias if layer.twin.op_type == "MatMul" else bias / _factor(layer)
+                layer.offset = before[1] + bias if layer.twin.op_type == "MatMul" else bias / layer.factor
 
         if self.config.parallel:
             self.waiting.append(change)
@@ -310,10 +310,12 @@ def merged(data: Samples, count: int, model: ir.Model) -> Samples:
 
 
 def _bias(layer: Layer, outputs: int, learned: bool) -> Array | None:
-    """What is added to the product, (outputs,): for a MatMul, whose bias another node adds, what is learned of it."""
+    """What is added to the product, (outputs,), or None: of a MatMul, whose bias another node adds, what is learned."""
     offset, inputs = layer.offset, layer.twin.inputs
     if layer.twin.op_type == "MatMul":
         return np.zeros(outputs, np.float32) if learned and offset is not None and offset.size == outputs else None
+    if not layer.factor:
+        return None
     if offset is None:
         if len(inputs) > 2 and inputs[2] is not None:
             raise NotSupportedError("a layer whose bias is no constant")
@@ -322,12 +324,7 @@ def _bias(layer: Layer, outputs: int, learned: bool) -> Array | None:
         raise NotSupportedError("a Gemm whose bias differs from row to row")
     if learned and offset.size != outputs:
         raise NotSupportedError("a Gemm with one bias for all outputs, and update_bias=True")
-    return np.asarray(np.broadcast_to(offset.reshape(-1) * _factor(layer), (outputs,)), np.float32)
-
-
-def _factor(layer: Layer) -> float:
-    """Gemm's beta."""
-    return float(layer.twin.attributes.get_float("beta", 1.0) or 1.0)
+    return np.asarray(np.broadcast_to(offset.reshape(-1) * layer.factor, (outputs,)), np.float32)
 
 
 def _memory(layer: Layer) -> int:
