@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -368,6 +369,9 @@ def test_a_budget_that_is_no_time_is_refused(text: Any) -> None:
 def test_what_recovery_cannot_do_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="There is no metric 'snr'. Did you mean 'sqnr' or 'psnr'"):
         ModelQuantizer(CONFIG).recover(mlp(), None, vectors(8), metric="snr")
+    for target in (math.nan, "30"):
+        with pytest.raises(ConfigError, match=f"The target {target!r} is no number; possible: a value of sqnr"):
+            ModelQuantizer(CONFIG).recover(mlp(), None, vectors(8), target=target)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leave out Statistics"):
         found(mlp(), vectors(8), settings=replace(S8, statistics=str(tmp_path / "s.npz")))
     with pytest.raises(ConfigError, match="not both"):

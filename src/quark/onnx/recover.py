@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -138,6 +139,8 @@ def recover(
         steps: What to try.
     """
     start = time.monotonic()
+    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
+        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
     if settings.statistics is not None:
         raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
     check_algorithms(settings.algorithms)
