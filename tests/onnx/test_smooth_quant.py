@@ -122,6 +122,14 @@ def gemms(b: Builder) -> str:
     return b.node("Reshape", [h, b.integers("shape", [-1, 16, 8])], "y")
 
 
+def flattened(b: Builder) -> str:
+    """A norm whose rows a Gemm reads, as torch exports GPT-2."""
+    h = b.node("LayerNormalization", ["x", b.constant("gain", SPREAD)], "h", axis=-1)
+    h = b.node("Reshape", [h, b.integers("rows", [-1, 32])], "flat")
+    h = b.node("Gemm", [h, b.constant("w", b.random.normal(0, 0.2, (32, 8)) / SPREAD[:, None])], "rows_y")
+    return b.node("Reshape", [h, b.integers("shape", [-1, 16, 8])], "y")
+
+
 def contrib(op_type: str, *constants: str) -> Callable[[Builder], str]:
     """A norm of ONNX Runtime's own, whose second output is the sum that it normalizes."""
 
@@ -176,6 +184,7 @@ CASES: dict[str, tuple[Callable[[Builder], str], list[str]]] = {
     "from_input": (from_input, ["x"]),
     "shown": (shown, ["h"]),
     "gemms": (gemms, []),
+    "flattened": (flattened, []),
     "LayerNormalization": (contrib("LayerNormalization", "gain", "bias"), []),
     "SimplifiedLayerNormalization": (contrib("SimplifiedLayerNormalization", "gain"), []),
     "RMSNormalization": (contrib("RMSNormalization", "gain"), []),

@@ -24,7 +24,7 @@ from quark.onnx.algo_configs import SmoothQuantConfig
 from quark.onnx.calibrate import collect
 from quark.onnx.channels import Place, input_axis, is_linear, linear_places
 from quark.onnx.data import Samples, required
-from quark.onnx.edit import is_op, new_initializer, read_once
+from quark.onnx.edit import dims, is_op, new_initializer, read_once
 from quark.onnx.model import is_constant
 from quark.onnx.norms import fused_norm
 from quark.onnx.operators import rule_of
@@ -149,7 +149,7 @@ class _Search:
         norm = fused_norm(node)
         if norm is not None:
             return self._fitting(tuple(part for part in (norm.gain, norm.bias) if part is not None))
-        if is_op(node, *COMMUTES):
+        if is_op(node, *COMMUTES) or (is_op(node, "Reshape") and self._keeps_channels(node)):
             return self._through(node, 0)
         if is_op(node, "Mul"):
             # A constant factor takes it, or one of the two.
@@ -161,6 +161,11 @@ class _Search:
             one, other = self._through(node, 0), self._through(node, 1)
             return one + other if one and other else None
         return None
+
+    def _keeps_channels(self, node: ir.Node) -> bool:
+        """Whether the last axis of what a node reads and writes are the channels."""
+        shapes = [dims(value) for value in (node.inputs[0], node.outputs[0])]
+        return all(shape and shape[-1] == self.channels for shape in shapes)
 
     def _through(self, node: ir.Node, index: int) -> tuple[Place, ...] | None:
         """The constants behind one input of a node, or that input where it is constant."""
