@@ -216,14 +216,22 @@ def test_outliers_of_the_stream_cost_nothing_any_more() -> None:
     assert found > worst + 0.8 * (best - worst)
 
 
+@pytest.mark.parametrize("norm", ["parts", "LayerNormalization"])
+def test_random_signs_give_another_matrix(norm: str) -> None:
+    """Also where the one that keeps the mean has signs in any case."""
+    model = Decoder(norm, turn=np.eye(WIDTH)).proto()
+    plain, signs, again = (
+        abs(tensors(rotated(model, use_random_had=random)[1])["embed"]) for random in (False, True, True)
+    )
+    assert not np.allclose(plain, signs, atol=1e-3) and np.array_equal(signs, again)
+
+
 def test_the_size_of_the_matrix() -> None:
     """Blocks of a divisor, the whole width by default, nothing else."""
     model = Decoder(turn=np.eye(WIDTH)).proto()
     for given, size in ((4096, WIDTH), (WIDTH, WIDTH), (16, 16)):
         found = tensors(rotated(model, r_matrix_dim=given)[1])["embed"]
         np.testing.assert_allclose(found, Rotation(size).apply(tensors(model)["embed"]), atol=1e-5)
-    signs = tensors(rotated(model, use_random_had=True)[1])["embed"]
-    assert not np.allclose(abs(signs), abs(tensors(rotated(model)[1])["embed"]), atol=1e-3)
     with pytest.raises(ConfigError, match="r_matrix_dim=48: the residual stream is 64 wide. Possible: 64, a divisor"):
         rotated(model, r_matrix_dim=48)
 

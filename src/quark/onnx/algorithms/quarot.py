@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-3
 """Largest change of an output, relative to its largest value, that float32 arithmetic explains."""
-SEED = 0
-"""Of the random signs."""
+SEED = 1
+"""Of the random signs. A matrix that keeps the mean has signs of seed 0 where none are asked for."""
 
 
 def rotate(model: ir.Model, config: QuarotConfig, settings: Settings, data: Samples | None) -> int:
