@@ -231,6 +231,19 @@ def test_for_more_bits_the_worst_output_counts() -> None:
     assert (types["fine_w_quantized"], types["rough_w_quantized"]) == (TensorProto.INT8, TensorProto.INT16)
 
 
+def test_sixteen_bits_need_neither_clipping_nor_training() -> None:
+    clipped = ranges("entropy")(S8, Situation(S8))
+    assert isinstance(clipped, Settings) and clipped.layer.input is not None
+    clipped = replace(clipped, algorithms=(CLEConfig(), AdaRoundConfig(num_iterations=5)))
+    raised = raise_all_bits(clipped, Situation(S8, 1.0, Judged(target=45.0)))
+    assert isinstance(raised, Settings) and raised.layer.input is not None
+    assert (raised.layer.input.dtype.name, raised.layer.input.observer) == ("uint16", "min_max")
+    assert raised.algorithms == (CLEConfig(),)
+    four = replace(clipped, layer=LayerSpec(weight=spec("int4")))
+    raised = raise_all_bits(four, Situation(S8, 1.0, Judged(target=45.0)))
+    assert isinstance(raised, Settings) and raised.algorithms == clipped.algorithms
+
+
 def test_what_no_choice_of_layers_reaches_is_tried_with_all() -> None:
     result = found(two_heads(), vectors(8), RAISE, Step("all", raise_all_bits), target=500.0)
     few, everything = result.trials[1:]
