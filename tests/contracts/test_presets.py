@@ -16,10 +16,10 @@ from quark.onnx.config import Config
 from quark.onnx.presets import QROWS, ROWS, get_default_config
 from tests.onnx.zoo import ZOO, Array, Reader, feed, outputs
 
-LATER = {name: "AdaRound" if "ADAROUND" in name else "AdaQuant" for name in (*ROWS, *QROWS) if "_ADA" in name}
-LATER |= {name: "AdaRound" for name in ROWS if name.endswith("_ACCURATE")}
-LATER |= {name: "mixed precision" for name in ROWS if "_MIXED_" in name}
-NOW = [name for name in (*ROWS, *QROWS) if name not in LATER]
+TUNED = [name for name in (*ROWS, *QROWS) if "_ADA" in name or name.endswith("_ACCURATE")]
+TUNED = [name for name in TUNED if "_MIXED_" not in name]
+LATER = {name: "mixed precision" for name in ROWS if "_MIXED_" in name}
+NOW = [name for name in (*ROWS, *QROWS) if name not in (*LATER, *TUNED)]
 
 FLOORS = {
     "A8W8": 29, "A8W8_QCONFIG": 29, "S8S8_AAWS": 31, "U8S8_AAWS": 31, "U8U8_AAWA": 32, "INT8_CNN_DEFAULT": 31,
@@ -94,6 +94,17 @@ def test_every_model_runs_near_float(preset: str) -> None:
             assert found.shape == reference.shape and np.isfinite(found).all()
             noise = sqnr(reference.astype(np.float32), found)
             assert noise > FLOORS[preset], f"{preset} on {model}: {noise:.1f} dB"
+
+
+@pytest.mark.parametrize("preset", TUNED)
+def test_presets_that_learn_run_with_their_own_iterations(preset: str) -> None:
+    pytest.importorskip("torch")
+    float_model, sample, expected = case("mlp")
+    done = ModelQuantizer(config(preset)).quantize_model(float_model, None, Reader([sample]))
+    assert done is not None
+    check(done)
+    (found,) = outputs(done, sample, optimise=True)
+    assert sqnr(expected[0], found) > FLOORS.get(preset.partition("_ADA")[0], 25)
 
 
 @pytest.mark.parametrize("preset", LATER)

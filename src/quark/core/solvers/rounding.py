@@ -38,25 +38,30 @@ LOOK, WORTH = 20, 0.75
 
 
 class Adam:
-    """Kingma and Ba 2015 (arXiv:1412.6980), in one pass over memory; the step may change from call to call."""
+    """Kingma and Ba 2015 (arXiv:1412.6980), in one pass over memory; the rate may change from step to step.
+
+    The kernel of torch's own optimizer, whose class would load its compiler first, for longer than a small layer takes.
+    """
 
     def __init__(self, *parameters: Array) -> None:
-        self.optimizer = namespace(parameters[0]).optim.Adam(list(parameters), fused=True)
+        xp = namespace(parameters[0])
+        self.parameters = list(parameters)
+        self.means, self.squares = ([xp.zeros_like(x) for x in parameters] for _ in range(2))
+        self.steps = [xp.zeros((), device=x.device) for x in parameters]
 
     def step(self, rate: float, *gradients: Array) -> None:
         """Move every parameter against its gradient."""
-        (group,) = self.optimizer.param_groups
-        group["lr"] = rate
-        for parameter, gradient in zip(group["params"], gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
+        for step in self.steps:
+            step.add_(1)
+        namespace(gradients[0])._fused_adam_(
+            self.parameters, list(gradients), self.means, self.squares, [], self.steps, lr=rate, beta1=0.9, beta2=0.999,
+            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
     def narrow(self, parameter: Array, chosen: Array) -> None:
         """Go on with some elements, `parameter`, of the one parameter there is."""
-        (group,) = self.optimizer.param_groups
-        state = self.optimizer.state.pop(group["params"][0])
-        group["params"][0] = parameter
-        self.optimizer.state[parameter] = {key: x[chosen] if x.ndim else x for key, x in state.items()}
+        self.parameters = [parameter]
+        self.means, self.squares = [self.means[0][chosen]], [self.squares[0][chosen]]
 
 
 class AdaRound:
@@ -94,7 +99,7 @@ class AdaRound:
         self.middle, self.span = low.add_(span, alpha=0.5).view(-1), span.mul_(STRETCH).view(-1)
         self.adam, self.steps, self.undecided = Adam(self.alpha), 0, self.alpha.numel()
         self.chosen: Array | None = None
-        self.buffers = [xp.empty_like(_parts(self.alpha)[0]) for _ in range(3)]
+        self._cut()
 
     @property
     def done(self) -> bool:
@@ -105,22 +110,25 @@ class AdaRound:
         """Learn from dL/dW~, which is overwritten; `beta` None leaves the regularizer out."""
         xp, flat = namespace(gradient), gradient.view(-1)
         push = flat if self.chosen is None else flat[self.chosen]
-        for part, alpha, span in zip(*map(_parts, (push, self.alpha, self.span)), strict=True):
-            c, slope, pull = (buffer[: len(part)] for buffer in self.buffers)
-            xp.mul(_centred(alpha, c), c, out=slope)
-            part *= span
-            if beta is not None and self.reg > 0:
-                # 1.2 times 2 reg beta |2.4 c|^(beta - 1), from the logarithm of c^2: cheaper than a power.
-                factor = math.log2(2 * STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * STRETCH)
-                xp.log2(slope, out=pull).mul_((beta - 1) / 2).add_(factor).exp2_()
-                part -= pull.copysign_(c)
+        regular = beta is not None and self.reg > 0
+        if beta is not None and regular:
+            # 1.2 times 2 reg beta |2.4 c|^(beta - 1), from the logarithm of c^2: cheaper than a power.
+            power, factor = (
+                (beta - 1) / 2,
+                math.log2(2 * STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * STRETCH),
+            )
+        for part, (alpha, span, _, c, slope, pull) in zip(_parts(push), self.parts, strict=True):
+            xp.sigmoid(alpha, out=c).sub_(0.5)
+            xp.mul(c, c, out=slope)
+            part.mul_(span)
+            if regular:
+                part.sub_(xp.log2(slope, out=pull).mul_(power).add_(factor).exp2_().copysign_(c))
             # 0 where h is clipped.
-            part *= xp.threshold_(slope.neg_().add_(0.25), 0.25 - EDGE**2, 0.0)
+            part.mul_(xp.threshold_(slope.neg_().add_(0.25), 0.25 - EDGE**2, 0.0))
         self.adam.step(rate, push)
         value = self.value.view(-1) if self.chosen is None else push
-        for part, alpha, span, middle in zip(*map(_parts, (value, self.alpha, self.span, self.middle)), strict=True):
-            c = _centred(alpha, self.buffers[0][: len(alpha)])
-            xp.addcmul(middle, span, c.clamp_(-EDGE, EDGE), out=part)
+        for part, (alpha, span, middle, c, _, _) in zip(_parts(value), self.parts, strict=True):
+            xp.addcmul(middle, span, xp.sigmoid(alpha, out=c).sub_(0.5).clamp_(-EDGE, EDGE), out=part)
         if self.chosen is not None:
             self.value.view(-1).index_copy_(0, self.chosen, value)
         self.steps += 1
@@ -136,6 +144,13 @@ class AdaRound:
         self.chosen = left if self.chosen is None else self.chosen[left]
         self.alpha, self.span, self.middle = self.alpha[left], self.span[left], self.middle[left]
         self.adam.narrow(self.alpha, left)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Views that fit the cache: of a, span and middle, and of three buffers."""
+        views = [_parts(x) for x in (self.alpha, self.span, self.middle)]
+        buffers = [namespace(self.alpha).empty_like(views[0][0]) for _ in range(3)]
+        self.parts = [(*parts, *(buffer[: len(parts[0])] for buffer in buffers)) for parts in zip(*views, strict=True)]
 
     def penalty(self, beta: float) -> float | None:
         """The regularizer, if there is one: 0 where every weight has decided."""
@@ -201,8 +216,3 @@ def _parts(x: Array) -> Sequence[Array]:
     """Views of x that fit the cache."""
     parts: Sequence[Array] = x.view(-1).split(chunk_bytes_for(x) // 4)
     return parts
-
-
-def _centred(alpha: Array, out: Array) -> Array:
-    """Sigmoid(a) - 1/2."""
-    return namespace(alpha).sigmoid(alpha, out=out).sub_(0.5)
