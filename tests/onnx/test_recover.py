@@ -30,10 +30,11 @@ from quark.onnx import (
 from quark.onnx import calibrate as calibrate_module
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.worst_layers import WorstLayers
+from quark.onnx.flow import convert, quantize
 from quark.onnx.judge import UNITS, Metric
 from quark.onnx.model import load, to_proto
 from quark.onnx.parameters import onnx_range
-from quark.onnx.quantizer import convert, prepare, quantize
+from quark.onnx.prepare import prepare
 from quark.onnx.recover import Recovery, duration, recover
 from quark.onnx.recovery_changes import (
     Judged,
