@@ -19,7 +19,7 @@ from quark.errors import CalibrationError, ConfigError
 from quark.onnx import presets
 from quark.onnx.config import Config, QConfig, QLayerConfig
 from quark.onnx.flow import quantize
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.npu import CONVERSIONS, RULES
 from quark.onnx.npu.simulation import mean_factor

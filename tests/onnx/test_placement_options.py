@@ -15,7 +15,7 @@ from quark.core.metrics import sqnr
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config import QConfig, QLayerConfig
 from quark.onnx.flow import quantize
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.specs import BFloat16Spec, Int8Spec, UInt8Spec, XInt8Spec
 from quark.onnx.types import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType

@@ -25,7 +25,7 @@ from quark.onnx import (
 )
 from quark.onnx.flow import quantize
 from quark.onnx.inputs import Feed, model_inputs
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.quantizer import ModelQuantizer
 from quark.onnx.settings import Settings

@@ -14,13 +14,13 @@ from quark.errors import ConfigError, OutputExistsError
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.flow import quantize
-from quark.onnx.judge import Metric
 from quark.onnx.model import checked_proto, load, save
 from quark.onnx.path_reader import PathDataReader
-from quark.onnx.recover import Recovery, duration, recover
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from quark.onnx.recovery.search import Recovery
 
 
 class ModelQuantizer:
@@ -36,7 +36,7 @@ class ModelQuantizer:
     def __init__(self, config: Any) -> None:
         # The documented configs and their lowering: the quantizer itself knows Settings only.
         from quark.onnx.config import Config, QConfig
-        from quark.onnx.lowering import lower
+        from quark.onnx.lowering.lower import lower
 
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
@@ -106,6 +106,10 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples.
             QuarkError: See its children; no file is written then.
         """
+        # Its steps are configs, which pydantic checks: a tenth of a second that only this needs.
+        from quark.onnx.recovery.judge import Metric
+        from quark.onnx.recovery.search import duration, recover
+
         _refuse_overwriting(model_input, model_output)
         seconds = None if budget is None else duration(budget)
         measure, reader = Metric(metric), _reader(model_input, calibration_data_reader, calibration_data_path)

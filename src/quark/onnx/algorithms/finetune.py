@@ -22,13 +22,13 @@ from quark.log import logger
 from quark.onnx.algo_configs import AdaRoundConfig, CLEConfig, QuarotConfig, SmoothQuantConfig
 from quark.onnx.data import MEMORY, Samples, required
 from quark.onnx.edit import dims
-from quark.onnx.finetune_checks import Config, check, check_output_index, optimizer_device
 from quark.onnx.inputs import model_inputs
 from quark.onnx.job import Job, Layer
-from quark.onnx.layer_rows import Space, activation_of, gather
+from quark.onnx.learned.checks import Config, check, check_output_index, optimizer_device
+from quark.onnx.learned.patches import product_of
+from quark.onnx.learned.rows import Space, activation_of, gather
 from quark.onnx.model import infer_shapes, load, to_proto
 from quark.onnx.passes import PASSES, run_passes
-from quark.onnx.patches import product_of
 from quark.onnx.sessions import open_session, run_sample
 from quark.onnx.sweep import Visit, sweep
 

@@ -51,7 +51,7 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     # The quantizer and its configs are imported for the formats that use them.
     from quark.onnx.config import Config
     from quark.onnx.flow import quantize
-    from quark.onnx.lowering import lower
+    from quark.onnx.lowering.lower import lower
     from quark.onnx.presets import get_default_config
 
     config = get_default_config("BF16")

@@ -21,7 +21,7 @@ def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:
     # The quantizer and its configs are imported when they are used.
     from quark.onnx.config import Config
     from quark.onnx.flow import quantize
-    from quark.onnx.lowering import lower
+    from quark.onnx.lowering.lower import lower
     from quark.onnx.presets import get_default_config
 
     refuse_quantized(model)

@@ -22,10 +22,10 @@ from quark.onnx.algorithms import NothingQualifiesError, check_algorithms
 from quark.onnx.calibrate import repeatable
 from quark.onnx.data import Samples, TimeUpError
 from quark.onnx.flow import convert
-from quark.onnx.judge import Judge, Metric
 from quark.onnx.prepare import prepare
-from quark.onnx.recovery_changes import Judged, Situation
-from quark.onnx.recovery_steps import STEPS, Step
+from quark.onnx.recovery.changes import Judged, Situation
+from quark.onnx.recovery.judge import Judge, Metric
+from quark.onnx.recovery.steps import STEPS, Step
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import Statistics
 

@@ -23,10 +23,10 @@ from quark.onnx.algo_configs import (
 )
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.worst_layers import WorstLayers
-from quark.onnx.finetune_checks import optimizer_device
 from quark.onnx.inputs import Array
-from quark.onnx.judge import Metric
+from quark.onnx.learned.checks import optimizer_device
 from quark.onnx.parameters import onnx_range
+from quark.onnx.recovery.judge import Metric
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
 
