@@ -220,6 +220,8 @@ class _Run:
         return Training(
             config.num_iterations, rate, config.batch_size, config.num_batches, ROWS_OF_A_BATCH, config.early_stop,
             config.warm_start, config.beta_range, config.drop_ratio, config.fixed_seed, config.log_period,
+            # Weights of AdaRound settle by their regularizer; those of AdaQuant only by smaller steps.
+            decay=not isinstance(config, AdaRoundConfig),
         )  # fmt: skip
 
     def _after(self, layer: Layer, activation: Activation | None) -> tuple[Activation | OutputGrid, ...]:
