@@ -177,6 +177,19 @@ def test_every_number_of_the_training_has_an_effect(change: dict[str, Any]) -> N
     assert trained(replace(short, **change)) != trained(short)
 
 
+def test_the_rate_falls_where_that_is_asked_for() -> None:
+    rates: list[float] = []
+
+    class Spy(AdaQuant):
+        def step(self, gradient: Any, rate: float, beta: float | None = None) -> None:
+            rates.append(rate)
+            super().step(gradient, rate, beta)
+
+    trained(Training(iterations=4, rate=0.01, samples=2), Spy)
+    trained(Training(iterations=4, rate=0.01, samples=2, decay=True), Spy)
+    assert rates == pytest.approx([0.01] * 4 + [0.01, 0.0075, 0.005, 0.0025])
+
+
 def test_batches_are_averaged() -> None:
     _, rows = problem(samples=16)
     picked = rows.pick(Training(1, 0.1, samples=3, batches=2, rows=6), np.random.default_rng(0))

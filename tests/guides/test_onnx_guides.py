@@ -1,4 +1,4 @@
-"""The code of the ONNX guides, extracted and run as printed; what is not there yet says so."""
+"""The code of the ONNX guides, extracted and run as printed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import onnx
 import pytest
 
 from quark.core.metrics import cosine, sqnr
-from quark.errors import NotSupportedError
 from quark.onnx import Config, get_default_config
 from tests.onnx.zoo import Reader, cnn, images, run
 
 DATA = Path(__file__).parent / "data"
+DIGITS = Path(__file__).parents[2] / "examples" / "models" / "digits_cnn"
 
 
 def bf16_blocks() -> list[str]:
@@ -58,6 +58,23 @@ def names(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def digits(names: dict[str, Any]) -> dict[str, Any]:
+    """The same, of the embedded classifier of digits and 64 images."""
+    pytest.importorskip("torch")
+    return names | {"input_model_path": str(DIGITS / "model.onnx")}
+
+
+def quality(code: str, names: dict[str, Any]) -> float:
+    """Run code of a guide; return the output SQNR in dB on images that it does not see."""
+    with np.load(DIGITS / "data.npz") as data:
+        seen, held = data["calibration_images"][:64], data["heldout_images"]
+    reader = Reader([{"image": image[None] / np.float32(16)} for image in seen])
+    exec(code, names | {"data_reader": reader})
+    feed = {"image": held / np.float32(16)}
+    return sqnr(run(names["input_model_path"], feed), run(names["output_model_path"], feed))
+
+
 def test_bf16_guide_quantizes_with_casts(names: dict[str, Any]) -> None:
     exec(bf16_blocks()[0], names)
     model = onnx.load(names["output_model_path"])
@@ -79,11 +96,14 @@ def test_bf16_guide_rescales_and_registers_the_library(
     assert sqnr(run(cnn(), feed), run(names["output_model_path"], feed)) > 35
 
 
-def test_bf16_guide_says_what_is_to_come(names: dict[str, Any]) -> None:
-    blocks = bf16_blocks()
-    exec(blocks[0], names)
-    with pytest.raises(NotSupportedError):
-        exec(blocks[3] + "\nModelQuantizer(config).quantize_model(input_model_path, None, data_reader)", names)
+def test_bf16_guide_learns_weights(digits: dict[str, Any]) -> None:
+    """As printed, with AdaQuant and its 1,000 iterations, on the classifier of digits."""
+    blocks, call = (
+        bf16_blocks(),
+        "\nModelQuantizer(config).quantize_model(input_model_path, output_model_path, data_reader)",
+    )
+    plain = quality(blocks[0].split("quantizer = ")[0] + call, digits)
+    assert quality(blocks[0].split("quantizer = ")[0] + blocks[3] + call, digits) > plain + 1
 
 
 @pytest.mark.parametrize("preset", ["A8W8", "A16W8"])
@@ -126,13 +146,10 @@ def test_a8w8_guide_compares_the_results_of_two_models(names: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("algorithm", ["adaround", "adaquant"])
-def test_finetuning_configs_are_accepted_and_the_run_says_that_it_is_to_come(
-    algorithm: str, names: dict[str, Any]
-) -> None:
-    text = (DATA / "a8w8_guide.txt").read_text()
-    part = text.split(f"• {algorithm.upper()}\n", 1)[1]
+def test_a8w8_guide_learns_weights(algorithm: str, digits: dict[str, Any]) -> None:
+    """As printed, with 1,000 iterations, on the classifier of digits: at least 0.8 dB, in fact 1.0 and 1.2."""
+    part = (DATA / "a8w8_guide.txt").read_text().split(f"• {algorithm.upper()}\n", 1)[1]
     call = "quantizer.quantize_model(input_model_path, output_model_path, data_reader)"
-    code = part[: part.index(call) + len(call)]
-    with pytest.raises(NotSupportedError, match="not part of this version"):
-        exec(textwrap.dedent(code), names)
-    assert not Path(names["output_model_path"]).exists()
+    code = textwrap.dedent(part[: part.index(call) + len(call)])
+    plain = quality(code.replace("include_fast_ft=True", "include_fast_ft=False"), digits)
+    assert quality(code, digits) > plain + 0.8

@@ -25,9 +25,9 @@ from quark.onnx import (
     UInt8Spec,
 )
 from quark.onnx.algorithms import run_before
+from quark.onnx.flow import quantize
 from quark.onnx.model import load, to_proto
 from quark.onnx.passes import PASSES
-from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 

@@ -21,8 +21,8 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
 from quark.onnx.converters import TOOLS, run_tool
 from quark.onnx.converters.remove_qdq import decode
+from quark.onnx.flow import quantize
 from quark.onnx.model import load, read, save, to_proto
-from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
 from tests.onnx.zoo import Builder, Reader, cnn, feed, half, images, legacy, mlp, outputs, pools, shared
 

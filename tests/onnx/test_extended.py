@@ -18,7 +18,7 @@ from quark.errors import ConfigError, NonFiniteError
 from quark.onnx import presets
 from quark.onnx.config import Config, QConfig, QLayerConfig
 from quark.onnx.custom_ops import get_library_path
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
 from quark.onnx.model import load
 from quark.onnx.quantizer import ModelQuantizer
 from quark.onnx.specs import BFloat16Spec, Float16Spec, Int32Spec, MXFP4E2M1Spec, UInt32Spec

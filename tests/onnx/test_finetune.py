@@ -21,9 +21,9 @@ from quark.onnx import AdaQuantConfig, AdaRoundConfig, CLEConfig, Config, ModelQ
 from quark.onnx.algorithms.finetune import Tuned, tune
 from quark.onnx.config import QuantizationConfig
 from quark.onnx.data import Samples
+from quark.onnx.flow import quantize
 from quark.onnx.inputs import model_inputs
 from quark.onnx.model import load, to_proto
-from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
 from tests.onnx.test_sweep import started
 from tests.onnx.zoo import Builder, cnn, images, mlp, run, vectors

@@ -14,11 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
+from quark.onnx.flow import quantize
 from quark.onnx.functions import quantize_dynamic
 from quark.onnx.fusion import Fusion, inspect_fusion
 from quark.onnx.fusion_rules import REASONS
 from quark.onnx.model import load, save
-from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
 from tests.onnx.zoo import Reader, cnn, images, mlp, vectors
 

@@ -18,9 +18,9 @@ from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx import specs
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
-from quark.onnx.lower_passes import OPTION_OF
-from quark.onnx.lower_tensors import lower_tensor
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
+from quark.onnx.lowering.passes import OPTION_OF
+from quark.onnx.lowering.tensors import lower_tensor
 from quark.onnx.passes import PASSES, POST_PASSES
 from quark.onnx.presets import get_default_config
 from quark.onnx.settings import Settings
@@ -425,7 +425,7 @@ def test_settings_have_every_field() -> None:
 
 def test_configs_load_neither_torch_nor_pydantic() -> None:
     code = (
-        "import sys, quark.onnx.lowering, quark.onnx.presets\n"
+        "import sys, quark.onnx.lowering.lower, quark.onnx.presets\n"
         "assert not {'torch', 'pydantic', 'onnx_ir', 'quark.torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

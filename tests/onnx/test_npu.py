@@ -18,14 +18,14 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError
 from quark.onnx import presets
 from quark.onnx.config import Config, QConfig, QLayerConfig
-from quark.onnx.lowering import lower
+from quark.onnx.flow import quantize
+from quark.onnx.lowering.lower import lower
 from quark.onnx.model import load, to_proto
 from quark.onnx.npu import CONVERSIONS, RULES
 from quark.onnx.npu.simulation import mean_factor
 from quark.onnx.parameters import rescaled
 from quark.onnx.placement import place
 from quark.onnx.presets import get_default_config
-from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
 from quark.onnx.specs import Int8Spec, XInt8Spec
 from quark.onnx.types import QuantGranularity

@@ -7,7 +7,7 @@ import pytest
 from quark.errors import ConfigError
 from quark.onnx import presets
 from quark.onnx.config import Config, QConfig
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
 from quark.onnx.presets import QROWS, ROWS, get_default_config, get_default_config_mapping
 from quark.onnx.types import (
     CalibrationMethod,

@@ -20,8 +20,8 @@ from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.algo_configs import QuarotConfig
 from quark.onnx.algorithms.quarot import rotate
+from quark.onnx.flow import quantize
 from quark.onnx.model import infer_shapes, load, to_proto
-from quark.onnx.quantizer import quantize
 from quark.onnx.residual import find_streams
 from quark.onnx.settings import Settings
 from tests.onnx.zoo import Array, Builder, Reader, run

@@ -23,10 +23,11 @@ from quark.onnx import (
     QLayerConfig,
     RandomDataReader,
 )
+from quark.onnx.flow import quantize
 from quark.onnx.inputs import Feed, model_inputs
-from quark.onnx.lowering import lower
+from quark.onnx.lowering.lower import lower
 from quark.onnx.model import load, to_proto
-from quark.onnx.quantizer import ModelQuantizer, quantize
+from quark.onnx.quantizer import ModelQuantizer
 from quark.onnx.settings import Settings
 from tests.onnx.zoo import Reader, cnn, images, mlp, vectors
 

@@ -31,12 +31,11 @@ from quark.onnx import (
 from quark.onnx import calibrate as calibrate_module
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.worst_layers import WorstLayers
-from quark.onnx.judge import UNITS, Metric
+from quark.onnx.flow import convert, quantize
 from quark.onnx.model import load, to_proto
 from quark.onnx.parameters import onnx_range
-from quark.onnx.quantizer import convert, prepare, quantize
-from quark.onnx.recover import Recovery, duration, recover
-from quark.onnx.recovery_changes import (
+from quark.onnx.prepare import prepare
+from quark.onnx.recovery.changes import (
     Judged,
     Situation,
     raise_all_bits,
@@ -45,7 +44,9 @@ from quark.onnx.recovery_changes import (
     tuning,
     with_plain_ranges,
 )
-from quark.onnx.recovery_steps import STEPS, Step
+from quark.onnx.recovery.judge import UNITS, Metric
+from quark.onnx.recovery.search import Recovery, duration, recover
+from quark.onnx.recovery.steps import STEPS, Step
 from quark.onnx.settings import Settings
 from tests.onnx.test_cle import CHAIN, badly_scaled, chain
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, outputs, vectors
@@ -232,6 +233,19 @@ def test_for_more_bits_the_worst_output_counts() -> None:
     assert (types["fine_w_quantized"], types["rough_w_quantized"]) == (TensorProto.INT8, TensorProto.INT16)
 
 
+def test_sixteen_bits_need_neither_clipping_nor_training() -> None:
+    clipped = ranges("entropy")(S8, Situation(S8))
+    assert isinstance(clipped, Settings) and clipped.layer.input is not None
+    clipped = replace(clipped, algorithms=(CLEConfig(), AdaRoundConfig(num_iterations=5)))
+    raised = raise_all_bits(clipped, Situation(S8, 1.0, Judged(target=45.0)))
+    assert isinstance(raised, Settings) and raised.layer.input is not None
+    assert (raised.layer.input.dtype.name, raised.layer.input.observer) == ("uint16", "min_max")
+    assert raised.algorithms == (CLEConfig(),)
+    four = replace(clipped, layer=LayerSpec(weight=spec("int4")))
+    raised = raise_all_bits(four, Situation(S8, 1.0, Judged(target=45.0)))
+    assert isinstance(raised, Settings) and raised.algorithms == clipped.algorithms
+
+
 def test_what_no_choice_of_layers_reaches_is_tried_with_all() -> None:
     result = found(two_heads(), vectors(8), RAISE, Step("all", raise_all_bits), target=500.0)
     few, everything = result.trials[1:]
@@ -311,7 +325,7 @@ def test_a_long_step_takes_as_many_layers_as_there_is_time_for() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quark.onnx.recover.RESERVE", 100.0)
+    monkeypatch.setattr("quark.onnx.recovery.search.RESERVE", 100.0)
     seen = []
 
     def greedy(data: Any) -> int:
@@ -332,7 +346,7 @@ def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: p
 
 
 def test_algorithms_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quark.onnx.recovery_changes.BEFORE", {})
+    monkeypatch.setattr("quark.onnx.recovery.changes.BEFORE", {})
     (step,) = (step for step in STEPS if step.name == "CLE")
     assert step.change(S8, Situation(S8)) == "CLEConfig is not part of this version"
     assert AFTER

@@ -22,8 +22,8 @@ from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerCon
 from quark.onnx.algo_configs import SmoothQuantConfig
 from quark.onnx.algorithms.smooth_quant import smooth
 from quark.onnx.config import Config
+from quark.onnx.flow import quantize
 from quark.onnx.model import infer_shapes, load, to_proto
-from quark.onnx.quantizer import quantize
 from quark.onnx.settings import Settings
 from tests.onnx.zoo import Array, Builder, Reader, run
 

@@ -30,8 +30,8 @@ from quark.onnx import (
 )
 from quark.onnx.config import Config
 from quark.onnx.model import load, to_proto
+from quark.onnx.parameters import onnx_range
 from quark.onnx.passes import PASSES
-from quark.onnx.quantizer import onnx_range
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}

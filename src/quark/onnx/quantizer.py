@@ -1,4 +1,4 @@
-"""ModelQuantizer: the flow on one page."""
+"""ModelQuantizer: the door of the ONNX flow."""
 
 from __future__ import annotations
 
@@ -10,34 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from quark.core.granularity import PerGroup
-from quark.core.scales import ScaleType
-from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError, OutputExistsError
+from quark.errors import ConfigError, OutputExistsError
 from quark.log import logger
-from quark.onnx.algorithms import check_algorithms, run_after, run_before, run_precision
-from quark.onnx.calibrate import repeatable
-from quark.onnx.decide import decide
-from quark.onnx.extended import EXTENDED
-from quark.onnx.job import Job
-from quark.onnx.model import checked_proto, infer_shapes, load, opset, save
-from quark.onnx.npu import simulate
-from quark.onnx.parameters import onnx_range
-from quark.onnx.passes import PASSES, POST_PASSES, run_passes
+from quark.onnx.algorithms import check_algorithms
+from quark.onnx.flow import quantize
+from quark.onnx.model import checked_proto, load, save
 from quark.onnx.path_reader import PathDataReader
-from quark.onnx.scopes import drop_removed, pin
-from quark.onnx.settings import Settings
-from quark.onnx.statistics import Statistics, fingerprint
-from quark.onnx.targets import TARGETS
-from quark.onnx_functions import BLOCK_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quark.onnx.recover import Recovery
-
-MINIMUM_OPSET = 13
-GROUP_OPSET = 21
+    from quark.onnx.recovery.search import Recovery
 
 
 class ModelQuantizer:
@@ -53,7 +36,7 @@ class ModelQuantizer:
     def __init__(self, config: Any) -> None:
         # The documented configs and their lowering: the quantizer itself knows Settings only.
         from quark.onnx.config import Config, QConfig
-        from quark.onnx.lowering import lower
+        from quark.onnx.lowering.lower import lower
 
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
@@ -123,9 +106,9 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples.
             QuarkError: See its children; no file is written then.
         """
-        # The other way round, recovery is made of the functions of this file.
-        from quark.onnx.judge import Metric
-        from quark.onnx.recover import duration, recover
+        # Its steps are configs, which pydantic checks: a tenth of a second that only this needs.
+        from quark.onnx.recovery.judge import Metric
+        from quark.onnx.recovery.search import duration, recover
 
         _refuse_overwriting(model_input, model_output)
         seconds = None if budget is None else duration(budget)
@@ -155,136 +138,3 @@ def _refuse_overwriting(source: Any, output: Any) -> None:
     paths = [Path(path).resolve() for path in (source, output) if isinstance(path, (str, os.PathLike))]
     if len(paths) == 2 and paths[0] == paths[1]:
         raise OutputExistsError(f"{output} is the float model itself. Choose another output.")
-
-
-def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
-    """Passes, placement, calibration, rewriting; changes and returns the model."""
-    identity = fingerprint(model) if settings.statistics else ""
-    return convert(model, prepare(model, settings), reader, identity)
-
-
-def prepare(model: ir.Model, settings: Settings) -> Settings:
-    """Run the passes on a float model; the settings are then those of the model as it is, in ONNX's ranges."""
-    settings = _supported(settings)
-    settings = pin(settings, model)
-    infer_shapes(model)
-    run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
-    check_float_type(model, settings)
-    return drop_removed(settings, model)
-
-
-def convert(
-    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
-) -> ir.Model:
-    """Quantize a prepared model, which is changed and returned.
-
-    Args:
-        model: The float model.
-        settings: Those that `prepare` gave.
-        reader: Calibration data.
-        identity: Fingerprint of the model before it was prepared, for the statistics file.
-        known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
-    """
-    data = repeatable(reader, model, settings) if settings.algorithms else None
-    reader = reader if data is None else data
-    changed = run_before(model, settings, data)
-    if (simulate(model, settings) or changed) and identity:
-        # Statistics of simulated operators, or rescaled layers, are not those of the float model.
-        identity = fingerprint(model)
-    settings = run_precision(model, settings, data)
-    statistics = None
-    if known is not None:
-        identity = fingerprint(model)
-        statistics = known.setdefault(identity, Statistics(identity))
-    reference = model.clone()
-    twins = dict(zip(model.graph, reference.graph, strict=True))
-    job = Job(decide(model, settings, reader, identity, statistics), reference, data)
-    job.write(twins)
-    run_after(job)
-    run_passes(model, settings, POST_PASSES)
-    model.producer_name = "quark.onnx"
-    return model
-
-
-def _opset(model: ir.Model, settings: Settings) -> int:
-    """The opset to convert to: what was asked for, else the model's own or the first that is needed."""
-    needed, asked = _needed_opset(settings), settings.convert_opset_version
-    if asked is not None and asked < needed:
-        raise ConfigError(f"ConvertOpsetVersion={asked}: what is quantized here needs opset {needed}.")
-    return asked or max(opset(model), needed)
-
-
-def _needed_opset(settings: Settings) -> int:
-    """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
-    specs = _specs(settings)
-    grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
-    if settings.quantize_fp16 or (grouped and settings.matmul_nbits is None):
-        return GROUP_OPSET
-    return BLOCK_OPSET if any(spec.is_block for spec in specs) else MINIMUM_OPSET
-
-
-def _specs(settings: Settings) -> list[TensorSpec]:
-    """Every spec that a tensor may get."""
-    layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
-    layers += [layer for layer, _ in settings.mixed]
-    return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
-
-
-def _half_scale(spec: TensorSpec | None) -> TensorSpec | None:
-    """The spec with scales that float16 holds. Raises NotSupportedError for what has no Q/DQ of float16 tensors."""
-    if spec is None:
-        return None
-    if not spec.has_zero_point or spec.dynamic or spec.dtype.bits > 16:
-        raise NotSupportedError(f"QuantizeFP16=True with {spec.dtype}: possible: static integers of 4 to 16 bits.")
-    return replace(spec, scale_type=ScaleType.float16) if spec.scale_type is ScaleType.float32 else spec
-
-
-def check_float_type(model: ir.Model, settings: Settings) -> None:
-    """Raise NotSupportedError for a half-precision model, and ConfigError for another, where that is not asked for."""
-    values = [*model.graph.inputs, *model.graph.initializers.values()]
-    if settings.quantize_fp16:
-        if not any(value.dtype is not None and value.dtype.name == "FLOAT16" for value in values):
-            raise ConfigError("QuantizeFP16=True is for float16 models; this one has no float16 input or weight.")
-        return
-    for value in values:
-        if value.dtype is not None and value.dtype.name in ("FLOAT16", "BFLOAT16"):
-            convert = "set QuantizeFP16=True or ConvertFP16ToFP32=True, or run quark.onnx.tools.convert_fp16_to_fp32"
-            advice = convert if value.dtype.name == "FLOAT16" else "convert the model to float32"
-            raise NotSupportedError(f"{value.name} is {value.dtype.name.lower()}, the model must be float32: {advice}.")
-
-
-def _supported(settings: Settings) -> Settings:
-    """Settings with ONNX's symmetric ranges. Raises NotSupportedError for specs that cannot be written yet."""
-    wanted = TARGETS[settings.target].activation
-    given = settings.layer.input
-    if wanted and given is not None and not given.dynamic and given.dtype.name != wanted:
-        raise ConfigError(
-            f"The target {settings.target!r} runs {wanted} activations in integers only; the config has "
-            f"{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
-        )
-    for spec in _specs(settings):
-        if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
-            raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
-
-    def convert(layer: LayerSpec | None) -> LayerSpec | None:
-        if layer is None:
-            return None
-        parts = {name: onnx_range(getattr(layer, name)) for name in ("weight", "bias", "input", "output")}
-        if settings.quantize_fp16:
-            parts = {name: _half_scale(spec) for name, spec in parts.items() if name != "bias"}
-        return LayerSpec(**parts)
-
-    if settings.quantize_fp16:
-        if settings.target == "ort_x64" or settings.matmul_nbits is not None:
-            raise ConfigError(
-                "QuantizeFP16=True: ort_x64 and MatMulNBits compute in float32; set ConvertFP16ToFP32=True."
-            )
-        settings = replace(settings, int32_bias=False, int16_bias=False)
-
-    return replace(
-        settings,
-        layer=convert(settings.layer) or LayerSpec(),
-        by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
-        by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
-        mixed=tuple((convert(layer) or LayerSpec(), names) for layer, names in settings.mixed),
-    )

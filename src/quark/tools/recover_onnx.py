@@ -12,7 +12,7 @@ from rich.table import Table
 
 from quark.errors import ConfigError
 from quark.onnx import ModelQuantizer
-from quark.onnx.recover import Recovery
+from quark.onnx.recovery.search import Recovery
 
 
 @dataclass(frozen=True)

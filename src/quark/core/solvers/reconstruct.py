@@ -37,7 +37,7 @@ class Training:
 
     Attributes:
         iterations: Steps of Adam.
-        rate: Its learning rate.
+        rate: Its learning rate, at the start.
         samples: Samples of a batch.
         batches: Batches of an iteration, whose gradients are averaged.
         rows: Most rows of a batch.
@@ -47,6 +47,7 @@ class Training:
         drop_ratio: Share of the inputs that come from the quantized model, the others from the float one.
         seed: Of everything random.
         period: Iterations between two calls of `note`.
+        decay: Whether the rate falls to 0 in a straight line, so that the last steps do not shake what was learned.
     """
 
     iterations: int
@@ -60,6 +61,11 @@ class Training:
     drop_ratio: float = 1.0
     seed: int = 0
     period: int = 100
+    decay: bool = False
+
+    def rate_at(self, iteration: int) -> float:
+        """The learning rate of a step."""
+        return self.rate * (1 - iteration / self.iterations) if self.decay else self.rate
 
     def beta_at(self, iteration: int) -> float | None:
         """The exponent, or None while the start is warm."""
@@ -283,9 +289,9 @@ def train(
         loss = (error * error).sum() / len(x)
         error *= slope * (2 / len(x))
         beta = training.beta_at(iteration)
-        learner.step(unit.native(unit.pull(x, error, matrix.shape)).contiguous(), training.rate, beta)
+        learner.step(unit.native(unit.pull(x, error, matrix.shape)).contiguous(), training.rate_at(iteration), beta)
         if bias is not None:
-            bias.step(training.rate, error.sum(0))
+            bias.step(training.rate_at(iteration), error.sum(0))
         total += loss
         result.iterations = iteration + 1
         if note is not None and iteration % training.period == 0:

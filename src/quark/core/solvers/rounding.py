@@ -33,6 +33,9 @@ EDGE = 0.5 / STRETCH
 SETTLED = 20.0
 """The size of `a` of a weight with one code to go to, where h is 0 and stays so."""
 
+FARTHEST = 3.2
+"""Rates that a step of Adam moves a parameter at most: (1 - beta1) / sqrt(1 - beta2), a little more than 3.16."""
+
 LOOK, WORTH = 20, 0.75
 """Steps between two looks at what is undecided, and the share of it from which on leaving the rest is worth a copy."""
 
@@ -193,14 +196,25 @@ class AdaQuant:
             scale, _ = elementwise(params, spec, tuple(weight.shape))
             ends = (dequantize(weight * 0 + end, params, spec) for end in (spec.dtype.min, spec.dtype.max))
             self.ends = tuple(end + side * scale for end, side in zip(ends, (-0.5, 0.5), strict=True))
+        self.room = 0.0
 
     def step(self, gradient: Array, rate: float, beta: float | None = None) -> None:
         """Learn from dL/dW~, which is overwritten."""
-        if self.ends is not None:
-            for push, weight, low, high in zip(*map(_parts, (gradient, self.weight, *self.ends)), strict=True):
-                push.masked_fill_((weight < low) | (weight > high), 0.0)
+        if self.ends is not None and self.room <= 0:
+            self.room = self._stop_beyond(gradient)
+        self.room -= FARTHEST * rate
         self.adam.step(rate, gradient)
         fake_quantize(self.weight, self.params, self.spec, out=self.value)
+
+    def _stop_beyond(self, gradient: Array) -> float:
+        """Leave out weights beyond the range; return how far the nearest of the others is from its end."""
+        assert self.ends is not None
+        room = math.inf
+        for push, weight, low, high in zip(*map(_parts, (gradient, self.weight, *self.ends)), strict=True):
+            nearest = namespace(weight).minimum(weight - low, high - weight)
+            push.masked_fill_(nearest < 0, 0.0)
+            room = min(room, float(nearest.min()))
+        return room
 
     done = False
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from quark.errors import ConfigError
 from quark.log import logger
 from quark.onnx.algo_configs import AutoMixprecisionConfig
-from quark.onnx.candidates import Option, find_candidates, with_options
 from quark.onnx.data import Samples, required
+from quark.onnx.mixed.candidates import Option, find_candidates, with_options
+from quark.onnx.mixed.sensitivity import Cache, Sensitivity, analyse, cache_key, table
+from quark.onnx.mixed.trials import Trials, distance_of, stored_bytes
 from quark.onnx.model import weight_bytes
-from quark.onnx.sensitivity import Cache, Sensitivity, analyse, cache_key, table
 from quark.onnx.settings import Settings
-from quark.onnx.trials import Trials, distance_of, stored_bytes
 
 if TYPE_CHECKING:
     import onnx_ir as ir

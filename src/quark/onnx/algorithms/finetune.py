@@ -22,13 +22,13 @@ from quark.log import logger
 from quark.onnx.algo_configs import AdaRoundConfig, CLEConfig, QuarotConfig, SmoothQuantConfig
 from quark.onnx.data import MEMORY, Samples, required
 from quark.onnx.edit import dims
-from quark.onnx.finetune_checks import Config, check, check_output_index, optimizer_device
 from quark.onnx.inputs import model_inputs
 from quark.onnx.job import Job, Layer
-from quark.onnx.layer_rows import Space, activation_of, gather
+from quark.onnx.learned.checks import Config, check, check_output_index, optimizer_device
+from quark.onnx.learned.patches import product_of
+from quark.onnx.learned.rows import Space, activation_of, gather
 from quark.onnx.model import infer_shapes, load, to_proto
 from quark.onnx.passes import PASSES, run_passes
-from quark.onnx.patches import product_of
 from quark.onnx.sessions import open_session, run_sample
 from quark.onnx.sweep import Visit, sweep
 
@@ -220,6 +220,8 @@ class _Run:
         return Training(
             config.num_iterations, rate, config.batch_size, config.num_batches, ROWS_OF_A_BATCH, config.early_stop,
             config.warm_start, config.beta_range, config.drop_ratio, config.fixed_seed, config.log_period,
+            # Weights of AdaRound settle by their regularizer; those of AdaQuant only by smaller steps.
+            decay=not isinstance(config, AdaRoundConfig),
         )  # fmt: skip
 
     def _after(self, layer: Layer, activation: Activation | None) -> tuple[Activation | OutputGrid, ...]:

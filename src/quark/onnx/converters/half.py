@@ -50,9 +50,9 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
         raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
     # The quantizer and its configs are imported for the formats that use them.
     from quark.onnx.config import Config
-    from quark.onnx.lowering import lower
+    from quark.onnx.flow import quantize
+    from quark.onnx.lowering.lower import lower
     from quark.onnx.presets import get_default_config
-    from quark.onnx.quantizer import quantize
 
     config = get_default_config("BF16")
     config.extra_options["BF16QDQToCast"] = format == "with_cast"

@@ -20,9 +20,9 @@ def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:
     """
     # The quantizer and its configs are imported when they are used.
     from quark.onnx.config import Config
-    from quark.onnx.lowering import lower
+    from quark.onnx.flow import quantize
+    from quark.onnx.lowering.lower import lower
     from quark.onnx.presets import get_default_config
-    from quark.onnx.quantizer import quantize
 
     refuse_quantized(model)
     options = get_default_config(config)

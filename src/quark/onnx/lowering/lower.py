@@ -19,11 +19,11 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.algo_configs import AlgoConfig, GPTQConfig
 from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config_json import as_scope
-from quark.onnx.lower_algorithms import lower_algorithms, targets
-from quark.onnx.lower_npu import npu_settings
-from quark.onnx.lower_passes import lower_passes
-from quark.onnx.lower_placement import placement_settings
-from quark.onnx.lower_tensors import data_type_of, is_integer, lower_gptq, lower_nbits, lower_tensor
+from quark.onnx.lowering.algorithms import lower_algorithms, targets
+from quark.onnx.lowering.npu import npu_settings
+from quark.onnx.lowering.passes import lower_passes
+from quark.onnx.lowering.placement import placement_settings
+from quark.onnx.lowering.tensors import data_type_of, is_integer, lower_gptq, lower_nbits, lower_tensor
 from quark.onnx.options import check_options, refuse_unsupported, value_of
 from quark.onnx.settings import Scope, Settings
 from quark.onnx.specs import Int32, QTensorConfig

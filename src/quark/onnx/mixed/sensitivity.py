@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
 from quark.log import progress
-from quark.onnx.candidates import Candidate, Option
 from quark.onnx.data import Samples
+from quark.onnx.mixed.candidates import Candidate, Option
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import fingerprint
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from quark.core.solvers.reconstruct import Activation, Rows
 from quark.errors import CalibrationError
+from quark.onnx.learned.patches import Product
 from quark.onnx.model import constant, is_constant
-from quark.onnx.patches import Product
 from quark.onnx.sweep import Visit
 
 if TYPE_CHECKING:

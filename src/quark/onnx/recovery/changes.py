@@ -23,10 +23,10 @@ from quark.onnx.algo_configs import (
 )
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.worst_layers import WorstLayers
-from quark.onnx.finetune_checks import optimizer_device
 from quark.onnx.inputs import Array
-from quark.onnx.judge import Metric
+from quark.onnx.learned.checks import optimizer_device
 from quark.onnx.parameters import onnx_range
+from quark.onnx.recovery.judge import Metric
 from quark.onnx.settings import Settings
 from quark.onnx.targets import TARGETS
 
@@ -150,8 +150,11 @@ def raise_all_bits(settings: Settings, situation: Situation) -> Settings | str |
     """Twice the bits for all layers, if there is a target that nothing else reaches."""
     if situation.judged.target is None:
         return None
-    kept = (one for one in settings.algorithms if not isinstance(one, AutoMixprecisionConfig))
     raised = _each_spec(settings, ("weight", "input", "output"), _twice)
+    wide = raised.layer.weight is not None and raised.layer.weight.dtype.bits > 8
+    # Rounding to 16 bits leaves nothing to learn.
+    needless = (AutoMixprecisionConfig, *((*TUNING, WorstLayers) if wide else ()))
+    kept = (one for one in settings.algorithms if not isinstance(one, needless))
     if raised.layer == settings.layer:
         return None
     if TARGETS[settings.target].activation:
@@ -189,8 +192,13 @@ def raise_bits(settings: Settings, situation: Situation) -> Settings | str | Non
 
 
 def _twice(spec: TensorSpec) -> TensorSpec:
+    """The spec with 8 bits for 4, or 16 for 8; with 16, cutting off the largest values gains nothing."""
+    if spec.dtype.bits > 8:
+        return spec
     name = f"{spec.dtype.name.rstrip('0123456789')}{2 * spec.dtype.bits}"
-    return onnx_range(replace(spec, dtype=DTYPES[name])) or spec if spec.dtype.bits <= 8 else spec
+    wider = onnx_range(replace(spec, dtype=DTYPES[name]))
+    assert wider is not None
+    return _observed(wider, "min_max") if wider.dtype.bits > 8 else wider
 
 
 def _each_spec(settings: Settings, fields: tuple[str, ...], change: Callable[[TensorSpec], TensorSpec]) -> Settings:

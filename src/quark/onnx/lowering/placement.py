@@ -9,7 +9,7 @@ from typing import Any
 
 from quark.core.dtypes import DTYPES
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.onnx.lower_tensors import data_type_of
+from quark.onnx.lowering.tensors import data_type_of
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS, RULES
 from quark.onnx.options import value_of
 from quark.onnx.settings import Override

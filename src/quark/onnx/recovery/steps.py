@@ -12,7 +12,7 @@ from quark.onnx.algo_configs import (
     QuarotConfig,
     SmoothQuantConfig,
 )
-from quark.onnx.recovery_changes import (
+from quark.onnx.recovery.changes import (
     Change,
     again,
     algorithm,

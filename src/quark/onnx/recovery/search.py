@@ -22,10 +22,11 @@ from quark.log import logger, severity
 from quark.onnx.algorithms import NothingQualifiesError, check_algorithms
 from quark.onnx.calibrate import repeatable
 from quark.onnx.data import Samples, TimeUpError
-from quark.onnx.judge import Judge, Metric
-from quark.onnx.quantizer import convert, prepare
-from quark.onnx.recovery_changes import Judged, Situation
-from quark.onnx.recovery_steps import STEPS, Step
+from quark.onnx.flow import convert
+from quark.onnx.prepare import prepare
+from quark.onnx.recovery.changes import Judged, Situation
+from quark.onnx.recovery.judge import Judge, Metric
+from quark.onnx.recovery.steps import STEPS, Step
 from quark.onnx.settings import Settings
 from quark.onnx.statistics import Statistics
 
@@ -80,7 +81,7 @@ class Recovery:
 
     Attributes:
         model: The best model; None where it was written to a file.
-        settings: What `quark.onnx.quantizer.convert` makes it with, of the float model after its passes.
+        settings: What `quark.onnx.flow.convert` makes it with, of the float model after its passes.
         metric: What was measured, on the held-out samples.
         target: The value that ends the search; None for none.
         plain, score: The metric of the plain config, and of the best model.

@@ -1,0 +1,57 @@
+"""The flow on one page: passes, algorithms, placement, calibration, writing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quark.onnx.algorithms import run_after, run_before, run_precision
+from quark.onnx.calibrate import repeatable
+from quark.onnx.decide import decide
+from quark.onnx.job import Job
+from quark.onnx.npu import simulate
+from quark.onnx.passes import POST_PASSES, run_passes
+from quark.onnx.prepare import prepare
+from quark.onnx.settings import Settings
+from quark.onnx.statistics import Statistics, fingerprint
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
+    """Quantize a float model, which is changed and returned."""
+    identity = fingerprint(model) if settings.statistics else ""
+    return convert(model, prepare(model, settings), reader, identity)
+
+
+def convert(
+    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
+) -> ir.Model:
+    """Quantize a prepared model, which is changed and returned.
+
+    Args:
+        model: The float model.
+        settings: Those that `prepare` gave.
+        reader: Calibration data.
+        identity: Fingerprint of the model before it was prepared, for the statistics file.
+        known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
+    """
+    data = repeatable(reader, model, settings) if settings.algorithms else None
+    reader = reader if data is None else data
+    changed = run_before(model, settings, data)
+    if (simulate(model, settings) or changed) and identity:
+        # Statistics of simulated operators, or rescaled layers, are not those of the float model.
+        identity = fingerprint(model)
+    settings = run_precision(model, settings, data)
+    statistics = None
+    if known is not None:
+        identity = fingerprint(model)
+        statistics = known.setdefault(identity, Statistics(identity))
+    reference = model.clone()
+    twins = dict(zip(model.graph, reference.graph, strict=True))
+    job = Job(decide(model, settings, reader, identity, statistics), reference, data)
+    job.write(twins)
+    run_after(job)
+    run_passes(model, settings, POST_PASSES)
+    model.producer_name = "quark.onnx"
+    return model

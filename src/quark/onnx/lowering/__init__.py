@@ -1,0 +1,1 @@
+"""From the documented configs and options to Settings."""

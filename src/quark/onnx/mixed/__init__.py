@@ -1,0 +1,1 @@
+"""Mixed precision: which nodes another precision hurts least."""
