@@ -86,8 +86,9 @@ class Statistics:
             raise FormatError(f"{path} is not a statistics file of this version ({FORMAT}).")
         if str(arrays["fingerprint"]) != fingerprint:
             raise CalibrationError(
-                f"{path} was collected on another float model, or on this one with layers rescaled (CLEConfig) or "
-                "simulated (SimulateDPU, on in XINT8). Possible: another file name, or the same settings."
+                f"{path} was collected on another float model, or on this one before an algorithm (CLE, SmoothQuant, "
+                "QuaRot, BiasCorrection) or the simulation of an NPU (SimulateDPU, on in XINT8) changed it, or after. "
+                "Possible: another file name, or the same settings."
             )
         states: dict[str, dict[str, Array]] = {}
         ends = arrays["ends"].tolist()

@@ -119,7 +119,10 @@ def _move(shift: Array, place: Place, bias: Place) -> None:
     attributes = place.node.attributes
     factor = attributes.get_float("alpha", 1.0)
     if bias.node is place.node:
-        factor /= attributes.get_float("beta", 1.0)
+        beta = attributes.get_float("beta", 1.0)
+        if not beta:
+            raise StructureError(f"{place.node.name} has beta=0, and so no bias to take over that of the norm.")
+        factor /= beta
     moved = factor * (shift @ np.moveaxis(place.array, place.axis, 0).astype(np.float64))
     bias.change(partial(np.add, moved), len(moved))
 
