@@ -47,11 +47,13 @@ def digits(settings: Settings) -> float:
     return sqnr(expected, run(proto, {"image": held_out}))
 
 
-def test_adaround_gains_three_decibel_at_four_bits_and_adaquant_one_at_eight() -> None:
+def test_what_adaround_gives_at_four_bits_and_adaquant_at_eight_and_in_bfloat16() -> None:
+    """AdaQuant at A8W8: 1.46 to 1.64 dB over four seeds; other kernels move it as a seed does."""
     short = AdaRoundConfig(num_iterations=150)
     assert digits(replace(A8W4, algorithms=(short,))) > digits(A8W4) + 3
+    long = AdaQuantConfig(num_iterations=1000, learning_rate=1e-5)
+    assert digits(replace(A8W8, algorithms=(long,))) > digits(A8W8) + 1.4
     tuned = AdaQuantConfig(num_iterations=150, learning_rate=1e-5, batch_size=2)
-    assert digits(replace(A8W8, algorithms=(tuned,))) > digits(A8W8) + 1
     assert digits(replace(BF16, algorithms=(tuned,))) > digits(BF16) + 0.5
 
 

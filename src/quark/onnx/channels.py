@@ -90,7 +90,7 @@ def linear_places(node: ir.Node) -> tuple[Place, ...]:
     return (Place(node, 1, output_axis(node)), *((Place(node, 2),) if biased else ()))
 
 
-def added_bias(node: ir.Node, index: int, channels: int) -> Place | None:
+def bias_beside(node: ir.Node, index: int, channels: int) -> Place | None:
     """The constant that an Add gives each channel beside its input `index`, as after a MatMul."""
     other = node.inputs[1 - index] if is_op(node, "Add") else None
     if other is None or not is_constant(other):
@@ -105,7 +105,7 @@ def bias_of(layer: ir.Node) -> Place | None:
     if own_bias or not read_once(layer.outputs[0]):
         return own_bias[0] if own_bias else None
     ((reader, index),) = layer.outputs[0].uses()
-    return added_bias(reader, index, Place(layer, 1, output_axis(layer)).size)
+    return bias_beside(reader, index, Place(layer, 1, output_axis(layer)).size)
 
 
 def own(node: ir.Node, index: int) -> ir.Value:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
-LAYERS = ("Conv", "ConvTranspose", "Gemm")
+WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 
 
 def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples | None) -> int:
     """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only."""
     count = 0
     for node, layer in select_nodes(model, settings).items():
-        without = is_op(node, *LAYERS) and (len(node.inputs) < 3 or node.inputs[2] is None)
+        without = is_op(node, *WITH_BIAS) and (len(node.inputs) < 3 or node.inputs[2] is None)
         if without and is_constant(node.inputs[1]) and (layer.bias is None or settings.int32_bias):
             weight = constant(node.inputs[1])
             node.resize_inputs(3)

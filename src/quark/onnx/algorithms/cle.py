@@ -15,7 +15,7 @@ import numpy as np
 from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.errors import ConfigError
 from quark.onnx.algo_configs import CLEConfig
-from quark.onnx.channels import LAYERS, LINEAR, added_bias, input_axis, multiply, output_axis
+from quark.onnx.channels import LAYERS, LINEAR, bias_beside, input_axis, multiply, output_axis
 from quark.onnx.data import Samples
 from quark.onnx.edit import axes_of, dims, is_op, read_once
 from quark.onnx.model import constant, is_constant
@@ -86,7 +86,7 @@ def _pair(node: ir.Node) -> Pair | None:
         if index == 0 and _is_layer(reader, as_first=False) and _fits(reader, at, channels):
             whole = all(bias is not None and _own(bias) and constant(bias).size in (1, channels) for bias in biases)
             return Pair(node, reader, tuple(bias for bias in biases if bias is not None)) if whole else None
-        bias = added_bias(reader, index, channels) if at == -1 else None
+        bias = bias_beside(reader, index, channels) if at == -1 else None
         if bias is not None:
             biases.append(reader.inputs[bias.index])
         elif is_op(reader, "Flatten") and _is_one_position(value):
