@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quark.commands.models import folder_bytes
+from quark.commands.text import perplexity, token_windows
 from quark.core.metrics import decibel, sqnr
 from quark.onnx import (
     CalibMethod,
@@ -33,8 +35,6 @@ from quark.onnx import (
 )
 from quark.onnx import ModelQuantizer as OnnxQuantizer
 from quark.onnx.quantization.config import get_default_config
-from quark.tools.models import folder_bytes
-from quark.tools.text import perplexity, token_windows
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
 MODELS = Path(__file__).parent / "models"

@@ -38,13 +38,13 @@ def under(name: str, *packages: str) -> bool:
 def test_imports_follow_the_arrows(file: Path) -> None:
     names, place = imported(file), relative(file)
     if place.startswith("core/"):
-        wrong = [n for n in names if under(n, "torch", "onnx", "quark.torch", "quark.onnx", "quark.tools")]
-    elif place.startswith("onnx_functions/"):
-        wrong = [n for n in names if under(n, "torch", "quark.torch", "quark.onnx", "quark.tools", "quark.cli")]
+        wrong = [n for n in names if under(n, "torch", "onnx", "quark.torch", "quark.onnx", "quark.commands")]
+    elif place.startswith("onnx_ops/"):
+        wrong = [n for n in names if under(n, "torch", "quark.torch", "quark.onnx", "quark.commands", "quark.cli")]
     elif place.startswith("torch/"):
-        wrong = [n for n in names if under(n, "quark.onnx", "quark.tools", "quark.cli")]
+        wrong = [n for n in names if under(n, "quark.onnx", "quark.commands", "quark.cli")]
     elif place.startswith("onnx/"):
-        wrong = [n for n in names if under(n, "quark.torch", "quark.tools", "quark.cli")]
+        wrong = [n for n in names if under(n, "quark.torch", "quark.commands", "quark.cli")]
     else:
         wrong = []
     if not place.startswith(ADDRESSES):

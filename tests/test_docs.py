@@ -33,17 +33,17 @@ from quark.onnx.algorithms import AFTER, BEFORE, PRECISION
 from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.algo_configs import ALGO_CONFIGS
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
+from quark.torch.checkpoint.loading import empty_params
+from quark.torch.config.algo_configs import ALGO_CONFIGS
+from quark.torch.config.observer_classes import OBSERVER_CLASSES
+from quark.torch.config.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
 from quark.torch.formats import FORMATS
-from quark.torch.formats.quark import PACK_METHODS, QuarkLayout
+from quark.torch.formats.quark.layout import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS
-from quark.torch.loading import empty_params
-from quark.torch.observer import OBSERVER_CLASSES
+from quark.torch.model.roles import SELECTORS
 from quark.torch.quantization.config import config as config_address
-from quark.torch.specs import OBSERVER_METHODS, TwoStageSpec
-from quark.torch.structure import SELECTORS
-from tests.tools.program import quark
+from tests.commands.program import quark
 from tests.zoo import mlp
 
 ROOT = Path(__file__).parent.parent

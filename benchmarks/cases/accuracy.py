@@ -94,7 +94,7 @@ def algorithms(name: str) -> list[Any]:
 
 
 def _importance() -> Any:
-    from quark.torch.algo_configs import ImportanceScaleConfig
+    from quark.torch.config.algo_configs import ImportanceScaleConfig
 
     return ImportanceScaleConfig()
 

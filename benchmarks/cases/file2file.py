@@ -77,7 +77,7 @@ def fake_seconds(weights: int) -> float:
 
 def peak_tensors(source: Path, output: Path) -> float:
     """The peak of this process while it converts, above its use before, in units of the largest tensor."""
-    from quark.torch import file2file
+    from quark.torch.flows import file2file
 
     before: list[int] = []
     inner = file2file._run

@@ -34,9 +34,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     from benchmarks.onnx_models import samples
 
     from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
-    from quark.onnx.calibrate import activation_params
-    from quark.onnx.model import load
-    from quark.onnx.placement import place
+    from quark.onnx.calibration.calibrate import activation_params
+    from quark.onnx.graph.model_file import load
+    from quark.onnx.placement.place import place
 
     path, feeds = folder / f"{name}.onnx", samples(name, SAMPLES)
 

@@ -48,7 +48,7 @@ def batches() -> list[Any]:
 
 def streamed(source: Path, output: Path) -> float:
     from quark.torch import LLMTemplate
-    from quark.torch.stream import stream
+    from quark.torch.flows.from_disk import stream
 
     start = time.perf_counter()
     stream(LLMTemplate.get("auto").get_config("int8"), source, output, batches(), overwrite=True)

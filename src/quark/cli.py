@@ -7,8 +7,8 @@ import sys
 import typer
 from rich.console import Console
 
+from quark.commands import COMMANDS
 from quark.errors import QuarkError, one_line
-from quark.tools import COMMANDS
 
 app = typer.Typer(
     name="quark",

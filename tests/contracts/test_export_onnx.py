@@ -19,8 +19,8 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.torch import ModelQuantizer, export_onnx
-from quark.torch.config import QConfig
-from quark.torch.lowering import raise_layer
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from tests.onnx_sessions import exact_session, session
 
 NAMES = sorted(SCHEMES)

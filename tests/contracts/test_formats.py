@@ -12,8 +12,8 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch.checkpoint.loading import empty_params
 from quark.torch.formats import FORMATS
-from quark.torch.loading import empty_params
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import tiny_llama, token_batches
 

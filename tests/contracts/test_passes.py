@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from quark.onnx.model import infer_shapes, opset, read, to_proto
+from quark.onnx.graph.model_file import infer_shapes, opset, read, to_proto
 from quark.onnx.passes import PASSES, POST_PASSES
 from tests.onnx.zoo import ZOO, feed, outputs
 

@@ -11,9 +11,10 @@ import pytest
 
 from quark.core.metrics import sqnr
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx import ModelQuantizer, presets
-from quark.onnx.config import Config
-from quark.onnx.presets import QROWS, ROWS, get_default_config
+from quark.onnx import ModelQuantizer
+from quark.onnx.config import presets
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import QROWS, ROWS, get_default_config
 from tests.onnx.zoo import ZOO, Array, Reader, feed, outputs
 
 TUNED = [name for name in (*ROWS, *QROWS) if "_ADA" in name or name.endswith("_ACCURATE")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quark.torch.passes import PASSES, prepare, undo
+from quark.torch.model.passes import PASSES, prepare, undo
 from tests.torch.families import CONVERTED
 from tests.zoo import tiny_llama
 

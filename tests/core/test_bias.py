@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.solvers.bias import certain_mean
+from quark.core.solvers.bias_correction import certain_mean
 from quark.errors import CalibrationError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quark import native
-from quark.core.observers import counting
-from quark.core.observers.counting import count_patterns, count_with_numpy
+from quark.core.observers.histograms import counting
+from quark.core.observers.histograms.counting import count_patterns, count_with_numpy
 from quark.errors import MissingDependencyError
 
 

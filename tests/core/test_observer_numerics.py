@@ -9,9 +9,9 @@ import torch
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel
 from quark.core.observers import OBSERVERS
-from quark.core.observers.bit_histogram import Bins, BitHistogram, absolute, quantile
 from quark.core.observers.entropy import BINS, divergences, uniform
-from quark.core.observers.histogram_based import squared_error
+from quark.core.observers.histograms.base import squared_error
+from quark.core.observers.histograms.bit_histogram import Bins, BitHistogram, absolute, quantile
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError

@@ -13,8 +13,8 @@ from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, dequantize, fake_quantize, quantize
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams
+from quark.core.solvers.adaround import AdaQuant, AdaRound
 from quark.core.solvers.reconstruct import Activation, OutputGrid, Rows, Training, Unit, train
-from quark.core.solvers.rounding import AdaQuant, AdaRound
 from quark.core.spec import TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError
 

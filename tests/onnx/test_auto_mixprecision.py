@@ -26,10 +26,10 @@ from quark.onnx import (
     QConfig,
     QLayerConfig,
     QuantizationConfig,
-    specs,
 )
-from quark.onnx.config import Config
-from quark.onnx.presets import get_default_config
+from quark.onnx.config import tensor_specs as specs
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import get_default_config
 from tests.onnx.test_borders import steps
 from tests.onnx.zoo import Builder, Reader, cnn, images, run
 

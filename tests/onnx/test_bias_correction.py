@@ -27,12 +27,12 @@ from quark.onnx import (
     QuantGranularity,
     UInt8Spec,
 )
-from quark.onnx.algorithms import cle
-from quark.onnx.config import Config
-from quark.onnx.model import infer_shapes, load, to_proto
+from quark.onnx.algorithms.rescaling import cle
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import get_default_config
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.passes import PASSES
-from quark.onnx.presets import get_default_config
-from quark.onnx.settings import Settings
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
 
 Array = np.ndarray[Any, Any]

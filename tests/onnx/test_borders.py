@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.flow import quantize
-from quark.onnx.model import load, to_proto
+from quark.onnx.graph.model_file import load, to_proto
 from tests.onnx.zoo import Builder, Reader, cnn, images, run
 
 WIDE = QLayerConfig(input_tensors=Int16Spec(), weight=Int16Spec())

@@ -25,10 +25,10 @@ from quark.onnx import (
     UInt8Spec,
 )
 from quark.onnx.algorithms import run_before
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.model import load, to_proto
+from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
-from quark.onnx.settings import Settings
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 EVERYWHERE = CLEConfig(cle_scale_use_threshold=False, cle_steps=4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quark.onnx.compare_folders import compare_folders
+from quark.onnx.evaluation.compare_folders import compare_folders
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from quark.core.metrics import FEWEST, ChannelFit
 from quark.onnx import CalibMethod, CLEConfig, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
-from quark.onnx.compare import Report, compare_models
+from quark.onnx.evaluation.compare_models import Report, compare_models
 from tests.onnx.test_cle import CHAIN, EVERYWHERE, badly_scaled, chain
 from tests.onnx.zoo import Array, Reader, images
 

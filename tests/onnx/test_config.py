@@ -7,10 +7,9 @@ import json
 import pytest
 
 from quark.errors import ConfigError, QuarkError
-from quark.onnx.algo_configs import AdaQuantConfig, AutoMixprecisionConfig, CLEConfig
-from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
-from quark.onnx.specs import BFloat16Spec, Int8Spec, Int16Spec, Int32Spec, UInt8Spec
-from quark.onnx.types import (
+from quark.onnx.config.algo_configs import AdaQuantConfig, AutoMixprecisionConfig, CLEConfig
+from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.config.enums import (
     CalibrationMethod,
     ExtendedCalibrationMethod,
     QuantFormat,
@@ -18,6 +17,7 @@ from quark.onnx.types import (
     VitisQuantFormat,
     VitisQuantType,
 )
+from quark.onnx.config.tensor_specs import BFloat16Spec, Int8Spec, Int16Spec, Int32Spec, UInt8Spec
 
 LAYER = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec())
 

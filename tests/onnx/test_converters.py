@@ -19,11 +19,11 @@ import quark.onnx
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
+from quark.onnx.config.settings import Settings
 from quark.onnx.converters import TOOLS, run_tool
 from quark.onnx.converters.remove_qdq import decode
 from quark.onnx.flow import quantize
-from quark.onnx.model import load, read, save, to_proto
-from quark.onnx.settings import Settings
+from quark.onnx.graph.model_file import load, read, save, to_proto
 from tests.onnx.zoo import Builder, Reader, cnn, feed, half, images, legacy, mlp, outputs, pools, shared
 
 S8, U8 = spec("int8"), spec("uint8", symmetric=False)

@@ -15,15 +15,15 @@ from onnx import helper, numpy_helper
 from quark.core.metrics import sqnr
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NonFiniteError
-from quark.onnx import presets
-from quark.onnx.config import Config, QConfig, QLayerConfig
+from quark.onnx.config import presets
+from quark.onnx.config.config import Config, QConfig, QLayerConfig
+from quark.onnx.config.enums import QuantGranularity
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.tensor_specs import BFloat16Spec, Float16Spec, Int32Spec, MXFP4E2M1Spec, UInt32Spec
 from quark.onnx.custom_ops import get_library_path
-from quark.onnx.lowering.lower import lower
-from quark.onnx.model import load
+from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import ModelQuantizer
-from quark.onnx.specs import BFloat16Spec, Float16Spec, Int32Spec, MXFP4E2M1Spec, UInt32Spec
-from quark.onnx.types import QuantGranularity
-from quark.onnx_functions import ATTRIBUTES, DOMAIN
+from quark.onnx_ops import ATTRIBUTES, DOMAIN
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}

@@ -18,13 +18,13 @@ from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError
 from quark.onnx import AdaQuantConfig, AdaRoundConfig, CLEConfig, Config, ModelQuantizer, QuantType, get_default_config
-from quark.onnx.algorithms.finetune import Tuned, tune
-from quark.onnx.config import QuantizationConfig
-from quark.onnx.data import Samples
+from quark.onnx.algorithms.rounding.fast_finetune import Tuned, tune
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.config.config import QuantizationConfig
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.inputs import model_inputs
-from quark.onnx.model import load, to_proto
-from quark.onnx.settings import Settings
+from quark.onnx.graph.model_file import load, to_proto
 from tests.onnx.test_sweep import started
 from tests.onnx.zoo import Builder, cnn, images, mlp, run, vectors
 
@@ -163,7 +163,7 @@ def test_biases_are_learned_on_request() -> None:
 def test_rows_wait_where_the_memory_level_says(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    module, seen = sys.modules["quark.onnx.algorithms.finetune"], []
+    module, seen = sys.modules["quark.onnx.algorithms.rounding.fast_finetune"], []
 
     def gather(*args: Any) -> Any:
         seen.append((args[4], real(*args), list(tmp_path.rglob("*.npy"))))
@@ -182,7 +182,7 @@ def test_rows_wait_where_the_memory_level_says(level: int, tmp_path: Path, monke
 
 
 def test_selective_update_keeps_what_brings_the_output_nearer(plain: Any) -> None:
-    from quark.onnx.algorithms.finetune import EndToEnd
+    from quark.onnx.algorithms.rounding.fast_finetune import EndToEnd
 
     def distance(changed: bool, config: Any) -> float:
         job = started(cnn(21), images(6), A8W4)
@@ -201,7 +201,7 @@ def test_the_distance_is_of_the_output_asked_for() -> None:
     model = cnn(21)
     model.graph.output.append(onnx.ValueInfoProto(name="stem"))
     model = onnx.shape_inference.infer_shapes(model)
-    from quark.onnx.algorithms.finetune import EndToEnd
+    from quark.onnx.algorithms.rounding.fast_finetune import EndToEnd
 
     job = started(model, images(2), A8W4)
     assert job.data is not None

@@ -14,12 +14,12 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
+from quark.onnx.config.settings import Settings
+from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
+from quark.onnx.evaluation.ort_fusion_rules import REASONS
 from quark.onnx.flow import quantize
-from quark.onnx.functions import quantize_dynamic
-from quark.onnx.fusion import Fusion, inspect_fusion
-from quark.onnx.fusion_rules import REASONS
-from quark.onnx.model import load, save
-from quark.onnx.settings import Settings
+from quark.onnx.graph.model_file import load, save
+from quark.onnx.quantizer import quantize_dynamic
 from tests.onnx.zoo import Reader, cnn, images, mlp, vectors
 
 KINDS = {name: getattr(TensorProto, name.upper()) for name in ("uint8", "int8", "uint16", "int16", "int32", "int4")}

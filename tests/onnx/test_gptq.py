@@ -16,10 +16,10 @@ from quark.core.solvers import gptq as solver
 from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.onnx import CalibMethod, GPTQConfig, Int4Spec, Int8Spec, ModelQuantizer, QConfig, QLayerConfig
-from quark.onnx.algorithms import gptq
-from quark.onnx.config import Config
-from quark.onnx.parameters import onnx_range
-from quark.onnx.presets import get_default_config
+from quark.onnx.algorithms.rounding import gptq
+from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import get_default_config
 from tests.core.test_gptq import textbook
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, outputs, run
 from tests.onnx.zoo import feed as noise

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quark.errors import ConfigError
-from quark.onnx.algo_configs import (
+from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     BiasCorrectionConfig,

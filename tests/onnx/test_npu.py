@@ -16,19 +16,19 @@ from quark.core.metrics import sqnr
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError
-from quark.onnx import presets
-from quark.onnx.config import Config, QConfig, QLayerConfig
+from quark.onnx.calibration.qparams import rescaled
+from quark.onnx.config import presets
+from quark.onnx.config.config import Config, QConfig, QLayerConfig
+from quark.onnx.config.enums import QuantGranularity
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
+from quark.onnx.config.settings import Settings
+from quark.onnx.config.tensor_specs import Int8Spec, XInt8Spec
 from quark.onnx.flow import quantize
-from quark.onnx.lowering.lower import lower
-from quark.onnx.model import load, to_proto
+from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.npu import CONVERSIONS, RULES
 from quark.onnx.npu.simulation import mean_factor
-from quark.onnx.parameters import rescaled
-from quark.onnx.placement import place
-from quark.onnx.presets import get_default_config
-from quark.onnx.settings import Settings
-from quark.onnx.specs import Int8Spec, XInt8Spec
-from quark.onnx.types import QuantGranularity
+from quark.onnx.placement.place import place
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 from tests.zoo import ROOT
 

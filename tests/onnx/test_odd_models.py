@@ -22,11 +22,11 @@ from quark.onnx import (
     QuantGranularity,
     UInt8Spec,
 )
-from quark.onnx.config import Config
-from quark.onnx.presets import get_default_config
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import get_default_config
+from tests.commands.program import quark
 from tests.onnx import odd
 from tests.onnx.zoo import Reader, cnn, images, outputs
-from tests.tools.program import quark
 
 MIN_MAX = UInt8Spec(calibration_method=CalibMethod.MinMax)
 CHANNELS = QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec(quant_granularity=QuantGranularity.Channel))

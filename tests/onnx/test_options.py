@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.algo_configs import ALGO_CONFIGS
-from quark.onnx.options import ANY, BOOL, DICT, INT, LIST, NUMBER, OPTIONS, Option, check_options, refuse_unsupported
+from quark.onnx.config.algo_configs import ALGO_CONFIGS
+from quark.onnx.config.extra_options import (
+    ANY,
+    BOOL,
+    DICT,
+    INT,
+    LIST,
+    NUMBER,
+    OPTIONS,
+    Option,
+    check_options,
+    refuse_unsupported,
+)
 
 DOCUMENTED = """
 ShapeShifterYaml PreprocessYAML SkipPreprocess OptimizeModel SimplifyModel SimplifyModelOptions ConvertFP16ToFP32

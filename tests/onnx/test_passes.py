@@ -14,11 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.match import Const, either, match, op, scalar
-from quark.onnx.model import load, opset, read, save, to_proto
+from quark.onnx.graph.model_file import load, opset, read, save, to_proto
+from quark.onnx.graph.pattern import Const, either, match, op, scalar
 from quark.onnx.passes import PASSES, POST_PASSES
-from quark.onnx.settings import Settings
 from tests.onnx.zoo import (
     ZOO,
     Builder,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quark.errors import NotSupportedError
-from quark.onnx.learned.patches import product_of
-from quark.onnx.model import load
+from quark.onnx.algorithms.rounding.patches import product_of
+from quark.onnx.graph.model_file import load
 from tests.onnx.zoo import Builder, run
 
 CONVS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {

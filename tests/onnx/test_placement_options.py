@@ -13,12 +13,12 @@ from onnx import numpy_helper
 
 from quark.core.metrics import sqnr
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.config import QConfig, QLayerConfig
+from quark.onnx.config.config import QConfig, QLayerConfig
+from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.tensor_specs import BFloat16Spec, Int8Spec, UInt8Spec, XInt8Spec
 from quark.onnx.flow import quantize
-from quark.onnx.lowering.lower import lower
-from quark.onnx.model import load, to_proto
-from quark.onnx.specs import BFloat16Spec, Int8Spec, UInt8Spec, XInt8Spec
-from quark.onnx.types import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
+from quark.onnx.graph.model_file import load, to_proto
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 MIN_MAX = CalibMethod.MinMax

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quark.errors import ConfigError
-from quark.onnx import presets
-from quark.onnx.config import Config, QConfig
-from quark.onnx.lowering.lower import lower
-from quark.onnx.presets import QROWS, ROWS, get_default_config, get_default_config_mapping
-from quark.onnx.types import (
+from quark.onnx.config import presets
+from quark.onnx.config.config import Config, QConfig
+from quark.onnx.config.enums import (
     CalibrationMethod,
     ExtendedQuantFormat,
     ExtendedQuantType,
@@ -17,6 +15,8 @@ from quark.onnx.types import (
     QuantFormat,
     QuantType,
 )
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import QROWS, ROWS, get_default_config, get_default_config_mapping
 
 OCP = ("MXFP8E5M2", "MXFP8E4M3", "MXFP6E3M2", "MXFP6E2M3", "MXFP4E2M1", "MXINT8")
 

@@ -24,10 +24,10 @@ from quark.errors import (
     QuarkError,
 )
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.model import load, save, to_proto
+from quark.onnx.graph.model_file import load, save, to_proto
 from quark.onnx.passes import PASSES
-from quark.onnx.settings import Settings
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 U8 = spec("uint8", symmetric=False)
@@ -108,7 +108,7 @@ def _folded(model: onnx.ModelProto) -> Any:
 def test_the_runtime_computes_what_the_core_says() -> None:
     """One MatMul: ONNX Runtime's result equals the product of core's fake-quantized operands."""
     from quark.core.quantize import compute_qparams, fake_quantize
-    from quark.onnx.parameters import onnx_range
+    from quark.onnx.calibration.qparams import onnx_range
 
     feeds = vectors(1)
     x = feeds[0]["x"]

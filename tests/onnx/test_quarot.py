@@ -18,12 +18,12 @@ from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
-from quark.onnx.algo_configs import QuarotConfig
-from quark.onnx.algorithms.quarot import rotate
+from quark.onnx.algorithms.rescaling.quarot import rotate
+from quark.onnx.config.algo_configs import QuarotConfig
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.model import infer_shapes, load, to_proto
-from quark.onnx.residual import find_streams
-from quark.onnx.settings import Settings
+from quark.onnx.graph.model_file import infer_shapes, load, to_proto
+from quark.onnx.graph.residual_stream import find_streams
 from tests.onnx.zoo import Array, Builder, Reader, run
 
 WIDTH, TOKENS, VOCABULARY = 64, 12, 50

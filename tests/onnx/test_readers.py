@@ -23,12 +23,12 @@ from quark.onnx import (
     QLayerConfig,
     RandomDataReader,
 )
+from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.inputs import Feed, model_inputs
-from quark.onnx.lowering.lower import lower
-from quark.onnx.model import load, to_proto
+from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.quantizer import ModelQuantizer
-from quark.onnx.settings import Settings
 from tests.onnx.zoo import Reader, cnn, images, mlp, vectors
 
 S8 = spec("int8")

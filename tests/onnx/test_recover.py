@@ -28,14 +28,12 @@ from quark.onnx import (
     QLayerConfig,
     UInt8Spec,
 )
-from quark.onnx import calibrate as calibrate_module
 from quark.onnx.algorithms import AFTER, BEFORE
-from quark.onnx.algorithms.worst_layers import WorstLayers
-from quark.onnx.flow import convert, quantize
-from quark.onnx.model import load, to_proto
-from quark.onnx.parameters import onnx_range
-from quark.onnx.prepare import prepare
-from quark.onnx.recovery.changes import (
+from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
+from quark.onnx.calibration import calibrate as calibrate_module
+from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.config.settings import Settings
+from quark.onnx.evaluation.recovery.changes import (
     Judged,
     Situation,
     raise_all_bits,
@@ -44,10 +42,12 @@ from quark.onnx.recovery.changes import (
     tuning,
     with_plain_ranges,
 )
-from quark.onnx.recovery.judge import UNITS, Metric
-from quark.onnx.recovery.search import Recovery, duration, recover
-from quark.onnx.recovery.steps import STEPS, Step
-from quark.onnx.settings import Settings
+from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
+from quark.onnx.evaluation.recovery.steps import STEPS, Step
+from quark.onnx.evaluation.score import UNITS, Metric
+from quark.onnx.flow import convert, quantize
+from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.prepare import prepare
 from tests.onnx.test_cle import CHAIN, badly_scaled, chain
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, outputs, vectors
 
@@ -325,7 +325,7 @@ def test_a_long_step_takes_as_many_layers_as_there_is_time_for() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quark.onnx.recovery.search.RESERVE", 100.0)
+    monkeypatch.setattr("quark.onnx.evaluation.recovery.search.RESERVE", 100.0)
     seen = []
 
     def greedy(data: Any) -> int:
@@ -346,7 +346,7 @@ def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: p
 
 
 def test_algorithms_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quark.onnx.recovery.changes.BEFORE", {})
+    monkeypatch.setattr("quark.onnx.evaluation.recovery.changes.BEFORE", {})
     (step,) = (step for step in STEPS if step.name == "CLE")
     assert step.change(S8, Situation(S8)) == "CLEConfig is not part of this version"
     assert AFTER

@@ -10,9 +10,10 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from quark.onnx import CalibMethod, Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, presets
-from quark.onnx.config import Config
-from quark.onnx.presets import get_default_config
+from quark.onnx import CalibMethod, Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig
+from quark.onnx.config import presets
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import get_default_config
 from tests.onnx.zoo import Reader, cnn, images
 
 NAMES = ("A8W8", "XINT8", "BF16", "MXINT8", "U8S8_AAWS", "VINT8", "UINT8_DYNAMIC_QUANT")

@@ -19,12 +19,12 @@ from quark.core.solvers.smooth import output_noise
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, QuantizationConfig, UInt8Spec
-from quark.onnx.algo_configs import SmoothQuantConfig
-from quark.onnx.algorithms.smooth_quant import smooth
-from quark.onnx.config import Config
+from quark.onnx.algorithms.rescaling.smooth_quant import smooth
+from quark.onnx.config.algo_configs import SmoothQuantConfig
+from quark.onnx.config.config import Config
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.model import infer_shapes, load, to_proto
-from quark.onnx.settings import Settings
+from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from tests.onnx.zoo import Array, Builder, Reader, run
 
 LAYER = LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("uint8", symmetric=False))

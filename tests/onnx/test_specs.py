@@ -8,10 +8,17 @@ import pytest
 
 from quark.core.dtypes import DTYPES
 from quark.errors import ConfigError
-from quark.onnx import algo_configs, specs
-from quark.onnx.algo_configs import ALGO_CONFIGS, AdaQuantConfig, AdaRoundConfig, AlgoConfig, CLEConfig, GPTQConfig
-from quark.onnx.specs import DATA_TYPES, Int8Spec, QTensorConfig, UInt8Spec, XInt8Spec, parse_data_type
-from quark.onnx.types import (
+from quark.onnx.config import algo_configs
+from quark.onnx.config import tensor_specs as specs
+from quark.onnx.config.algo_configs import (
+    ALGO_CONFIGS,
+    AdaQuantConfig,
+    AdaRoundConfig,
+    AlgoConfig,
+    CLEConfig,
+    GPTQConfig,
+)
+from quark.onnx.config.enums import (
     CalibMethod,
     CalibrationMethod,
     ExtendedQuantFormat,
@@ -25,6 +32,7 @@ from quark.onnx.types import (
     element_type,
     is_extended,
 )
+from quark.onnx.config.tensor_specs import DATA_TYPES, Int8Spec, QTensorConfig, UInt8Spec, XInt8Spec, parse_data_type
 
 PERCENTILE, MIN_MAX, MIN_MSE = CalibMethod.Percentile, CalibMethod.MinMax, CalibMethod.MinMSE
 SPECS = {name: cls for name, cls in vars(specs).items() if name.endswith("Spec") and name[0] != "_"}

@@ -15,10 +15,10 @@ from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, FormatError, NonFiniteError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
+from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
-from quark.onnx.model import load, to_proto
-from quark.onnx.settings import Settings
-from quark.onnx.statistics import Statistics, fingerprint
+from quark.onnx.graph.model_file import load, to_proto
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, vectors
 
 U8 = spec("uint8", symmetric=False)

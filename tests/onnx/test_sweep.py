@@ -11,13 +11,13 @@ import pytest
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError
-from quark.onnx.data import Samples, Store, required
+from quark.onnx.algorithms.layer_sweep import sweep
+from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.samples import Samples, Store, required
+from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
-from quark.onnx.inputs import model_inputs
-from quark.onnx.job import Job
-from quark.onnx.model import infer_shapes, load, to_proto
-from quark.onnx.settings import Settings
-from quark.onnx.sweep import sweep
+from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from tests.onnx.zoo import branches, cnn, images, mlp, outputs, run, vectors
 
 S8 = Settings(LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("int8")))

@@ -28,9 +28,9 @@ from quark.onnx import (
     quantize_dynamic,
     quantize_static,
 )
-from quark.onnx.config import Config
-from quark.onnx.model import load, to_proto
-from quark.onnx.parameters import onnx_range
+from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.config.config import Config
+from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
 from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from quark.onnx import AdaRoundConfig
-from quark.onnx.algorithms.worst_layers import WorstLayers, damages, improve_worst
-from quark.onnx.data import TimeUpError
-from quark.onnx.job import Job
-from quark.onnx.model import constant, to_proto
-from quark.onnx.sweep import sweep
+from quark.onnx.algorithms.layer_sweep import sweep
+from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.algorithms.rounding.worst_layers import WorstLayers, damages, improve_worst
+from quark.onnx.calibration.data.samples import TimeUpError
+from quark.onnx.graph.model_file import constant, to_proto
 from tests.onnx.test_sweep import started, tapped
 from tests.onnx.zoo import cnn, images, mlp, vectors
 
-finetune = importlib.import_module("quark.onnx.algorithms.finetune")
+finetune = importlib.import_module("quark.onnx.algorithms.rounding.fast_finetune")
 """The module, whose name in the package is that of its function."""
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from quark.core.spec import LayerSpec
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.config import QConfig
-from quark.torch.lowering import raise_layer
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import tiny_llama, token_batches
 

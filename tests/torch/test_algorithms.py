@@ -15,7 +15,10 @@ from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, QuarkError, StructureError
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.algo_configs import (
+from quark.torch.algorithms import Algorithm, Block
+from quark.torch.algorithms.block_sweep import sweep
+from quark.torch.algorithms.layer_inputs import Stop, input_groups, lockstep
+from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
     GPTAQConfig,
@@ -23,14 +26,11 @@ from quark.torch.algo_configs import (
     ImportanceScaleConfig,
     QronosConfig,
 )
-from quark.torch.algorithms import Algorithm, Block
-from quark.torch.blocks import evaluating, find_blocks, record_calls
-from quark.torch.config import QConfig
-from quark.torch.fake_quant import FakeQuantize, Mode
-from quark.torch.lockstep import Stop, input_groups, lockstep
-from quark.torch.lowering import raise_layer
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.model.blocks import evaluating, find_blocks, record_calls
 from quark.torch.quantizer import quantized_layers
-from quark.torch.sweep import sweep
 from tests.torch.families import family
 from tests.zoo import mlp, tiny_llama, token_batches
 

@@ -14,13 +14,21 @@ from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, FormatError
-from quark.torch import algo_configs
-from quark.torch.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, QuaRotConfig, RotationConfig
-from quark.torch.config import QConfig, QLayerConfig, QTensorConfig
-from quark.torch.enums import DeviceType, Dtype, QSchemeType, QuantizationMode, RoundType, ScaleType, ZeroPointType
-from quark.torch.lowering import raise_layer
-from quark.torch.observer import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
-from quark.torch.specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
+from quark.torch.config import algo_configs
+from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, QuaRotConfig, RotationConfig
+from quark.torch.config.config import QConfig, QLayerConfig, QTensorConfig
+from quark.torch.config.enums import (
+    DeviceType,
+    Dtype,
+    QSchemeType,
+    QuantizationMode,
+    RoundType,
+    ScaleType,
+    ZeroPointType,
+)
+from quark.torch.config.lowering import raise_layer
+from quark.torch.config.observer_classes import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
+from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
 
 INT8: dict[str, Any] = {
     "dtype": Dtype.int8,

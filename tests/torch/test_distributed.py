@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from quark.errors import CalibrationError, NotSupportedError, QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors, import_model_from_safetensors
-from quark.torch.algo_configs import AlgoConfig, AutoRoundConfig, AutoSmoothQuantConfig, GPTQConfig
-from quark.torch.config import QConfig
-from quark.torch.distributed import processes
-from quark.torch.manifest import Manifest
-from quark.torch.stream import stream
+from quark.torch.calibration.distributed import processes
+from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, AutoSmoothQuantConfig, GPTQConfig
+from quark.torch.config.config import QConfig
+from quark.torch.flows.from_disk import stream
+from quark.torch.flows.resume import Manifest
 from tests.torch.test_file2file import contents, save_float
 from tests.zoo import tiny_llama, token_batches
 
@@ -153,7 +153,7 @@ def spawn_and_join_all(work: Callable[[Path], None], folder: Path) -> None:
 
 
 def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quark.torch import distributed
+    from quark.torch.calibration import distributed
 
     monkeypatch.setattr(distributed, "world", lambda: 4)
     with pytest.raises(CalibrationError, match="3 calibration batches are too few for 4 processes"):
@@ -165,7 +165,7 @@ def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_algorithms_that_would_see_a_part_of_the_data(
     algorithm: AlgoConfig, flow: QuantFlow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quark.torch import sweep
+    from quark.torch.algorithms import block_sweep as sweep
 
     monkeypatch.setattr(sweep, "world", lambda: 2)
     config = replace(LLMTemplate.get("auto").get_config("uint4_wo_32"), algo_config=[algorithm], quant_flow=flow)

@@ -15,13 +15,13 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
-from quark.torch.blocks import find_blocks, record_calls
-from quark.torch.calibrate import quantizers_off
-from quark.torch.config import QConfig
+from quark.torch.algorithms.layer_inputs import Stop, input_groups, lockstep
+from quark.torch.calibration.calibrate import quantizers_off
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.layers import QuantLayer
-from quark.torch.lockstep import Stop, input_groups, lockstep
-from quark.torch.lowering import raise_layer
-from quark.torch.passes import UnfusedExperts
+from quark.torch.model.blocks import find_blocks, record_calls
+from quark.torch.model.passes import UnfusedExperts
 from quark.torch.quantizer import quantized_layers
 from tests.torch.families import family
 

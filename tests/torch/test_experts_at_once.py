@@ -12,13 +12,14 @@ from quark.core.granularity import PerChannel, PerGroup
 from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError
-from quark.torch import ModelQuantizer, moe
-from quark.torch.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
-from quark.torch.config import QConfig
-from quark.torch.lockstep import Stop
-from quark.torch.lowering import raise_layer
-from quark.torch.moe import reached_together
-from quark.torch.passes import UnfusedExperts
+from quark.torch import ModelQuantizer
+from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.calibration import experts as moe
+from quark.torch.calibration.experts import reached_together
+from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.model.passes import UnfusedExperts
 from quark.torch.quantizer import quantized_layers
 from tests.torch.families import family
 from tests.torch.test_experts import starve

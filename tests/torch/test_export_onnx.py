@@ -24,15 +24,15 @@ from quark.torch import (
     export_onnx,
     export_safetensors,
     import_model_from_safetensors,
-    onnx_export,
 )
-from quark.torch.config import QConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.export import ExporterConfig, OnnxExporterConfig
-from quark.torch.fake_quant import FakeQuantize, Mode
 from quark.torch.layers import LAYERS
-from quark.torch.lowering import raise_layer
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.writers.onnx import export as onnx_export
+from tests.commands.program import quark
 from tests.onnx_sessions import exact_session, session
-from tests.tools.program import quark
 from tests.zoo import every_layer, mlp, tiny_llama, token_batches
 
 
@@ -292,7 +292,7 @@ def test_a_model_over_the_limit_of_a_message_has_its_weights_beside_it(
 
 
 def test_codes_are_computed_when_they_are_written_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quark.torch import onnx_sites
+    from quark.torch.writers.onnx import sites as onnx_sites
 
     calls: list[int] = []
     original = onnx_sites.quantize

@@ -24,10 +24,10 @@ from quark.errors import (
     QuarkError,
 )
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
-from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.lowering import raise_tensor
-from quark.torch.stream import stream
-from quark.torch.tensor_file import DTYPES, TensorFile, create_file, write_tensor
+from quark.torch.checkpoint.safetensors_file import DTYPES, TensorFile, create_file, write_tensor
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import raise_tensor
+from quark.torch.flows.from_disk import stream
 from tests.torch.architectures import build
 from tests.torch.families import family
 from tests.zoo import tiny_llama, tiny_opt
@@ -237,7 +237,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quark.torch import file2file
+    from quark.torch.flows import file2file
 
     monkeypatch.setattr(file2file, "_work", die)
     with pytest.raises(QuarkError, match="A worker process ended before its work was done"):

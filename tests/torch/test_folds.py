@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError
-from quark.torch.blocks import Call, find_blocks, record_calls
-from quark.torch.discovery import Discovery, _sibling
-from quark.torch.folds import Fold, Refusal
-from quark.torch.passes import prepare
+from quark.torch.algorithms.scaling.find_folds import Discovery, _sibling
+from quark.torch.algorithms.scaling.fold import Fold, Refusal
+from quark.torch.model.blocks import Call, find_blocks, record_calls
+from quark.torch.model.passes import prepare
 from tests.torch.architectures import build, token_ids
 
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"

@@ -25,8 +25,8 @@ from quark.torch import (
     load_params,
     save_params,
 )
-from quark.torch.config import QConfig
-from quark.torch.lowering import raise_layer
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import every_layer, mlp, tiny_llama, token_batches
 
@@ -372,7 +372,7 @@ def test_misspelled_options_are_refused(option: str, tmp_path: Path) -> None:
 
 
 def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import quark.torch.checkpoint as checkpoint_module
+    import quark.torch.checkpoint.shards as checkpoint_module
 
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")

@@ -27,11 +27,11 @@ from quark.errors import (
     ShapeError,
 )
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer, export_gguf, import_model_from_gguf
-from quark.torch.config import QConfig
-from quark.torch.gguf.architectures import ARCHITECTURES
-from quark.torch.gguf.blocks import GgufFormat, GgufLayout, block_type
-from quark.torch.lowering import raise_layer
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.quantizer import quantized_layers
+from quark.torch.writers.gguf.architectures import ARCHITECTURES
+from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
 from tests.zoo import LANGUAGE_MODEL, TEXT, mlp
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -18,10 +18,10 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError, FormatError, NonFiniteError, NotSupportedError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, load_params, save_params
-from quark.torch.config import QConfig
-from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.graph.plan import make_graph_plan
-from quark.torch.lowering import raise_layer
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.quantization.graph.ops.quant_stubs import DeQuantStub, QuantStub
 from quark.torch.quantizer import quantized_layers
 from tests.torch.graphs import FX, block, exported, images, quantize, quantizers

@@ -15,10 +15,15 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
-from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.lowering import raise_layer
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.config.shorthand_specs import (
+    FP8E4M3PerChannelSpec,
+    FP8E4M3PerTensorSpec,
+    Int8PerTensorSpec,
+    Uint8PerTensorSpec,
+)
 from quark.torch.quantizer import quantized_layers
-from quark.torch.specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec, Int8PerTensorSpec, Uint8PerTensorSpec
 from tests.torch.families import family
 from tests.zoo import LANGUAGE_MODEL, TEXT, mlp
 
@@ -218,7 +223,7 @@ def test_an_excluded_attention_module_keeps_its_probabilities(tmp_path: Path) ->
 def test_fp8_costs_at_most_half_a_percent_of_perplexity(late: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quark.tools.text import perplexity, token_windows
+    from quark.commands.text import perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
     calibration = token_windows(tokenizer, TEXT / "calibration.txt", 128, 4)

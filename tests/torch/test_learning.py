@@ -14,12 +14,12 @@ from quark.core.scales import ScaleType
 from quark.core.spec import LayerSpec, Learning, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch import ModelQuantizer
-from quark.torch.config import QConfig, QTensorConfig
-from quark.torch.enums import Dtype, QSchemeType, RoundType
-from quark.torch.fake_quant import FakeQuantize
-from quark.torch.lowering import lower_tensor, raise_layer
-from quark.torch.observer import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
-from quark.torch.specs import Int8PerTensorSpec, TQTSpec
+from quark.torch.config.config import QConfig, QTensorConfig
+from quark.torch.config.enums import Dtype, QSchemeType, RoundType
+from quark.torch.config.lowering import lower_tensor, raise_layer
+from quark.torch.config.observer_classes import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
+from quark.torch.config.shorthand_specs import Int8PerTensorSpec, TQTSpec
+from quark.torch.layers.fake_quant import FakeQuantize
 
 LSQ, TQT = Learning.lsq, Learning.tqt
 

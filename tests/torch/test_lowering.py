@@ -13,9 +13,9 @@ from quark.core.scales import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError
-from quark.torch import specs
-from quark.torch.config import QLayerConfig, QTensorConfig
-from quark.torch.lowering import lower_layer, lower_tensor, raise_layer, raise_tensor
+from quark.torch.config import shorthand_specs as specs
+from quark.torch.config.config import QLayerConfig, QTensorConfig
+from quark.torch.config.lowering import lower_layer, lower_tensor, raise_layer, raise_tensor
 
 ACTIVATION_KEYS = ("input", "output")
 

@@ -14,11 +14,11 @@ from quark.core.observers.min_max import MinMaxObserver
 from quark.core.quantize import compute_qparams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError
-from quark.torch import observer as faces
-from quark.torch.config import QTensorConfig
-from quark.torch.enums import Dtype, QSchemeType, RoundType, ScaleType
-from quark.torch.lowering import lower_tensor
-from quark.torch.observer import OBSERVER_CLASSES, ObserverBase, observer_class
+from quark.torch.config import observer_classes as faces
+from quark.torch.config.config import QTensorConfig
+from quark.torch.config.enums import Dtype, QSchemeType, RoundType, ScaleType
+from quark.torch.config.lowering import lower_tensor
+from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_class
 from quark.torch.quantization import observer as package
 from quark.torch.quantization.observer import observer as address
 

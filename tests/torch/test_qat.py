@@ -13,10 +13,10 @@ from torch import nn
 
 from quark.core.spec import LayerSpec, Learning, spec
 from quark.torch import ModelQuantizer, load_params, save_params
-from quark.torch.config import QConfig
-from quark.torch.enums import QuantizationMode
-from quark.torch.fake_quant import FakeQuantize
-from quark.torch.lowering import lower_layer
+from quark.torch.config.config import QConfig
+from quark.torch.config.enums import QuantizationMode
+from quark.torch.config.lowering import lower_layer
+from quark.torch.layers.fake_quant import FakeQuantize
 from tests.torch.graphs import exported
 from tests.zoo import ROOT, mlp
 

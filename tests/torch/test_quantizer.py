@@ -16,10 +16,10 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.config import QConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.layers import LAYERS, QuantLayer, layer_class
 from quark.torch.layers.linear import QuantLinear
-from quark.torch.lowering import raise_layer
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import quantized_layers
 from tests.zoo import every_layer, mlp, tiny_llama, token_batches
@@ -243,7 +243,7 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
         quantize(model, LayerSpec(weight=INT8))
     with pytest.raises(ConfigError, match="freeze needs a model from quantize_model"):
         ModelQuantizer.freeze(mlp())
-    from quark.torch.algo_configs import SVDQuantConfig
+    from quark.torch.config.algo_configs import SVDQuantConfig
 
     with pytest.raises(NotSupportedError, match="SVDQuantConfig"):
         ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[SVDQuantConfig()]))

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError, NotSupportedError, StructureError
-from quark.torch.algo_configs import OnlineRotationConfig, QuaRotConfig, RotationConfig
-from quark.torch.algorithms.rotation import ModelRotation
-from quark.torch.exact import Exact, difference
-from quark.torch.online import RotatedAttention, input_rotations
-from quark.torch.residual import measure_norm
+from quark.torch.algorithms.rotation.online import RotatedAttention, input_rotations
+from quark.torch.algorithms.rotation.quarot import ModelRotation
+from quark.torch.algorithms.scaling.float64_forward import Exact, difference
+from quark.torch.config.algo_configs import OnlineRotationConfig, QuaRotConfig, RotationConfig
+from quark.torch.model.residual_stream import measure_norm
 from tests.torch.architectures import build, token_ids
 
 ROTARY = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi", "phi3", "falcon", "falcon_new", "gpt_neox"]

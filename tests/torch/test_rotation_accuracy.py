@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from quark.commands.text import perplexity, token_windows
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerToken
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.tools.text import perplexity, token_windows
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.algo_configs import RotationConfig
-from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.lowering import raise_layer
+from quark.torch.config.algo_configs import RotationConfig
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import raise_layer
 from tests.zoo import LANGUAGE_MODEL, TEXT
 
 W4A4 = raise_layer(

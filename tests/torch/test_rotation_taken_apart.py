@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.algo_configs import GPTQConfig, RotationConfig
-from quark.torch.algorithms.rotation import ModelRotation
-from quark.torch.exact import Exact, difference
-from quark.torch.online import input_rotations
-from quark.torch.passes import prepare
-from quark.torch.specs import Int8PerTensorSpec
+from quark.torch.algorithms.rotation.online import input_rotations
+from quark.torch.algorithms.rotation.quarot import ModelRotation
+from quark.torch.algorithms.scaling.float64_forward import Exact, difference
+from quark.torch.config.algo_configs import GPTQConfig, RotationConfig
+from quark.torch.config.shorthand_specs import Int8PerTensorSpec
+from quark.torch.model.passes import prepare
 from tests.torch.architectures import build, token_ids
 from tests.zoo import tiny_llama, token_batches
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError
-from quark.torch.algo_configs import AlgoConfig, AutoSmoothQuantConfig, AWQConfig, GPTQConfig, SmoothQuantConfig
-from quark.torch.algorithms.folding import small_call
-from quark.torch.blocks import find_blocks, record_calls
-from quark.torch.calibrate import quantizers_off
-from quark.torch.config import QConfig
-from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.algorithms.scaling.base import small_call
+from quark.torch.calibration.calibrate import quantizers_off
+from quark.torch.config.algo_configs import AlgoConfig, AutoSmoothQuantConfig, AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.llm_template import LLMTemplate
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.quantizer import ModelQuantizer, quantized_layers
-from quark.torch.template import LLMTemplate
 from tests.torch.architectures import build, token_ids
 
 FOLDING = [SmoothQuantConfig(alpha=0.5), AutoSmoothQuantConfig(), AWQConfig()]

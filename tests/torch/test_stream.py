@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
-from quark.torch.algo_configs import AWQConfig, GPTAQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
-from quark.torch.config import QConfig
-from quark.torch.manifest import Manifest
-from quark.torch.stream import stream
+from quark.torch.config.algo_configs import AWQConfig, GPTAQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
+from quark.torch.config.config import QConfig
+from quark.torch.flows.from_disk import stream
+from quark.torch.flows.resume import Manifest
 from tests.torch.test_file2file import contents, save_float
 from tests.zoo import tiny_llama, token_batches
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
-from quark.torch.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, SmoothQuantConfig
-from quark.torch.config import SELECTORS, QConfig, QLayerConfig
-from quark.torch.enums import Dtype
-from quark.torch.lowering import lower_layer, raise_layer
-from quark.torch.specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
-from quark.torch.template import OLD_SCHEMES, LLMTemplate
+from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
+from quark.torch.config.enums import Dtype
+from quark.torch.config.llm_template import OLD_SCHEMES, LLMTemplate
+from quark.torch.config.lowering import lower_layer, raise_layer
+from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 
 DOCUMENTED = [
     "int4_wo_32",

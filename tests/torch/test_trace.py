@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from quark.core.schemes import SCHEMES
-from quark.torch.fake_quant import Mode
+from quark.torch.layers.fake_quant import Mode
 from quark.torch.layers.linear import QuantLinear
-from quark.torch.recorder import record
-from quark.torch.trace import Trace
+from quark.torch.model.dataflow import Trace
+from quark.torch.model.record_forward import record
 from tests.torch.architectures import build, token_ids
 
 

@@ -15,7 +15,7 @@ SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3",
 
 
 class Learning(Enum):
-    """How training changes a static scale; the formulas are in torch/learning.py."""
+    """How training changes a static scale; the formulas are in torch/layers/learned_scales.py."""
 
     lsq = "lsq"
     """Learned step size."""

@@ -5,8 +5,18 @@ from typing import Any
 from onnxruntime.quantization.calibrate import CalibraterBase, MinMaxCalibrater
 from onnxruntime.quantization.quant_utils import write_calibration_table
 
-from quark.onnx import presets
-from quark.onnx.algo_configs import (
+from quark.onnx.calibration.data.path_reader import (
+    PathDataReader,
+)
+from quark.onnx.calibration.data.random_reader import (
+    RandomDataReader,
+)
+from quark.onnx.calibration.data.readers import (
+    CachedDataReader,
+    CalibrationDataReader,
+)
+from quark.onnx.config import presets
+from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AlgoConfig,
@@ -17,24 +27,30 @@ from quark.onnx.algo_configs import (
     QuarotConfig,
     SmoothQuantConfig,
 )
-from quark.onnx.config import (
+from quark.onnx.config.config import (
     Config,
     QConfig,
     QLayerConfig,
     QuantizationConfig,
 )
-from quark.onnx.custom_ops import (
-    get_library_path,
+from quark.onnx.config.enums import (
+    CalibMethod,
+    CalibrationMethod,
+    ExtendedCalibrationMethod,
+    ExtendedQuantFormat,
+    ExtendedQuantType,
+    Int16Method,
+    LayerWiseMethod,
+    PowerOfTwoMethod,
+    QuantFormat,
+    QuantGranularity,
+    QuantizationMode,
+    QuantType,
+    ScaleType,
+    VitisQuantFormat,
+    VitisQuantType,
 )
-from quark.onnx.functions import (
-    quantize_dynamic,
-    quantize_static,
-)
-from quark.onnx.fusion import (
-    Fusion,
-    inspect_fusion,
-)
-from quark.onnx.later import (
+from quark.onnx.config.not_supported import (
     AutoSearch,
     AutoSearchPro,
     SearchSpace,
@@ -44,23 +60,10 @@ from quark.onnx.later import (
     generate_all_configs,
     get_auto_search_config,
 )
-from quark.onnx.path_reader import (
-    PathDataReader,
-)
-from quark.onnx.presets import (
+from quark.onnx.config.presets import (
     get_default_config,
 )
-from quark.onnx.quantizer import (
-    ModelQuantizer,
-)
-from quark.onnx.random_reader import (
-    RandomDataReader,
-)
-from quark.onnx.readers import (
-    CachedDataReader,
-    CalibrationDataReader,
-)
-from quark.onnx.specs import (
+from quark.onnx.config.tensor_specs import (
     BFP16,
     BFloat16,
     BFloat16Spec,
@@ -96,25 +99,20 @@ from quark.onnx.specs import (
     UInt32Spec,
     XInt8Spec,
 )
-from quark.onnx.types import (
-    CalibMethod,
-    CalibrationMethod,
-    ExtendedCalibrationMethod,
-    ExtendedQuantFormat,
-    ExtendedQuantType,
-    Int16Method,
-    LayerWiseMethod,
-    PowerOfTwoMethod,
-    QuantFormat,
-    QuantGranularity,
-    QuantizationMode,
-    QuantType,
-    ScaleType,
-    VitisQuantFormat,
-    VitisQuantType,
+from quark.onnx.custom_ops import (
+    get_library_path,
 )
-from quark.onnx_functions import DOMAIN as _COP_DOMAIN
-from quark.onnx_functions import VERSION as _COP_VERSION
+from quark.onnx.evaluation.ort_fusion import (
+    Fusion,
+    inspect_fusion,
+)
+from quark.onnx.quantizer import (
+    ModelQuantizer,
+    quantize_dynamic,
+    quantize_static,
+)
+from quark.onnx_ops import DOMAIN as _COP_DOMAIN
+from quark.onnx_ops import VERSION as _COP_VERSION
 
 __all__ = [
     "BFP16",

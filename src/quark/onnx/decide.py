@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quark.core.scales import QParams
-from quark.onnx.calibrate import activation_params
-from quark.onnx.names import make_way
+from quark.onnx.calibration.calibrate import activation_params
+from quark.onnx.calibration.overrides import override_params, override_specs
+from quark.onnx.calibration.qparams import Parameters, fit_int32_biases, weight_params, widen_softmax
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.reserved_names import make_way
 from quark.onnx.npu import adjust
-from quark.onnx.overrides import override_params, override_specs
-from quark.onnx.parameters import Parameters, fit_int32_biases, weight_params, widen_softmax
-from quark.onnx.placement import Placement, place
-from quark.onnx.rewrite import Rewriter
-from quark.onnx.settings import Settings
-from quark.onnx.statistics import Statistics
-from quark.onnx.targets import TARGETS
+from quark.onnx.operators.targets import TARGETS
+from quark.onnx.placement.place import Placement, place
+from quark.onnx.qdq.rewriter import Rewriter
 
 if TYPE_CHECKING:
     import onnx_ir as ir

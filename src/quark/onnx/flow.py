@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quark.onnx.algorithms import run_after, run_before, run_precision
-from quark.onnx.calibrate import repeatable
+from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.calibration.calibrate import repeatable
+from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
-from quark.onnx.job import Job
 from quark.onnx.npu import simulate
 from quark.onnx.passes import POST_PASSES, run_passes
 from quark.onnx.prepare import prepare
-from quark.onnx.settings import Settings
-from quark.onnx.statistics import Statistics, fingerprint
 
 if TYPE_CHECKING:
     import onnx_ir as ir

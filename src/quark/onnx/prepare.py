@@ -9,14 +9,14 @@ from quark.core.granularity import PerGroup
 from quark.core.scales import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.extended import EXTENDED
-from quark.onnx.model import infer_shapes, opset
-from quark.onnx.parameters import onnx_range
+from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import infer_shapes, opset
+from quark.onnx.graph.scopes import drop_removed, pin
+from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import PASSES, run_passes
-from quark.onnx.scopes import drop_removed, pin
-from quark.onnx.settings import Settings
-from quark.onnx.targets import TARGETS
-from quark.onnx_functions import BLOCK_OPSET
+from quark.onnx.qdq.extended_ops import EXTENDED
+from quark.onnx_ops import BLOCK_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -1,4 +1,4 @@
-"""ModelQuantizer: the door of the ONNX flow."""
+"""The door of the ONNX flow: ModelQuantizer, and quantize_static and quantize_dynamic, one call each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import onnx
 from quark.errors import ConfigError, OutputExistsError
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
+from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.flow import quantize
-from quark.onnx.model import checked_proto, load, save
-from quark.onnx.path_reader import PathDataReader
+from quark.onnx.graph.model_file import checked_proto, load, save
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quark.onnx.recovery.search import Recovery
+    from quark.onnx.evaluation.recovery.search import Recovery
+
+
+Model = str | os.PathLike[str] | onnx.ModelProto
 
 
 class ModelQuantizer:
@@ -35,8 +38,8 @@ class ModelQuantizer:
 
     def __init__(self, config: Any) -> None:
         # The documented configs and their lowering: the quantizer itself knows Settings only.
-        from quark.onnx.config import Config, QConfig
-        from quark.onnx.lowering.lower import lower
+        from quark.onnx.config.config import Config, QConfig
+        from quark.onnx.config.lowering.lower import lower
 
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
@@ -45,7 +48,7 @@ class ModelQuantizer:
 
     def quantize_model(
         self,
-        model_input: str | os.PathLike[str] | onnx.ModelProto,
+        model_input: Model,
         model_output: str | os.PathLike[str] | None = None,
         calibration_data_reader: Any = None,
         calibration_data_path: str | None = None,
@@ -77,7 +80,7 @@ class ModelQuantizer:
 
     def recover(
         self,
-        model_input: str | os.PathLike[str] | onnx.ModelProto,
+        model_input: Model,
         model_output: str | os.PathLike[str] | None = None,
         calibration_data_reader: Any = None,
         calibration_data_path: str | None = None,
@@ -107,8 +110,8 @@ class ModelQuantizer:
             QuarkError: See its children; no file is written then.
         """
         # Its steps are configs, which pydantic checks: a tenth of a second that only this needs.
-        from quark.onnx.recovery.judge import Metric
-        from quark.onnx.recovery.search import duration, recover
+        from quark.onnx.evaluation.recovery.search import duration, recover
+        from quark.onnx.evaluation.score import Metric
 
         _refuse_overwriting(model_input, model_output)
         seconds = None if budget is None else duration(budget)
@@ -138,3 +141,46 @@ def _refuse_overwriting(source: Any, output: Any) -> None:
     paths = [Path(path).resolve() for path in (source, output) if isinstance(path, (str, os.PathLike))]
     if len(paths) == 2 and paths[0] == paths[1]:
         raise OutputExistsError(f"{output} is the float model itself. Choose another output.")
+
+
+def quantize_static(
+    model_input: Model,
+    model_output: str | os.PathLike[str] | None = None,
+    calibration_data_reader: Any = None,
+    calibration_data_path: str | None = None,
+    **fields: Any,
+) -> onnx.ModelProto | None:
+    """Quantize with calibration data.
+
+    Args:
+        model_input, model_output, calibration_data_reader, calibration_data_path: As for
+            `ModelQuantizer.quantize_model`.
+        **fields: Fields of QuantizationConfig (calibrate_method, activation_type, per_channel, extra_options ...).
+
+    Returns:
+        The quantized model if `model_output` is None.
+    """
+    from quark.onnx.config.legacy import Config, QuantizationConfig
+
+    config = Config(QuantizationConfig(**fields))
+    return ModelQuantizer(config).quantize_model(
+        model_input, model_output, calibration_data_reader, calibration_data_path
+    )
+
+
+def quantize_dynamic(
+    model_input: Model, model_output: str | os.PathLike[str] | None = None, **fields: Any
+) -> onnx.ModelProto | None:
+    """Quantize weights now and activations as they come; no data is needed.
+
+    Args:
+        model_input, model_output: As for `ModelQuantizer.quantize_model`.
+        **fields: Fields of QuantizationConfig (weight_type, per_channel, nodes_to_exclude, extra_options ...).
+
+    Returns:
+        The quantized model if `model_output` is None.
+    """
+    from quark.onnx.config.legacy import Config, QuantizationConfig
+
+    config = Config(QuantizationConfig(use_dynamic_quant=True, **fields))
+    return ModelQuantizer(config).quantize_model(model_input, model_output)

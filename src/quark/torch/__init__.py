@@ -1,14 +1,19 @@
 """The PyTorch flow."""
 
-from quark.torch.enums import QuantFlow
-from quark.torch.exporter import ModelExporter, export_gguf, export_safetensors
-from quark.torch.gguf.reader import import_model_from_gguf
-from quark.torch.importer import ModelImporter, import_model_from_safetensors
-from quark.torch.later import ModelPruner, RuntimeOptions, disable_native_inference, enable_native_inference
-from quark.torch.onnx_export import export_onnx
-from quark.torch.params import load_params, save_params
+from quark.torch.checkpoint.importer import ModelImporter, import_model_from_safetensors
+from quark.torch.checkpoint.save_params import load_params, save_params
+from quark.torch.config.enums import QuantFlow
+from quark.torch.config.llm_template import LLMTemplate
+from quark.torch.config.not_supported import (
+    ModelPruner,
+    RuntimeOptions,
+    disable_native_inference,
+    enable_native_inference,
+)
 from quark.torch.quantizer import ModelQuantizer
-from quark.torch.template import LLMTemplate
+from quark.torch.writers.gguf.reader import import_model_from_gguf
+from quark.torch.writers.onnx.export import export_onnx
+from quark.torch.writers.safetensors import ModelExporter, export_gguf, export_safetensors
 
 __all__ = [
     "LLMTemplate",

@@ -12,12 +12,12 @@ from torch import nn
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, ShapeError
-from quark.torch.config import QConfig, QLayerConfig
-from quark.torch.kv_cache import require_cache_patterns, with_cache
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import lower_layer
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
-from quark.torch.lowering import lower_layer
-from quark.torch.passes.experts import fused_blocks, layer_names
-from quark.torch.structure import resolve_selectors
+from quark.torch.layers.kv_cache import require_cache_patterns, with_cache
+from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
+from quark.torch.model.roles import resolve_selectors
 
 if TYPE_CHECKING:
     from rich.table import Table

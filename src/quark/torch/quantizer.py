@@ -14,18 +14,18 @@ from torch import fx, nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
-from quark.torch.attention import attention_quantized
-from quark.torch.calibrate import calibrate_activations, calibrate_weights, share_scales
-from quark.torch.config import QConfig
-from quark.torch.enums import QuantFlow, QuantizationMode
-from quark.torch.fake_quant import FakeQuantize, Mode
-from quark.torch.kv_cache import check_cache_config
+from quark.torch.algorithms.rotation.online import undo_input_rotation
+from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
+from quark.torch.calibration.experts import sibling_groups
+from quark.torch.config.config import QConfig
+from quark.torch.config.enums import QuantFlow, QuantizationMode
 from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.moe import sibling_groups
-from quark.torch.online import undo_input_rotation
-from quark.torch.passes import prepare, undo
+from quark.torch.layers.attention import attention_quantized
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.kv_cache import check_cache_config
+from quark.torch.model.passes import prepare, undo
+from quark.torch.model.roles import set_submodule
 from quark.torch.plan import Plan, chooser, make_plan
-from quark.torch.structure import set_submodule
 
 if TYPE_CHECKING:
     from quark.torch.algorithms import Algorithm
@@ -88,12 +88,12 @@ class ModelQuantizer:
             ):
                 groups = sibling_groups(model, self.config.shared_scale_groups)
                 if self.config.quant_flow is QuantFlow.per_block:
-                    from quark.torch.block_flow import OnDevice, quantize_blocks
+                    from quark.torch.flows.per_block import OnDevice, quantize_blocks
 
                     weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
                     quantize_blocks(model, layers, algorithms, dataloader, self.config, weights)
                 elif algorithms:
-                    from quark.torch.sweep import sweep
+                    from quark.torch.algorithms.block_sweep import sweep
 
                     sync = self.config.sync_moe_expert_input_amax
                     sweep(model, layers, algorithms, dataloader, groups, sync_experts=sync)
@@ -149,7 +149,7 @@ class ModelQuantizer:
         presharded_weights: object | None = None,
         **options: Any,
     ) -> None:
-        """Quantize a checkpoint folder into another, tensor by tensor; see `quark.torch.file2file.quantize_files`.
+        """Quantize a checkpoint folder into another, tensor by tensor; see `quark.torch.flows.file2file`.
 
         Args:
             pretrained_model_path: Folder of a float, FP8-block or compressed-tensors checkpoint.
@@ -161,7 +161,7 @@ class ModelQuantizer:
             options: `workers` (processes per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
         """
         # The flow from file to file uses this module.
-        from quark.torch.file2file import quantize_files
+        from quark.torch.flows.file2file import quantize_files
 
         for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
             if value is not None:

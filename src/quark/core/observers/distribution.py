@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from quark.core.observers.bit_histogram import Bins
-from quark.core.observers.histogram_based import HistogramBasedObserver
+from quark.core.observers.histograms.base import HistogramBasedObserver
+from quark.core.observers.histograms.bit_histogram import Bins
 
 
 class DistributionObserver(HistogramBasedObserver):

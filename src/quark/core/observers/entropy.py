@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quark.core.observers.bit_histogram import Bins, Floats, absolute
-from quark.core.observers.histogram_based import HistogramBasedObserver
+from quark.core.observers.histograms.base import HistogramBasedObserver
+from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute
 
 BINS = 2048
 

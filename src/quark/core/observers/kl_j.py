@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from quark.core.observers.bit_histogram import Bins, Floats, absolute
 from quark.core.observers.entropy import BINS, uniform
-from quark.core.observers.histogram_based import HistogramBasedObserver
+from quark.core.observers.histograms.base import HistogramBasedObserver
+from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute
 
 CANDIDATES = 512
 

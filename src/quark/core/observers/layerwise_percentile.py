@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quark.core.observers.bit_histogram import Bins
-from quark.core.observers.histogram_based import HistogramBasedObserver, quantization_error
+from quark.core.observers.histograms.base import HistogramBasedObserver, quantization_error
+from quark.core.observers.histograms.bit_histogram import Bins
 from quark.core.observers.percentile import percentile_range
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quark.core.observers.bit_histogram import Bins
-from quark.core.observers.histogram_based import HistogramBasedObserver, squared_error
+from quark.core.observers.histograms.base import HistogramBasedObserver, squared_error
+from quark.core.observers.histograms.bit_histogram import Bins
 
 
 class MSEObserver(HistogramBasedObserver):

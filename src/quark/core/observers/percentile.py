@@ -5,8 +5,8 @@ Symmetric: [-q, q] with q the percentile of |x|. Asymmetric: [percentile of (100
 
 from __future__ import annotations
 
-from quark.core.observers.bit_histogram import Bins, absolute, quantile
-from quark.core.observers.histogram_based import HistogramBasedObserver
+from quark.core.observers.histograms.base import HistogramBasedObserver
+from quark.core.observers.histograms.bit_histogram import Bins, absolute, quantile
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 

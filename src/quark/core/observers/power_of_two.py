@@ -16,8 +16,8 @@ import numpy as np
 from quark.core.array import Array, like, namespace
 from quark.core.granularity import PerTensor
 from quark.core.observers.base import Observer, host, needed
-from quark.core.observers.bit_histogram import BitHistogram
-from quark.core.observers.histogram_based import squared_error
+from quark.core.observers.histograms.base import squared_error
+from quark.core.observers.histograms.bit_histogram import BitHistogram
 from quark.core.scales import ScaleType, exp2, exponent, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError

@@ -20,7 +20,7 @@ import numpy as np
 from quark.core.array import Array, namespace
 from quark.core.quantize import dequantize, fake_quantize
 from quark.core.scales import QParams
-from quark.core.solvers.rounding import Adam
+from quark.core.solvers.adaround import Adam
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError
 

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
-from quark.onnx.algo_configs import (
+from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
+from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.algorithms.rescaling.bias_correction import add_biases, correct_biases
+from quark.onnx.algorithms.rescaling.cle import equalize
+from quark.onnx.algorithms.rescaling.quarot import rotate
+from quark.onnx.algorithms.rescaling.smooth_quant import smooth
+from quark.onnx.algorithms.rounding.fast_finetune import finetune_layers
+from quark.onnx.algorithms.rounding.gptq import solve_weights
+from quark.onnx.algorithms.rounding.worst_layers import WorstLayers, improve_worst
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AutoMixprecisionConfig,
@@ -22,17 +32,7 @@ from quark.onnx.algo_configs import (
     QuarotConfig,
     SmoothQuantConfig,
 )
-from quark.onnx.algorithms.auto_mixprecision import mix_precision
-from quark.onnx.algorithms.bias_correction import add_biases, correct_biases
-from quark.onnx.algorithms.cle import equalize
-from quark.onnx.algorithms.finetune import finetune_layers
-from quark.onnx.algorithms.gptq import solve_weights
-from quark.onnx.algorithms.quarot import rotate
-from quark.onnx.algorithms.smooth_quant import smooth
-from quark.onnx.algorithms.worst_layers import WorstLayers, improve_worst
-from quark.onnx.data import Samples
-from quark.onnx.job import Job
-from quark.onnx.settings import Settings
+from quark.onnx.config.settings import Settings
 
 if TYPE_CHECKING:
     import onnx_ir as ir

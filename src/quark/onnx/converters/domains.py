@@ -8,9 +8,9 @@ import numpy as np
 
 from quark.errors import NotSupportedError
 from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
-from quark.onnx.edit import remove_unused
-from quark.onnx.model import constant, opset
-from quark.onnx.rewrite import FIRST_OPSET
+from quark.onnx.graph.edit import remove_unused
+from quark.onnx.graph.model_file import constant, opset
+from quark.onnx.qdq.rewriter import FIRST_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quark.errors import NotSupportedError
-from quark.onnx.edit import is_op, new_initializer, prune, redirect, remove_unused
-from quark.onnx.model import constant, infer_shapes, refuse_quantized
+from quark.onnx.graph.edit import is_op, new_initializer, prune, redirect, remove_unused
+from quark.onnx.graph.model_file import constant, infer_shapes, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.simplify import simplify
 
@@ -49,10 +49,10 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     if format == "simulate_bf16":
         raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
     # The quantizer and its configs are imported for the formats that use them.
-    from quark.onnx.config import Config
+    from quark.onnx.config.config import Config
+    from quark.onnx.config.lowering.lower import lower
+    from quark.onnx.config.presets import get_default_config
     from quark.onnx.flow import quantize
-    from quark.onnx.lowering.lower import lower
-    from quark.onnx.presets import get_default_config
 
     config = get_default_config("BF16")
     config.extra_options["BF16QDQToCast"] = format == "with_cast"

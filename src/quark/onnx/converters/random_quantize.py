@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quark.onnx.model import refuse_quantized
+from quark.onnx.graph.model_file import refuse_quantized
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -19,10 +19,10 @@ def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:
         exclude_nodes: Names of nodes or patterns, separated by ";".
     """
     # The quantizer and its configs are imported when they are used.
-    from quark.onnx.config import Config
+    from quark.onnx.config.config import Config
+    from quark.onnx.config.lowering.lower import lower
+    from quark.onnx.config.presets import get_default_config
     from quark.onnx.flow import quantize
-    from quark.onnx.lowering.lower import lower
-    from quark.onnx.presets import get_default_config
 
     refuse_quantized(model)
     options = get_default_config(config)

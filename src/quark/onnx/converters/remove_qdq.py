@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quark.errors import ConfigError
-from quark.onnx.edit import new_initializer, prune, redirect, remove_unused
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import new_initializer, prune, redirect, remove_unused
+from quark.onnx.graph.model_file import constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quark.onnx.edit import set_initializer
+from quark.onnx.graph.edit import set_initializer
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -12,8 +12,8 @@ import numpy as np
 
 from quark.core.dtypes import DTYPES
 from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
-from quark.onnx.edit import new_initializer
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import new_initializer
+from quark.onnx.graph.model_file import constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -9,7 +9,7 @@ import onnx
 
 from quark.errors import FormatError
 from quark.files import atomic_file
-from quark.onnx.model import read, to_proto
+from quark.onnx.graph.model_file import read, to_proto
 
 if TYPE_CHECKING:
     import onnx_ir as ir

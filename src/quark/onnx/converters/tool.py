@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quark.errors import ConfigError, QuarkError, did_you_mean, one_line
-from quark.onnx.model import read, save
+from quark.onnx.graph.model_file import read, save
 
 if TYPE_CHECKING:
     import onnx_ir as ir

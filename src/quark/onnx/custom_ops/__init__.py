@@ -1,4 +1,4 @@
-"""The operators of `quark.onnx_functions` as a library that is compiled."""
+"""The operators of `quark.onnx_ops` as a library that is compiled."""
 
 from quark.onnx.custom_ops.library import get_library_path
 

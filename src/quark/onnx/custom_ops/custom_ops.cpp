@@ -1,6 +1,6 @@
 // The extended operators as a custom-op library of ONNX Runtime (1.17 and later), CPU.
 //
-// The bits are those of quark/core/quantize.py and of the ONNX functions in this folder; the formulas stand there.
+// The bits are those of quark/core/quantize.py and of the ONNX functions in quark/onnx_ops; the formulas stand there.
 // Compile without contraction of a * b + c: every operation below is rounded on its own.
 // No header of ONNX Runtime is needed: its C interface is a table of functions that never loses or moves a slot.
 

@@ -9,11 +9,11 @@ import numpy as np
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
+from quark.onnx.calibration.qparams import Parameters, rescaled
+from quark.onnx.config.settings import Settings
 from quark.onnx.npu.positions import Positions
 from quark.onnx.npu.rules import RULES
-from quark.onnx.parameters import Parameters, rescaled
-from quark.onnx.placement import Placement
-from quark.onnx.settings import Settings
+from quark.onnx.placement.place import Placement
 
 Array = np.ndarray[Any, Any]
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from quark.core.scales import QParams
 from quark.errors import ConfigError
-from quark.onnx.parameters import Parameters
-from quark.onnx.placement import Placement
+from quark.onnx.calibration.qparams import Parameters
+from quark.onnx.placement.place import Placement
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quark.errors import ConfigError
-from quark.onnx.model import constant, infer_shapes
-from quark.onnx.placement import FACTOR, select_nodes
-from quark.onnx.settings import Settings
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import constant, infer_shapes
+from quark.onnx.placement.place import FACTOR, select_nodes
 
 if TYPE_CHECKING:
     import onnx_ir as ir

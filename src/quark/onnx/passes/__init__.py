@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from quark.onnx.config.settings import Settings
 from quark.onnx.passes.convert_bn_to_conv import convert_bn_to_conv
 from quark.onnx.passes.convert_clip_to_relu import convert_clip_to_relu, replace_clip6_relu
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32
@@ -22,7 +23,6 @@ from quark.onnx.passes.fuse_layer_norm import fuse_layer_norm
 from quark.onnx.passes.remove_input_init import remove_input_init
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.split_large_pool import split_large_pool
-from quark.onnx.settings import Settings
 
 if TYPE_CHECKING:
     import onnx_ir as ir

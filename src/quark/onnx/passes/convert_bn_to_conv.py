@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import dims, is_op, new_initializer, replace
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import dims, is_op, new_initializer, replace
+from quark.onnx.graph.model_file import constant
 from quark.onnx.passes.fold_batch_norm import affine_of
 
 if TYPE_CHECKING:

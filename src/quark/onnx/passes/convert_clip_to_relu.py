@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quark.core.dtypes import DTYPES
-from quark.onnx.edit import is_op, read_once, replace
-from quark.onnx.match import scalar
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import is_op, read_once, replace
+from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.pattern import scalar
 
 if TYPE_CHECKING:
     import onnx_ir as ir

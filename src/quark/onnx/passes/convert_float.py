@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quark.onnx.edit import fixed_shape, is_op, prune, redirect
+from quark.onnx.graph.edit import fixed_shape, is_op, prune, redirect
 
 if TYPE_CHECKING:
     import onnx_ir as ir

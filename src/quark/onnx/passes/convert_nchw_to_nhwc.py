@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quark.errors import ConfigError
-from quark.onnx.edit import is_op
+from quark.onnx.graph.edit import is_op
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quark.errors import NotSupportedError, QuarkError
-from quark.onnx.edit import fixed_shape
-from quark.onnx.model import infer_shapes, name_nodes, opset
+from quark.onnx.graph.edit import fixed_shape
+from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
 
 if TYPE_CHECKING:
     import onnx

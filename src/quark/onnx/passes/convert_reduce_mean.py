@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import axes_of, dims, insert, is_op, replace
+from quark.onnx.graph.edit import axes_of, dims, insert, is_op, replace
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quark.onnx.edit import dims, insert, is_op, is_read, new_initializer, prune
-from quark.onnx.model import constant, opset
+from quark.onnx.graph.edit import dims, insert, is_op, is_read, new_initializer, prune
+from quark.onnx.graph.model_file import constant, opset
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import add_initializer, is_op
+from quark.onnx.graph.edit import add_initializer, is_op
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from quark.errors import ConfigError, did_you_mean
-from quark.onnx.model import infer_shapes
+from quark.onnx.graph.model_file import infer_shapes
 
 if TYPE_CHECKING:
     import onnx_ir as ir

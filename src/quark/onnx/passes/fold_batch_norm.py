@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quark.onnx.edit import is_op, new_initializer, prune, read_once, redirect, set_initializer
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import is_op, new_initializer, prune, read_once, redirect, set_initializer
+from quark.onnx.graph.model_file import constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import is_op, replace
-from quark.onnx.match import either, match, op, product
-from quark.onnx.model import opset
+from quark.onnx.graph.edit import is_op, replace
+from quark.onnx.graph.model_file import opset
+from quark.onnx.graph.pattern import either, match, op, product
 
 if TYPE_CHECKING:
     import onnx_ir as ir

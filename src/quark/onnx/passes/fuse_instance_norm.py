@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import dims, new_initializer, replace
-from quark.onnx.match import Match, match
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import dims, new_initializer, replace
+from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.pattern import Match, match
 from quark.onnx.passes.fuse_layer_norm import NORMALIZED, reduced_axes
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import axes_of, dims, is_op, replace
-from quark.onnx.match import Const, Match, either, match, op, scalar
-from quark.onnx.model import constant
+from quark.onnx.graph.edit import axes_of, dims, is_op, replace
+from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.pattern import Const, Match, either, match, op, scalar
 
 if TYPE_CHECKING:
     import onnx_ir as ir

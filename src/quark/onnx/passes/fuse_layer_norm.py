@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import axes_of, dims, replace
-from quark.onnx.match import Const, Match, Pattern, either, match, op, scalar
-from quark.onnx.model import constant, opset
+from quark.onnx.graph.edit import axes_of, dims, replace
+from quark.onnx.graph.model_file import constant, opset
+from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op, scalar
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quark.onnx.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
-from quark.onnx.model import constant, is_constant, opset
+from quark.onnx.graph.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
+from quark.onnx.graph.model_file import constant, is_constant, opset
 
 if TYPE_CHECKING:
     import onnx_ir as ir

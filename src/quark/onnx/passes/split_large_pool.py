@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quark.onnx.edit import dims, insert, is_op
+from quark.onnx.graph.edit import dims, insert, is_op
 
 if TYPE_CHECKING:
     import onnx_ir as ir

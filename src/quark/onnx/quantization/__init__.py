@@ -1,6 +1,6 @@
 """Address of the configs and algorithms."""
 
-from quark.onnx.algo_configs import (
+from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AlgoConfig,
@@ -11,8 +11,8 @@ from quark.onnx.algo_configs import (
     QuarotConfig,
     SmoothQuantConfig,
 )
-from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
-from quark.onnx.presets import get_default_config, get_default_config_mapping
+from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.config.presets import get_default_config, get_default_config_mapping
 
 __all__ = [
     "AdaQuantConfig",

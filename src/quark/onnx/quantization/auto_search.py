@@ -1,5 +1,5 @@
 """Address: search over configs, not in this version."""
 
-from quark.onnx.later import AutoSearch, AutoSearchPro, SearchSpace
+from quark.onnx.config.not_supported import AutoSearch, AutoSearchPro, SearchSpace
 
 __all__ = ["AutoSearch", "AutoSearchPro", "SearchSpace"]

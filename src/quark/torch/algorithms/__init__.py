@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quark.errors import NotSupportedError
-from quark.torch.algo_configs import (
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.rotation.quarot import QuaRot
+from quark.torch.algorithms.rounding.autoround import AutoRound
+from quark.torch.algorithms.rounding.gptq import GPTAQ, GPTQ, Qronos
+from quark.torch.algorithms.rounding.importance import ImportanceScale
+from quark.torch.algorithms.scaling.auto_smooth_quant import AutoSmoothQuant
+from quark.torch.algorithms.scaling.awq import AWQ
+from quark.torch.algorithms.scaling.smooth_quant import SmoothQuant
+from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
     AutoSmoothQuantConfig,
@@ -17,14 +25,6 @@ from quark.torch.algo_configs import (
     RotationConfig,
     SmoothQuantConfig,
 )
-from quark.torch.algorithms.autoround import AutoRound
-from quark.torch.algorithms.autosmooth import AutoSmoothQuant
-from quark.torch.algorithms.awq import AWQ
-from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.gptq import GPTAQ, GPTQ, Qronos
-from quark.torch.algorithms.importance import ImportanceScale
-from quark.torch.algorithms.rotation import QuaRot
-from quark.torch.algorithms.smooth import SmoothQuant
 
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     SmoothQuantConfig: SmoothQuant,

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quark.torch.blocks import Call
+from quark.torch.algorithms.layer_inputs import Stop
 from quark.torch.layers import QuantLayer
-from quark.torch.lockstep import Stop
+from quark.torch.model.blocks import Call
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from quark.core.registry import Registry
 from quark.torch.formats.awq import AwqFormat
-from quark.torch.formats.compressed_tensors import CompressedTensorsFormat
+from quark.torch.formats.compressed_tensors.format import CompressedTensorsFormat
 from quark.torch.formats.format import Folder, FolderFormat, Format, Stored
 from quark.torch.formats.fp8 import Fp8Format
 from quark.torch.formats.layout import Layout
-from quark.torch.formats.quark_folder import QuarkFormat
+from quark.torch.formats.quark.format import QuarkFormat
 
 FORMATS: Registry[FolderFormat] = Registry("format")
 for _format in (QuarkFormat(), AwqFormat(), Fp8Format(), CompressedTensorsFormat()):

@@ -22,11 +22,11 @@ from quark.core.granularity import PerGroup
 from quark.core.scales import QParams, ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, ShapeError
-from quark.torch.config import QConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, one_spec, only_weight, require
 from quark.torch.formats.layout import Tensors
-from quark.torch.formats.quark import QuarkLayout
-from quark.torch.lowering import raise_layer
+from quark.torch.formats.quark.layout import QuarkLayout
 
 NAMES = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 SOURCES = {stored: name for name, stored in NAMES.items()}

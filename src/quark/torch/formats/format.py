@@ -13,11 +13,11 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
+from quark.torch.config.lowering import raise_layer
 from quark.torch.formats.layout import Layout
-from quark.torch.lowering import raise_layer
 
 if TYPE_CHECKING:
-    from quark.torch.config import QConfig
+    from quark.torch.config.config import QConfig
 
 Named = tuple[str, torch.Tensor]
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}

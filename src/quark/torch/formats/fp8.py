@@ -22,7 +22,8 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerGroup, PerTensor
 from quark.core.scales import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.torch.config import QConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
 from quark.torch.formats.format import (
     POST_ROPE,
     Folder,
@@ -34,8 +35,7 @@ from quark.torch.formats.format import (
     one_spec,
     with_cache,
 )
-from quark.torch.formats.quark import QuarkLayout
-from quark.torch.lowering import raise_layer
+from quark.torch.formats.quark.layout import QuarkLayout
 
 E4M3 = DTYPES["fp8_e4m3"]
 TILE_SCALE = "weight_scale_inv"

@@ -12,9 +12,9 @@ from torch import fx
 
 from quark.core.granularity import PerTensor
 from quark.core.spec import TensorSpec
-from quark.torch.fake_quant import FakeQuantize
 from quark.torch.graph.operators import MOVES, activations_of, fused_end, is_call, is_float, parameter_of, source_of
 from quark.torch.graph.plan import GraphPlan, Site
+from quark.torch.layers.fake_quant import FakeQuantize
 
 Parameters = dict[str, tuple[str, FakeQuantize]]
 """Path of the quantizer of a weight or bias -> path of that parameter, and the quantizer."""

@@ -14,7 +14,8 @@ from torch import fx, nn
 from quark.core.patterns import first_match, matches_any, require_matches
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
-from quark.torch.config import QConfig, QLayerConfig
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import lower_layer
 from quark.torch.graph.batch_norm import foldable
 from quark.torch.graph.operators import (
     ACTIVATIONS,
@@ -31,9 +32,8 @@ from quark.torch.graph.operators import (
     source_of,
     target_name,
 )
-from quark.torch.lowering import lower_layer
+from quark.torch.model.roles import resolve_selectors
 from quark.torch.plan import Plan, check_shapes, require_layers
-from quark.torch.structure import resolve_selectors
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from torch import fx, nn
 
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
-from quark.torch.calibrate import calibrate_tensor, calibrate_tensors
-from quark.torch.config import QConfig
-from quark.torch.fake_quant import FakeQuantize, Mode
+from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_tensors
+from quark.torch.config.config import QConfig
 from quark.torch.graph.batch_norm import attribute, fold_batch_norms, put
 from quark.torch.graph.inplace import remove_inplace
 from quark.torch.graph.operators import DEQUANT_STUB, QUANT_STUB, is_call
 from quark.torch.graph.place import Placement
 from quark.torch.graph.plan import make_graph_plan
 from quark.torch.graph.training import PRESERVED, allow_training, drop_counters, keep, set_training
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
 
 HOW = "model = torch.export.export(model.eval(), args).module()"
 

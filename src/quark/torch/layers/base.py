@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quark.core.spec import LayerSpec
-from quark.torch.fake_quant import FakeQuantize
+from quark.torch.layers.fake_quant import FakeQuantize
 
 ROLES = ("weight", "bias", "input", "output")
 """The tensors of a layer that can be quantized; `<role>_quantizer` is the module that does it."""

@@ -1,6 +1,6 @@
-"""Address of the configs. The code is in quark.torch.config, specs and algo_configs."""
+"""Address of the configs. The code is in quark.torch.config.config, specs and algo_configs."""
 
-from quark.torch.algo_configs import (
+from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
     AutoSmoothQuantConfig,
@@ -17,7 +17,7 @@ from quark.torch.algo_configs import (
     load_pre_optimization_config_from_file,
     load_quant_algo_config_from_file,
 )
-from quark.torch.config import (
+from quark.torch.config.config import (
     Config,
     QConfig,
     QLayerConfig,
@@ -25,7 +25,7 @@ from quark.torch.config import (
     QuantizationConfig,
     QuantizationSpec,
 )
-from quark.torch.specs import (
+from quark.torch.config.shorthand_specs import (
     AmdFP4Spec,
     Bfloat16Spec,
     BFP16Spec,

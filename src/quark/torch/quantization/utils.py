@@ -1,5 +1,5 @@
 """Address of RuntimeOptions."""
 
-from quark.torch.later import RuntimeOptions
+from quark.torch.config.not_supported import RuntimeOptions
 
 __all__ = ["RuntimeOptions"]

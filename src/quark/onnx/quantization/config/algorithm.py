@@ -1,6 +1,6 @@
 """Address of the algorithm configs."""
 
-from quark.onnx.algo_configs import (
+from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
     AlgoConfig,

@@ -1,5 +1,5 @@
 """Address of the model configs."""
 
-from quark.onnx.config import Config, QConfig, QLayerConfig, QuantizationConfig
+from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig
 
 __all__ = ["Config", "QConfig", "QLayerConfig", "QuantizationConfig"]

@@ -1,6 +1,6 @@
 """Address of the data types."""
 
-from quark.onnx.specs import (
+from quark.onnx.config.tensor_specs import (
     BFP16,
     MX4,
     MX6,

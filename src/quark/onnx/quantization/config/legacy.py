@@ -1,5 +1,5 @@
 """Address of the older config classes."""
 
-from quark.onnx.legacy import Config, QuantizationConfig
+from quark.onnx.config.legacy import Config, QuantizationConfig
 
 __all__ = ["Config", "QuantizationConfig"]

@@ -1,5 +1,5 @@
 """Address of the table of extra options, under its older name."""
 
-from quark.onnx.options import OPTIONS as QCONFIG_ALL_PARAMS
+from quark.onnx.config.extra_options import OPTIONS as QCONFIG_ALL_PARAMS
 
 __all__ = ["QCONFIG_ALL_PARAMS"]

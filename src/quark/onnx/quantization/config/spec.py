@@ -1,7 +1,8 @@
 """Address of the tensor specs."""
 
-from quark.onnx.config import QLayerConfig
-from quark.onnx.specs import (
+from quark.onnx.config.config import QLayerConfig
+from quark.onnx.config.enums import CalibMethod, QuantGranularity, ScaleType
+from quark.onnx.config.tensor_specs import (
     BFP16,
     MX4,
     MX6,
@@ -46,7 +47,6 @@ from quark.onnx.specs import (
     UInt32Spec,
     XInt8Spec,
 )
-from quark.onnx.types import CalibMethod, QuantGranularity, ScaleType
 
 __all__ = [
     "BFP16",

@@ -1,5 +1,5 @@
 """Address: the documented path of the export configs."""
 
-from quark.torch.export_config import ExporterConfig, JsonExporterConfig, OnnxExporterConfig
+from quark.torch.config.export_config import ExporterConfig, JsonExporterConfig, OnnxExporterConfig
 
 __all__ = ["ExporterConfig", "JsonExporterConfig", "OnnxExporterConfig"]

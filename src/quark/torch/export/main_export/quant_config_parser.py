@@ -1,5 +1,5 @@
 """Address: where transformers looks for QuantConfigParser."""
 
-from quark.torch.export_config import QuantConfigParser
+from quark.torch.config.export_config import QuantConfigParser
 
 __all__ = ["QuantConfigParser"]

@@ -1,6 +1,6 @@
 """Address; see config.config, config.type and config.template."""
 
-from quark.torch.config import (
+from quark.torch.config.config import (
     Config,
     QConfig,
     QLayerConfig,
@@ -8,7 +8,7 @@ from quark.torch.config import (
     QuantizationConfig,
     QuantizationSpec,
 )
-from quark.torch.enums import (
+from quark.torch.config.enums import (
     DeviceType,
     Dtype,
     QSchemeType,

@@ -1,6 +1,6 @@
 """Address of LLMTemplate."""
 
-from quark.torch.template import LLMTemplate
+from quark.torch.config.llm_template import LLMTemplate
 
 __all__ = [
     "LLMTemplate",

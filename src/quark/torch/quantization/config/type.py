@@ -1,6 +1,6 @@
 """Address of the enums."""
 
-from quark.torch.enums import (
+from quark.torch.config.enums import (
     DeviceType,
     Dtype,
     QSchemeType,

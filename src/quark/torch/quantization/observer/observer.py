@@ -1,6 +1,6 @@
 """Address of the observers."""
 
-from quark.torch.observer import (
+from quark.torch.config.observer_classes import (
     LSQObserver,
     ObserverBase,
     PerBlock2DMinMaxObserver,

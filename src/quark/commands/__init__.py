@@ -1,0 +1,22 @@
+"""The commands, one file each. A new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quark.commands.evaluate import evaluate
+from quark.commands.inspect import inspect
+from quark.commands.plan import plan
+from quark.commands.quantize import quantize
+from quark.commands.schemes import schemes
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "quantize": quantize,
+    "evaluate": evaluate,
+    "inspect": inspect,
+    "plan": plan,
+    "schemes": schemes,
+}
+
+__all__ = ["COMMANDS"]

@@ -1,0 +1,63 @@
+"""`quark evaluate`: float and quantized model side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quark.commands.kinds import ONNX, TORCH, check_options, is_onnx, require
+from quark.commands.quantize import BatchSize, Device, Dtype, Mean, Std
+
+Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
+Quantized = Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder or ONNX file of the quantized model.")]
+Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")]
+
+Text = Annotated[Path | None, typer.Option(help="Held-out text file.", rich_help_panel=TORCH)]
+Length = Annotated[int, typer.Option(min=2, help="Tokens in a window.", rich_help_panel=TORCH)]
+Windows = Annotated[int, typer.Option(min=0, help="Most windows; 0 for all.", rich_help_panel=TORCH)]
+
+Data = Annotated[Path | None, typer.Option(help="Samples: .npz, .npy or a folder of files.", rich_help_panel=ONNX)]
+Samples = Annotated[int | None, typer.Option(min=1, help="Most samples; all by default.", rich_help_panel=ONNX)]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime.", rich_help_panel=ONNX)]
+
+
+def evaluate(
+    context: typer.Context,
+    float_model: Float,
+    quantized: Quantized,
+    layers: Layers = 10,
+    text: Text = None,
+    length: Length = 256,
+    windows: Windows = 64,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    data: Data = None,
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    threads: Threads = 1,
+) -> None:
+    """Compare accuracy, size, latency and the damage of each layer: perplexity, or the outputs of ONNX models.
+
+    Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
+
+    Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz
+    """
+    check_options(context, float_model)
+    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
+    if is_onnx(float_model):
+        from quark.commands.evaluate_onnx import evaluate_onnx
+        from quark.commands.quantize_onnx import calibration_reader
+
+        reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
+        evaluate_onnx(float_model, quantized, reader, samples, layers, threads)
+        return
+    from quark.commands.evaluate_torch import evaluate_folders
+
+    held_out = require(text, "--text", float_model)
+    evaluate_folders(
+        float_model, quantized, held_out, length=length, windows=windows, layers=layers, device=device, dtype=dtype
+    )

@@ -1,0 +1,53 @@
+"""`quark evaluate` of two ONNX files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quark.core.metrics import Comparison
+from quark.onnx.calibration.data.inputs import file_bytes
+from quark.onnx.evaluation.compare_models import Layer, compare_models
+
+
+def evaluate_onnx(
+    float_model: Path, quantized: Path, reader: Any, samples: int | None, layers: int, threads: int
+) -> None:
+    """Run both on the data and print the tables."""
+    report = compare_models(float_model, quantized, reader, samples, threads)
+    sizes = (file_bytes(float_model), file_bytes(quantized))
+    console = Console()
+    console.print(_summary(sizes, report.latency, threads))
+    console.print(_outputs(report.outputs, report.samples))
+    if report.unlike:
+        console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
+    console.print(_worst_layers(report.layers[:layers]))
+
+
+def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int) -> Table:
+    words = f"{threads} thread" + ("s" if threads > 1 else "")
+    table = Table("", "size MB", f"latency ms ({words})", title="Float against quantized")
+    for name, size, seconds in zip(("float", "quantized"), sizes, latency, strict=True):
+        change = "" if name == "float" else f" (x{latency[0] / seconds:.2f} speed)"
+        table.add_row(name, f"{size / 1e6:.2f}", f"{seconds * 1e3:.3f}{change}")
+    return table
+
+
+def _outputs(outputs: Mapping[str, Comparison], samples: int) -> Table:
+    table = Table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {samples} samples")
+    for name, found in outputs.items():
+        table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
+    return table
+
+
+def _worst_layers(layers: Sequence[Layer]) -> Table:
+    table = Table("node", "op", "tensor", "SQNR dB", "cosine", "", title="Layers, worst output first")
+    for layer in layers:
+        note = "up to the scales of its channels" if layer.rescaled else ""
+        cosine = "" if note else f"{layer.damage.cosine:.6f}"
+        table.add_row(layer.node, layer.op_type, layer.tensor, f"{layer.sqnr:.1f}", cosine, note)
+    return table

@@ -1,0 +1,106 @@
+"""How `quark quantize` writes a language model: --export-format, checked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quark.errors import ConfigError, did_you_mean
+
+GGUF, ONNX = FILES = ("gguf", "onnx")
+"""Forms that are one file, not a folder of safetensors."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where a model goes, and in which form.
+
+    Attributes:
+        output: Folder to make; for GGUF also a file.
+        form: A name in FORMATS, "gguf" or "onnx".
+        weight_format, pack_method, max_shard_size: See `export_safetensors`.
+        force: Replace the output.
+    """
+
+    output: Path
+    form: str
+    weight_format: str
+    pack_method: str
+    max_shard_size: str
+    force: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `export_safetensors` beside the format."""
+        return {
+            "weight_format": self.weight_format,
+            "pack_method": self.pack_method,
+            "max_shard_size": self.max_shard_size,
+            "overwrite": self.force,
+        }
+
+    def check(self, source: Path, schemes: Iterable[str]) -> None:
+        """Raise for a format, an option, a scheme or a model that do not go together."""
+        from quark.torch.formats import FORMATS, Format
+        from quark.torch.writers.gguf.blocks import GgufFormat
+        from quark.torch.writers.onnx.export import require_packages
+        from quark.torch.writers.safetensors import check_options
+
+        known = (*FORMATS, *FILES)
+        if self.form not in known:
+            raise ConfigError(f"--export-format {self.form!r} is unknown. {did_you_mean(self.form, known)}")
+        if self.form in FILES and (self.weight_format, self.pack_method) != ("real_quantized", "reorder"):
+            raise ConfigError(f"--weight-format and --pack-method do not apply to --export-format {self.form}.")
+        if self.form == ONNX:
+            require_packages()
+            return
+        form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
+        for scheme in schemes:
+            form.check_scheme(scheme)
+        if self.form == GGUF:
+            self._check_gguf(source)
+        else:
+            check_options(self.form, self.weight_format, self.pack_method, self.max_shard_size)
+
+    def _check_gguf(self, source: Path) -> None:
+        from quark.commands.models import load_config
+        from quark.torch.writers.gguf.architectures import architecture_of
+        from quark.torch.writers.gguf.writer import import_gguf
+
+        import_gguf()
+        architecture_of(load_config(source))
+
+    def write(self, model: Any, source: Path) -> int:
+        """Write the model; return the bytes of its weights on disk."""
+        from quark.commands.models import folder_bytes
+        from quark.torch import export_gguf, export_safetensors
+
+        if self.form == ONNX:
+            return self._write_onnx(model)
+        if self.form == GGUF:
+            file = self.output.suffix == ".gguf"
+            folder, name = (self.output.parent, self.output.stem) if file else (self.output, source.resolve().name)
+            return export_gguf(model, folder, name, source, overwrite=self.force).stat().st_size
+        folder = export_safetensors(model, self.output, self.form, **self.options)
+        return folder_bytes(folder)
+
+    def _write_onnx(self, model: Any) -> int:
+        """`quark_model.onnx` in the folder, for token ids of any length."""
+        import torch
+
+        from quark.torch import export_onnx
+
+        ids = torch.arange(2 * 8).reshape(2, 8) % model.config.vocab_size
+        axes = {"input_ids": {0: "batch", 1: "sequence"}}
+        file = export_onnx(
+            model,
+            self.output,
+            {"input_ids": ids},
+            input_names=["input_ids"],
+            output_names=["logits"],
+            dynamic_shapes=axes,
+            overwrite=self.force,
+        )
+        return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

@@ -1,0 +1,151 @@
+"""`quark inspect`: what is in a model, and what a runtime makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quark.commands.kinds import is_onnx
+from quark.errors import FormatError
+
+if TYPE_CHECKING:
+    import onnx
+
+    from quark.onnx.evaluation.ort_fusion import Fusion
+
+QDQ = ("QuantizeLinear", "DequantizeLinear")
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="An ONNX or GGUF file, or a folder of a Hugging Face model.")],
+) -> None:
+    """Show what is quantized in a model; of an ONNX file also what ONNX Runtime runs in integers, and why not the rest.
+
+    Example: quark inspect model-a8w8.onnx
+    """
+    if model.suffix == ".gguf":
+        _inspect_gguf(model)
+        return
+    if not is_onnx(model):
+        _inspect_folder(model)
+        return
+    # onnx is imported after the arguments are parsed, so that --help is instant.
+    from quark.onnx.calibration.data.inputs import file_bytes, read_header
+    from quark.onnx.evaluation.ort_fusion import inspect_fusion
+
+    console, proto = Console(), read_header(model)
+    opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
+    maker = f", by {proto.producer_name}" if proto.producer_name else ""
+    console.print(f"{model}: {file_bytes(model) / 1e6:.2f} MB, {opsets}, IR {proto.ir_version}{maker}", highlight=False)
+    console.print(_operators(proto.graph))
+    console.print(_types(proto.graph))
+    _print_fusion(inspect_fusion(model), console)
+
+
+def _operators(graph: onnx.GraphProto) -> Table:
+    counts = Counter((node.op_type, node.domain or "ai.onnx") for node in graph.node)
+    table = Table("operator", "domain", "nodes", title="Operators")
+    for (op_type, domain), count in counts.most_common():
+        table.add_row(op_type, domain, str(count))
+    return table
+
+
+def _types(graph: onnx.GraphProto) -> Table:
+    """Of each element type: the constants, and the Q/DQ nodes."""
+    from onnx import TensorProto
+
+    from quark.onnx.evaluation.ort_fusion_sites import Sites
+
+    sites, rows = Sites(graph, Path()), defaultdict[int, Counter[str]](Counter)
+    for tensor in graph.initializer:
+        rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
+    for node in graph.node:
+        if node.op_type in QDQ:
+            rows[sites.kind(node)][node.op_type] += 1
+    table = Table("element type", "constants", "MB", *QDQ, title="Element types")
+    for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
+        counts = (str(row[op_type] or "") for op_type in QDQ)
+        name = TensorProto.DataType.Name(kind).lower()
+        table.add_row(name, str(row["constants"] or ""), f"{row['bytes'] / 1e6:.3f}", *counts)
+    return table
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    outside = [int(entry.value) for entry in tensor.external_data if entry.key == "length"]
+    return sum(outside) or len(tensor.raw_data) or tensor.ByteSize()
+
+
+def _print_fusion(rows: list[Fusion], console: Console) -> None:
+    if not rows:
+        console.print("No node reads a DequantizeLinear or is an integer operator.")
+        return
+    kernels = Counter(row.kernel or "removed" for row in rows if row.integer)
+    shown = ", ".join(f"{kernel} {count}" for kernel, count in kernels.most_common())
+    console.print(
+        f"ONNX Runtime (CPU) runs {sum(kernels.values())} of {len(rows)} quantized nodes in integers"
+        + (f": {shown}" if shown else ""),
+        highlight=False,
+    )
+    left = [row for row in rows if not row.integer]
+    if left:
+        table = Table("node", "op", "runs as", "why", "what to do", title="Quantized, but computed in float")
+        for row in left:
+            table.add_row(row.node, row.op_type, row.kernel, row.reason, row.advice)
+        console.print(table)
+
+
+def _inspect_folder(folder: Path) -> None:
+    """The quantization_config of a Hugging Face folder."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        quantization: dict[str, Any] | None = config.get("quantization_config")
+    except OSError:
+        raise FormatError(f"{folder} is neither an .onnx file nor a model folder: it has no config.json.") from None
+    except (ValueError, AttributeError) as error:
+        raise FormatError(f"{file} is not the config of a model: {error}.") from None
+    size = sum(weights.stat().st_size for weights in folder.glob("*.safetensors"))
+    console = Console()
+    console.print(f"{folder}: {config.get('model_type', 'model')}, {size / 1e6:.2f} MB", highlight=False)
+    if quantization is None:
+        console.print("Its config.json has no quantization_config: a float model.")
+        return
+    table = Table("key", "value", title="quantization_config")
+    for key, value in _flat(quantization):
+        table.add_row(key, value)
+    console.print(table)
+
+
+def _inspect_gguf(file: Path) -> None:
+    """Metadata of a GGUF file, and how many tensors and bytes there are of each type."""
+    from quark.torch.writers.gguf.reader import open_gguf
+
+    reader, console, rows = open_gguf(file), Console(), defaultdict[str, Counter[str]](Counter)
+    for tensor in reader.tensors:
+        rows[tensor.tensor_type.name].update(tensors=1, values=int(tensor.n_elements), bytes=int(tensor.n_bytes))
+    console.print(f"{file}: {file.stat().st_size / 1e6:.2f} MB", highlight=False)
+    metadata = Table("key", "value", title="Metadata")
+    for name, field in reader.fields.items():
+        value = field.contents()
+        metadata.add_row(name, f"{len(value)} entries" if isinstance(value, list) else str(value))
+    console.print(metadata)
+    table = Table("type", "tensors", "values", "MB", title="Tensors")
+    for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
+        table.add_row(kind, str(row["tensors"]), str(row["values"]), f"{row['bytes'] / 1e6:.3f}")
+    console.print(table)
+
+
+def _flat(entries: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What is set: nested keys joined by dots."""
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value not in (None, [], ""):
+            yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,39 @@
+"""`quark plan`: which layer would get what, and how large the result would be, without loading a weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def plan(
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a Hugging Face causal language model (config.json is enough).")
+    ],
+    scheme: Annotated[str, typer.Option(help="Name of a scheme; `quark schemes` lists them.")],
+    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
+) -> None:
+    """Show what a scheme would do to a model, and the size it would have.
+
+    Example: quark plan ./llama --scheme mxfp4
+    """
+    # The flow imports torch: after the arguments are parsed, so that --help is instant.
+    from quark.commands.models import load_meta_model
+    from quark.commands.quantize_torch import scheme_config
+    from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.model.passes import prepare
+    from quark.torch.plan import chooser, make_plan
+
+    config = scheme_config(scheme, exclude, layer)
+    meta = load_meta_model(model)
+    before = predicted_bytes(meta, None)
+    prepare(meta, chooser(config, meta).wanted)
+    made = make_plan(config, meta)
+    console = Console()
+    console.print(made.table(meta))
+    after = predicted_bytes(meta, made)
+    console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)

@@ -1,0 +1,147 @@
+"""`quark quantize`: a model folder or an ONNX file in, a quantized one out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quark.commands.kinds import ONNX, TORCH, check_options, is_onnx, require
+
+Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face causal language model, or an ONNX file.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder or file to make.")]
+Calib = Annotated[Path | None, typer.Option(help="Calibration data: a text file; for ONNX samples (.npz, folder).")]
+Samples = Annotated[int | None, typer.Option(min=1, help="Most windows of 512 tokens (default 128), or samples (all).")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or nodes to keep in float; repeatable.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
+
+Scheme = Annotated[
+    str | None, typer.Option(help="Name of a scheme; `quark schemes` lists them.", rich_help_panel=TORCH)
+]
+Layer = Annotated[
+    list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.", rich_help_panel=TORCH)
+]
+Algorithm = Annotated[
+    list[str] | None,
+    typer.Option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.", rich_help_panel=TORCH),
+]
+KvCache = Annotated[
+    str | None, typer.Option(help="Quantize the key and value cache: fp8 or int8.", rich_help_panel=TORCH)
+]
+Attention = Annotated[
+    str | None, typer.Option(help="Quantize queries and attention probabilities: fp8.", rich_help_panel=TORCH)
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...", rich_help_panel=TORCH)]
+Dtype = Annotated[
+    str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.", rich_help_panel=TORCH)
+]
+ExportFormat = Annotated[
+    str, typer.Option(help="quark, awq, fp8, compressed-tensors; gguf or onnx (one file).", rich_help_panel=TORCH)
+]
+WeightFormat = Annotated[str, typer.Option(help="real_quantized or fake_quantized.", rich_help_panel=TORCH)]
+PackMethod = Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.", rich_help_panel=TORCH)]
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small.",
+        rich_help_panel=TORCH,
+    ),
+]
+ShardSize = Annotated[str, typer.Option(help="Largest safetensors file.", rich_help_panel=TORCH)]
+
+Config = Annotated[str | None, typer.Option(help="Named configuration: A8W8, XINT8, ...", rich_help_panel=ONNX)]
+Target = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Runtime to quantize for: npu, ort_x64 or generic; with --recover also a number, the metric to reach.",
+        rich_help_panel=ONNX,
+    ),
+]
+Statistics = Annotated[
+    Path | None, typer.Option(help="File of calibration statistics, written or reused.", rich_help_panel=ONNX)
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of --calib in a sample.", rich_help_panel=ONNX)]
+Mean = Annotated[
+    str | None,
+    typer.Option(help="Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.", rich_help_panel=ONNX),
+]
+Std = Annotated[str | None, typer.Option(help="Of images, with --mean.", rich_help_panel=ONNX)]
+AllowNoop = Annotated[
+    bool, typer.Option("--allow-noop", help="Let algorithms that find nothing to do pass.", rich_help_panel=ONNX)
+]
+Recover = Annotated[
+    bool,
+    typer.Option(
+        "--recover",
+        help="Try other ranges and algorithms; keep what helps on samples that are held out.",
+        rich_help_panel=ONNX,
+    ),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="Time for --recover: 90s, 10m (default), 1h ...", rich_help_panel=ONNX)
+]
+Metric = Annotated[
+    str | None, typer.Option(help="Of --recover: sqnr (default), psnr, cosine or l2.", rich_help_panel=ONNX)
+]
+
+
+def quantize(
+    context: typer.Context,
+    model: Model,
+    output: Output,
+    calib: Calib = None,
+    samples: Samples = None,
+    exclude: Exclude = None,
+    force: Force = False,
+    scheme: Scheme = None,
+    layer: Layer = None,
+    algorithm: Algorithm = None,
+    kv_cache: KvCache = None,
+    attention: Attention = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    export_format: ExportFormat = "quark",
+    weight_format: WeightFormat = "real_quantized",
+    pack_method: PackMethod = "reorder",
+    max_shard_size: ShardSize = "5GB",
+    stream: Stream = None,
+    config: Config = None,
+    target: Target = None,
+    statistics: Statistics = None,
+    batch_size: BatchSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    allow_noop: AllowNoop = False,
+    recover: Recover = False,
+    budget: Budget = None,
+    metric: Metric = None,
+) -> None:
+    """Quantize a language model for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
+
+    Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
+
+    Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
+
+    Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --target 30 -o best.onnx
+    """
+    check_options(context, model)
+    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
+    if is_onnx(model):
+        from quark.commands.quantize_onnx import calibration_reader, quantize_onnx
+        from quark.commands.recover_onnx import asked, split_targets
+
+        name = require(config, "--config", model)
+        reader = calibration_reader(model, calib, batch_size, mean, std)
+        runtime, goal = split_targets(target or [])
+        recovery = asked(recover, budget, metric, goal)
+        quantize_onnx(model, output, name, reader, samples, exclude, runtime, statistics, force, allow_noop, recovery)
+        return
+    from quark.commands.export_torch import Export
+    from quark.commands.quantize_torch import quantize_folder
+
+    quantize_folder(
+        model, require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude, layer=layer,
+        algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
+        export=Export(output, export_format, weight_format, pack_method, max_shard_size, force),
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""`quark quantize` of an ONNX file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quark.commands.recover_onnx import Recovering
+from quark.errors import ConfigError, OutputExistsError
+from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
+from quark.onnx.calibration.data.inputs import file_bytes
+from quark.onnx.config.presets import QROWS
+from quark.onnx.config.serialized import as_scope
+
+
+def quantize_onnx(
+    model: Path,
+    output: Path,
+    config: str,
+    reader: PathDataReader | None,
+    samples: int | None,
+    exclude: list[str] | None,
+    target: str | None,
+    statistics: Path | None,
+    force: bool,
+    allow_noop: bool = False,
+    recovery: Recovering | None = None,
+) -> None:
+    """Quantize, write, and say what it took."""
+    if output.is_dir() or (output.exists() and not force):
+        raise OutputExistsError(f"{output} exists already. Choose another output, or replace a file with --force.")
+    quantizer = ModelQuantizer(named_config(config))
+    asked = {
+        "calibration_samples": samples,
+        "target": target,
+        "statistics": str(statistics) if statistics else None,
+        "exclude": (*quantizer.settings.exclude, *map(as_scope, exclude or ())) or None,
+        "allow_noop": allow_noop or None,
+    }
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    quantizer.settings = replace(quantizer.settings, **changes)
+    start = time.perf_counter()
+    if recovery is None:
+        quantizer.quantize_model(model, output, reader)
+    else:
+        recovery.run(quantizer, model, output, reader)
+    before, after = file_bytes(model), file_bytes(output)
+    Console().print(
+        f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
+        highlight=False,
+    )
+
+
+def named_config(name: str) -> Any:
+    """The configuration of a preset: "A8W8" and "A8W8_QCONFIG" alike. Raises ConfigError naming the nearest."""
+    return QROWS[name].make() if name in QROWS else Config(get_default_config(name))
+
+
+def calibration_reader(
+    model: Path, data: Path | None, batch_size: int | None, mean: str | None, std: str | None
+) -> PathDataReader | None:
+    """The samples of a folder or file; None without one. Raises ConfigError for options that then say nothing."""
+    if data is None:
+        for flag, value in (("--batch-size", batch_size), ("--mean", mean), ("--std", std)):
+            if value is not None:
+                raise ConfigError(f"{flag} describes the data, and there are none.")
+        return None
+    return PathDataReader(model, data, batch_size=batch_size, mean=numbers("--mean", mean), std=numbers("--std", std))
+
+
+def numbers(flag: str, text: str | None) -> list[float] | None:
+    """The numbers of "0.4,0.5,0.6". Raises ConfigError naming the option."""
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} takes one number or one for each colour, as in 0.4,0.5,0.6; got {text!r}.") from None

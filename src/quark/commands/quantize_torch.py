@@ -1,0 +1,160 @@
+"""`quark quantize` of a folder: a language model in, a quantized one out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from quark.commands.export_torch import Export
+from quark.errors import CalibrationError, ConfigError, OutputExistsError
+
+Windows = Callable[[Any], list[Any] | None]
+"""The calibration data for a model with this config."""
+
+CALIBRATION_LENGTH = 512
+CALIBRATION_WINDOWS = 128
+STREAMED = "quark"
+"""The format that is written block by block."""
+
+
+def quantize_folder(
+    model: Path,
+    scheme: str,
+    *,
+    calib: Path | None,
+    samples: int | None,
+    exclude: list[str] | None,
+    layer: list[str] | None,
+    algorithm: list[str] | None,
+    kv_cache: str | None,
+    attention: str | None,
+    device: str,
+    dtype: str,
+    export: Export,
+    stream: bool | None,
+) -> None:
+    """Load, quantize, export, and say what it took."""
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.commands.models import folder_bytes
+    from quark.torch.model.meta_model import read_config
+
+    output = export.output
+    if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
+        raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
+    kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
+    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention, algorithm)
+    read_config(model)
+    export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
+    _require_calibration(scheme, layer, [kv_cache, attention], config, calib)
+    run = _streamed if _streams(stream, export, model) else _in_memory
+    console, start, before = Console(), time.perf_counter(), folder_bytes(model)
+    after = run(
+        model, config, lambda own: _windows(model, calib, samples, own) if calib else None, device, dtype, export
+    )
+    console.print(
+        f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
+        highlight=False,
+    )
+
+
+def _in_memory(model: Path, config: Any, windows: Windows, device: str, dtype: str, export: Export) -> int:
+    """Write the quantized model; return the bytes of its weights on disk."""
+    from quark.commands.models import load_model
+    from quark.torch import ModelQuantizer
+
+    float_model = load_model(model, device, dtype)
+    quantizer = ModelQuantizer(config)
+    quantized = quantizer.quantize_model(float_model, windows(float_model.config))
+    return export.write(quantizer.freeze(quantized), model)
+
+
+def _streamed(model: Path, config: Any, windows: Windows, device: str, dtype: str, export: Export) -> int:
+    """The same without a model in memory."""
+    from quark.commands.models import folder_bytes, load_config
+    from quark.torch.flows.from_disk import stream
+
+    if dtype != "auto":
+        raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
+    stream(config, model, export.output, windows(load_config(model)), device=device, **export.options)
+    return folder_bytes(export.output)
+
+
+def _streams(stream: bool | None, export: Export, model: Path) -> bool:
+    """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
+    from quark.commands.models import folder_bytes
+
+    if export.form != STREAMED and stream:
+        raise ConfigError(
+            f"--stream with --export-format {export.form}: block by block only the {STREAMED} format is written. "
+            f"Possible: --export-format {STREAMED}, or no --stream."
+        )
+    return export.form == STREAMED and (not fits_memory(folder_bytes(model)) if stream is None else stream)
+
+
+def _windows(model: Path, calib: Path, samples: int | None, config: Any) -> list[Any]:
+    """The calibration text as windows of tokens: 512 tokens, or what the model takes."""
+    from quark.commands.models import load_tokenizer
+    from quark.commands.text import token_windows
+
+    length = min(CALIBRATION_LENGTH, getattr(config, "max_position_embeddings", None) or CALIBRATION_LENGTH)
+    return token_windows(load_tokenizer(model), calib, length, samples or CALIBRATION_WINDOWS)
+
+
+def fits_memory(weight_bytes: int) -> bool:
+    """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
+    path = Path("/proc/meminfo")
+    rows = path.read_text().splitlines() if path.exists() else []
+    available = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), None)
+    return available is None or 1.5 * weight_bytes < available
+
+
+def _require_calibration(
+    scheme: str, layers: list[str] | None, inside: list[str | None], config: Any, calib: Path | None
+) -> None:
+    """Raise before anything is loaded when a scheme has static activations, or an algorithm, and there is no text."""
+    from quark.core.schemes import SCHEMES
+    from quark.torch.algorithms import algorithms_of
+
+    names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
+    static = [name for name in names if SCHEMES[name].needs_data] + [name for name in inside if name]
+    if static and calib is None:
+        raise CalibrationError(
+            f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
+        )
+    visiting = [algorithm.config.name for algorithm in algorithms_of(config.algo_config or []) if algorithm.visits]
+    if visiting and calib is None:
+        raise CalibrationError(f"The algorithm {visiting[0]!r} needs calibration data: pass --calib FILE.")
+
+
+def scheme_config(
+    scheme: str,
+    exclude: list[str] | None,
+    layers: list[str] | None,
+    kind: str = "auto",
+    kv_cache: str | None = None,
+    attention: str | None = None,
+    algorithms: list[str] | None = None,
+) -> Any:
+    """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
+    from quark.torch import LLMTemplate
+
+    rules = {}
+    for item in layers or []:
+        pattern, separator, name = item.rpartition("=")
+        if not separator:
+            raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
+        rules[pattern] = name
+    template = LLMTemplate.get(kind)
+    default = list(template.exclude_layers_name)
+    return template.get_config(
+        scheme,
+        algorithms,
+        kv_cache_scheme=kv_cache,
+        attention_scheme=attention,
+        layer_config=rules,
+        exclude_layers=default + (exclude or []),
+    )

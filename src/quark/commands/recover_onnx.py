@@ -1,0 +1,70 @@
+"""`quark quantize --recover`: what was asked for, and the table of what each step gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quark.errors import ConfigError
+from quark.onnx import ModelQuantizer
+from quark.onnx.evaluation.recovery.search import Recovery
+
+
+@dataclass(frozen=True)
+class Recovering:
+    """How far to go; see `ModelQuantizer.recover`."""
+
+    budget: str
+    metric: str
+    target: float | None
+
+    def run(self, quantizer: ModelQuantizer, model: Path, output: Path, reader: Any) -> None:
+        """Quantize the model, write the best that was found, and print what each step gave."""
+        found = quantizer.recover(model, output, reader, budget=self.budget, metric=self.metric, target=self.target)
+        console = Console()
+        console.print(_table(found))
+        console.print(_summary(found), highlight=False)
+
+
+def asked(recover: bool, budget: str | None, metric: str | None, target: float | None) -> Recovering | None:
+    """What the options ask for; None without --recover. Raises ConfigError for an option that then says nothing."""
+    if recover:
+        return Recovering(budget or "10m", metric or "sqnr", target)
+    for flag, value in (("--budget", budget), ("--metric", metric), ("--target with a number", target)):
+        if value is not None:
+            raise ConfigError(f"{flag} goes with --recover.")
+    return None
+
+
+def split_targets(targets: Sequence[str]) -> tuple[str | None, float | None]:
+    """The runtime and the number among the values of --target. Raises ConfigError where there are two of a kind."""
+    numbers, names = [], []
+    for text in targets:
+        try:
+            numbers.append(float(text))
+        except ValueError:
+            names.append(text)
+    if len(numbers) > 1 or len(names) > 1:
+        raise ConfigError(f"--target takes one runtime, and with --recover one number; got {', '.join(targets)}.")
+    return next(iter(names), None), next(iter(numbers), None)
+
+
+def _table(found: Recovery) -> Table:
+    title = f"Recovery: {found.metric.name} of {found.held_out} held-out samples, calibrated on {found.fitted}"
+    table = Table("step", "before", "after", "seconds", "result", title=title)
+    for trial in found.trials:
+        before, after = ("" if value is None else found.metric.text(value) for value in (trial.before, trial.after))
+        table.add_row(trial.step, before, after, f"{trial.seconds:.1f}", trial.result)
+    return table
+
+
+def _summary(found: Recovery) -> str:
+    text = f"{found.metric.name}: {found.metric.text(found.plain)} -> {found.metric.text(found.score)}"
+    if found.target is None:
+        return text
+    return f"{text}; the target of {found.metric.text(found.target)} is {'' if found.reached else 'not '}reached"

@@ -1,0 +1,94 @@
+"""BitHistogram: counts of values by the upper bits of their float32 pattern.
+
+bin(x) = pattern(x) >> shift: sign, exponent and the first mantissa bits, so bins are relative (2^-7 of the value for
+16 bits) and cover every float from the start: no range is guessed, nothing is ever rebinned, merging is adding.
+One bincount for each tensor. It serves percentile, MSE, histogram and entropy alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quark.core.array import Array, astype, is_torch, namespace, to_numpy, view
+from quark.core.observers.histograms.counting import BITS, Extremes, count_patterns
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The occupied bins in ascending order of value: bounds [left, right] and counts; float64."""
+
+    left: Floats
+    right: Floats
+    count: Floats
+
+
+class BitHistogram:
+    """Counters for `rows` tensors (1, or one for each channel) at `bits` bits of the pattern."""
+
+    def __init__(self, rows: int = 1, bits: int = 16) -> None:
+        self.rows, self.bits = rows, bits
+        self.counts: Array | None = None
+
+    def update(self, x: Array) -> None:
+        """Count the values of x, shape (rows, n)."""
+        patterns = view(astype(x, "float32"), "int32") >> (32 - self.bits)
+        index = patterns + (1 << (self.bits - 1))
+        if self.rows > 1:
+            offsets = np.arange(self.rows, dtype=np.int32)[:, None] << self.bits
+            index = index + (namespace(x).as_tensor(offsets, device=x.device) if is_torch(x) else offsets)
+        counts = namespace(x).bincount(index.reshape(-1), minlength=self.rows << self.bits)
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def update_values(self, x: np.ndarray[Any, Any]) -> Extremes:
+        """Count the values of one numpy tensor in one pass, and return its smallest and largest value."""
+        if self.counts is None:
+            self.counts = np.zeros(1 << BITS, np.int64)
+        return count_patterns(astype(x, "float32"), self.counts)
+
+    def merge(self, other: BitHistogram) -> None:
+        """Add the counts of another histogram of the same size."""
+        if other.counts is not None:
+            self.counts = other.counts + 0 if self.counts is None else self.counts + other.counts
+
+    def bins(self, row: int, low: float, high: float) -> Bins:
+        """The occupied bins of one row, their bounds cut to the exact extremes [low, high]."""
+        assert self.counts is not None
+        size = 1 << self.bits
+        counts = to_numpy(self.counts[row * size : (row + 1) * size]).astype(np.float64)
+        index = np.flatnonzero(counts)
+        patterns = ((index - size // 2) << (32 - self.bits)).astype(np.int64)
+        near = _as_float(patterns)
+        far = _as_float(patterns | ((1 << (32 - self.bits)) - 1))
+        left, right = np.minimum(near, far), np.maximum(near, far)
+        order = np.argsort(left + right, kind="stable")
+        left, right = np.clip(left[order], low, high), np.clip(right[order], low, high)
+        return Bins(left, right, counts[index][order])
+
+
+def absolute(bins: Bins) -> Bins:
+    """The bins of |x|."""
+    left = np.where(bins.left < 0, -bins.right, bins.left)
+    right = np.where(bins.left < 0, -bins.left, bins.right)
+    order = np.argsort(left + right, kind="stable")
+    return Bins(left[order], right[order], bins.count[order])
+
+
+def quantile(bins: Bins, q: float) -> float:
+    """The value below which a share q of the counts lies, linear within a bin."""
+    if q >= 1:
+        return float(bins.right[-1])
+    cumulative = np.cumsum(bins.count)
+    target = q * cumulative[-1]
+    i = int(np.searchsorted(cumulative, target))
+    inside = 1 - (cumulative[i] - target) / bins.count[i]
+    return float(bins.left[i] + inside * (bins.right[i] - bins.left[i]))
+
+
+def _as_float(patterns: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Floats:
+    with np.errstate(invalid="ignore"):
+        return (patterns & 0xFFFFFFFF).astype(np.uint32).view(np.float32).astype(np.float64)

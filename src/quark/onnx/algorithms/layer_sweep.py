@@ -1,0 +1,103 @@
+"""Visits quantized layers in order, each with what it reads and what it should give, for every sample.
+
+Inputs are those of the quantized model as it is by then, layers before already improved; outputs are the float
+model's. Both models run once over the data, slice by slice, however many layers are visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from quark.log import progress
+from quark.onnx.algorithms.quantized_layers import Job, Layer
+from quark.onnx.algorithms.sliced_run import Walk
+from quark.onnx.calibration.data.inputs import Array
+from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class Column(Sequence[Array]):
+    """One tensor, sample by sample; read where it waits."""
+
+    def __init__(self, walk: Walk, value: ir.Value) -> None:
+        self._walk, self._value = walk, value
+
+    def __len__(self) -> int:
+        return self._walk.count
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._walk.value(index % len(self), self._value)
+
+
+@dataclass
+class Visit:
+    """One layer of a sweep.
+
+    Attributes:
+        layer: The layer; what its weight and bias are set to is what later layers see.
+        inputs: What it reads in the quantized model.
+        float_inputs: What it reads in the float model.
+        outputs: What it gives in the float model, before its activation.
+    """
+
+    layer: Layer
+    inputs: Sequence[Array]
+    float_inputs: Sequence[Array]
+    outputs: Sequence[Array]
+    _walk: Walk
+    _output: ir.Value
+
+    def quantized_outputs(self) -> Iterator[Array]:
+        """What it gives in the quantized model now, before its activation, sample by sample."""
+        return self._walk.peek(self._output)
+
+
+def sweep(
+    job: Job,
+    layers: Sequence[Layer],
+    data: Samples,
+    count: int | None = None,
+    memory: int = MEMORY,
+    folder: str | None = None,
+) -> Iterator[Visit]:
+    """Visit layers in the order of the graph.
+
+    Args:
+        job: The models.
+        layers: Which of `job.layers`.
+        data: The samples.
+        count: How many of them; None for all.
+        memory: Bytes of activations that stay in memory; more waits in files.
+        folder: Where these files are made; None for the system's temporary folder.
+    """
+    count, store = min(count or len(data), len(data)), Store(memory, folder)
+    reads = {layer: job.input_of(layer) for layer in layers}
+    quantized = Walk(job.decision.model, data, count, store, reads.values())
+    goals = [value for layer in layers for value in (layer.data, layer.twin.outputs[0])]
+    reference = Walk(job.reference, data, count, store, goals)
+    left = [*goals, *reads.values()]
+    for layer in progress(layers, "layers"):
+        data.check_time()
+        mine = [reads[layer], layer.data, layer.twin.outputs[0]]
+        quantized.reach(mine[0])
+        reference.reach(mine[1])
+        reference.reach(mine[2])
+        walks = (quantized, reference, reference)
+        inputs, float_inputs, outputs = (Column(walk, value) for walk, value in zip(walks, mine, strict=True))
+        yield Visit(layer, inputs, float_inputs, outputs, quantized, job.output_of(layer))
+        for walk, value in zip(walks, mine, strict=True):
+            left.remove(value)
+            if value not in left:
+                walk.release(value)

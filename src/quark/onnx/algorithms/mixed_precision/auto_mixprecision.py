@@ -1,0 +1,187 @@
+"""Automatic mixed precision: which layers another precision hurts least, and how many of them a limit allows.
+
+    sensitivity(k) = distance(float outputs, outputs with candidate k alone at its target)
+    order          = ascending sensitivity
+    speed          the longest prefix of the order, one by one, whose distance is <= threshold
+    quality        the shortest prefix whose distance is <= threshold
+    size budget    the shortest prefix whose weights fit, without those that it does not need, in this order or in that
+                   of (sensitivity - distance of none) / bytes, whichever costs less
+
+What single layers cost does not add up, so each prefix is measured as a whole. Another order by sensitivity, that of
+second derivatives, is in Dong et al. 2019 (HAWQ, arXiv:1905.03696).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quark.errors import ConfigError
+from quark.log import logger
+from quark.onnx.algorithms.mixed_precision.candidates import Option, find_candidates, with_options
+from quark.onnx.algorithms.mixed_precision.sensitivity import Cache, Sensitivity, analyse, cache_key, table
+from quark.onnx.algorithms.mixed_precision.trials import Trials, distance_of, stored_bytes
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.config.algo_configs import AutoMixprecisionConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import weight_bytes
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
+"""Parameters that scores depend on, beside the settings."""
+
+
+def mix_precision(
+    model: ir.Model, config: AutoMixprecisionConfig, settings: Settings, data: Samples | None
+) -> Settings:
+    """Settings with the layers that may change at their targets; those that came, where it is only measured.
+
+    Raises:
+        ConfigError: No layer qualifies, or the limit is out of reach: says by how much.
+        CalibrationError: There are no samples.
+    """
+    data = required(data, config)
+    shares = config.shared_param_mode == "propagate"
+    base = replace(settings, dual_pairs=settings.dual_pairs or config.dual_quant_nodes, propagate_specs=shares)
+    candidates = find_candidates(model, config, base)
+    path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
+    cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
+    trials = _trials(model, config, data)
+
+    def score(options: Sequence[Option]) -> float:
+        return trials.score(with_options(base, options))
+
+    def size(options: Sequence[Option]) -> float:
+        return stored_bytes(model, with_options(base, options))
+
+    start = score([])
+    # Every statistic that some candidate needs is there before workers share them.
+    full = score([candidate.options[0] for candidate in candidates])
+    trials.threads = max(1, (os.cpu_count() or 1) // config.worker_num)
+    ranked = analyse(candidates, lambda option: score([option]), cache, config.worker_num)
+    trials.threads = os.cpu_count() or 1
+    logger.info("Distance with no layer changed: %.6g; with all of them: %.6g.\n%s", start, full, table(ranked))
+    if config.metric_threshold is None:
+        return settings
+    float_size = weight_bytes(model)
+    found = min(
+        (_promote(order, config, start, score, size, float_size) for order in _orders(ranked, config, start, size)),
+        key=lambda prefix: prefix.distance,
+    )
+    shown = (len(found.found), len(ranked), found.distance, found.size, float_size)
+    logger.info("Mixed precision: %d of %d change; distance %.6g; %.0f bytes of weights, of %.0f in float.", *shown)
+    return with_options(base, found.options)
+
+
+def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> Trials:
+    outputs = [output.name or "" for output in model.graph.outputs]
+    if config.metric_output_index >= len(outputs):
+        raise ConfigError(
+            f"AutoMixprecisionConfig.metric_output_index={config.metric_output_index}: the model has {len(outputs)} "
+            f"outputs: {', '.join(outputs)}."
+        )
+    distance = distance_of(config.metric_distance_fn, config.metric_evaluate_fn, config.metric_default)
+    count = min(config.data_size or len(data), len(data))
+    return Trials(model, data, count, outputs[config.metric_output_index], distance)
+
+
+def _orders(
+    ranked: Sequence[Sensitivity],
+    config: AutoMixprecisionConfig,
+    start: float,
+    size: Callable[[Sequence[Option]], float],
+) -> list[Sequence[Sensitivity]]:
+    """The orders to try: by sensitivity; where only bytes are limited, by sensitivity for each byte too."""
+    if config.metric_threshold or not config.size_budget:
+        return [ranked]
+    before = size([])
+    bytes_of = {found.candidate.name: max(1.0, abs(size([found.option]) - before)) for found in ranked}
+    return [ranked, sorted(ranked, key=lambda found: (found.score - start) / bytes_of[found.candidate.name])]
+
+
+@dataclass
+class _Prefix:
+    """The candidates that change so far, the distance that they cost, and the bytes of all weights with them."""
+
+    found: list[Sensitivity]
+    distance: float
+    size: float
+
+    @property
+    def options(self) -> list[Option]:
+        return [found.option for found in self.found]
+
+
+def _promote(
+    ranked: Sequence[Sensitivity],
+    config: AutoMixprecisionConfig,
+    start: float,
+    score: Callable[[Sequence[Option]], float],
+    size: Callable[[Sequence[Option]], float],
+    float_size: float,
+) -> _Prefix:
+    """The candidates that change: as many, in their order, as the limits ask for or allow.
+
+    Args:
+        ranked: The candidates in their order.
+        config: The limits.
+        start: The distance with none of them.
+        score, size: The distance and the bytes of weights with some of them.
+        float_size: These bytes in float.
+    """
+    threshold, speed = config.metric_threshold, config.metric_optimize_object == "speed"
+    budget = config.size_budget or math.inf
+    budget *= float_size if budget <= 1 else 1
+    now = _Prefix([], start, start_size := size([]))
+    for found in (found for found in ranked if found.enabled):
+        then = _Prefix([*now.found, found], now.distance, size([*now.options, found.option]))
+        if (threshold and not speed and now.distance <= threshold) or then.size <= now.size <= budget < math.inf:
+            break
+        if then.size > max(now.size, budget):
+            continue
+        then.distance = score(then.options) if threshold else now.distance
+        if threshold and speed and then.distance > threshold:
+            break
+        now = then
+    _require_limits(now, config, budget)
+    if not now.found:
+        raise ConfigError(
+            f"AutoMixprecisionConfig: no layer changes: the distance is {start:.6g} without any and "
+            f"{ranked[0].score:.6g} with {ranked[0].candidate.name}, the least sensitive; metric_threshold "
+            f"{threshold}, size_budget {config.size_budget}. Possible: other limits, or leave it out."
+        )
+    if threshold:
+        return now
+    now.distance = score(now.options)
+    if start_size <= budget:
+        return now
+    less = _needed(now, size, budget)
+    return min(now, replace(less, distance=score(less.options)), key=lambda found: found.distance)
+
+
+def _needed(now: _Prefix, size: Callable[[Sequence[Option]], float], budget: float) -> _Prefix:
+    """Without the candidates that those after them made needless, the most sensitive first."""
+    for found in reversed(now.found):
+        rest = [other for other in now.found if other is not found]
+        smaller = _Prefix(rest, now.distance, size([other.option for other in rest]))
+        now = smaller if smaller.size <= budget else now
+    return now
+
+
+def _require_limits(now: _Prefix, config: AutoMixprecisionConfig, budget: float) -> None:
+    """Raise ConfigError where a limit does not hold."""
+    if now.size > budget:
+        raise ConfigError(
+            f"AutoMixprecisionConfig.size_budget={config.size_budget}: {now.size:.0f} bytes of weights, not "
+            f"{budget:.0f}, with {len(now.found)} candidates changed (metric_threshold {config.metric_threshold})."
+        )
+    if config.metric_threshold and now.distance > config.metric_threshold:
+        raise ConfigError(
+            f"AutoMixprecisionConfig.metric_threshold={config.metric_threshold} is not reached: the distance is "
+            f"{now.distance:.6g} with {len(now.found)} candidates changed."
+        )

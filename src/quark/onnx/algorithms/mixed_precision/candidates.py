@@ -1,0 +1,137 @@
+"""What may change its precision together: a layer, or a group of layers from a file of subgraphs.
+
+The file: {"quantized": false, "num_subgraphs": 1, "subgraphs": [
+    {"name": "head", "description": "", "start_nodes": ["conv1"], "end_nodes": ["fc"]}]}
+A subgraph is every node on a path from a start to an end; only `name` and the two lists are needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.core.spec import LayerSpec
+from quark.errors import ConfigError, FormatError, did_you_mean
+from quark.onnx.config.algo_configs import AutoMixprecisionConfig
+from quark.onnx.config.settings import Settings, Subgraph
+from quark.onnx.graph.scopes import nodes_of
+from quark.onnx.placement.place import place
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+UNGROUPED = "__ungrouped__"
+Option = tuple[tuple[str, LayerSpec], ...]
+"""(node name, specs) of every node of a candidate."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layers that change together.
+
+    Attributes:
+        name: Of the node, or of the subgraph.
+        options: What they can become.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the nodes."""
+        return [name for name, _ in self.options[0]]
+
+
+def with_options(settings: Settings, options: Sequence[Option]) -> Settings:
+    """The settings with these nodes at these specs."""
+    by_spec: dict[LayerSpec, list[str]] = {}
+    for name, spec in (entry for option in options for entry in option):
+        by_spec.setdefault(spec, []).append(name)
+    changed = tuple(((frozenset(names),), spec) for spec, names in by_spec.items())
+    return replace(settings, by_name=(*changed, *settings.by_name))
+
+
+def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[Candidate]:
+    """The candidates, in the order of the graph.
+
+    Raises:
+        ConfigError: A name is not there or no candidate, or nothing qualifies.
+        FormatError: The file of subgraphs is none.
+    """
+    nodes = _eligible(model, config, settings)
+    targets = [(spec, names) for spec, names in settings.mixed if names is None]
+    rest = next((spec for spec, names in settings.mixed if names == ()), None)
+    own = {name: spec for spec, names in settings.mixed for name in names or ()}
+    _require(own, nodes, "target_layer_config", model)
+    nodes = [name for name in nodes if targets or name in own or rest is not None]
+    groups = [(name, [name]) for name in nodes]
+    if config.subgraph_json is not None:
+        groups = _grouped(model, nodes, config.subgraph_json)
+    found = []
+    for name, members in groups:
+        options = [tuple((node, spec) for node in members) for spec, _ in targets]
+        mapped = tuple((node, own.get(node, rest)) for node in members)
+        found.append(Candidate(name, tuple(options or [tuple((n, spec) for n, spec in mapped if spec is not None)])))
+    if not found:
+        raise ConfigError(
+            f"AutoMixprecisionConfig: no layer qualifies: no quantized {' or '.join(config.target_op_type)} that "
+            "include_layers, exclude_layers, specific_layer_config and no_input_qdq_shared leave."
+        )
+    return found
+
+
+def _eligible(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[str]:
+    """Names of the nodes that take part; a node that the config gives specs of its own keeps them."""
+    quantized = {node.name for node in place(model.clone(), settings).nodes}
+    kept = {node for scopes, _ in settings.by_name for node in nodes_of(scopes, model, "specific_layer_config")}
+    kept |= nodes_of(config.exclude_layers or (), model, "exclude_layers")
+    nodes = {
+        node.name or "": node
+        for node in model.graph
+        if node.name in quantized and node.op_type in config.target_op_type and node not in kept
+    }
+    if config.no_input_qdq_shared:
+        nodes = {name: node for name, node in nodes.items() if node.inputs[0] and len(node.inputs[0].uses()) == 1}
+    included = {node.name or "" for node in nodes_of(config.include_layers or (), model, "include_layers")}
+    _require(included, nodes, "include_layers", model)
+    return [name for name in nodes if not config.include_layers or name in included]
+
+
+def _require(names: Any, nodes: Any, where: str, model: ir.Model) -> None:
+    """Raise ConfigError for a name that is no candidate."""
+    present = {node.name or "": node.op_type for node in model.graph}
+    for name in sorted(set(names) - set(nodes)):
+        why = f"a {present[name]} that takes no part" if name in present else "no node of the model"
+        raise ConfigError(f"AutoMixprecisionConfig.{where}: {name!r} is {why}. {did_you_mean(name, nodes)}")
+
+
+def _grouped(model: ir.Model, nodes: list[str], path: str) -> list[tuple[str, list[str]]]:
+    """(name, members) of each subgraph with candidates, and of what is in none."""
+    groups, owner = [], dict[str, str]()
+    for name, scope in _read(path):
+        inside = {node.name for node in nodes_of([scope], model, f"{path}: {name}")}
+        members = [node for node in nodes if node in inside]
+        for node in members:
+            if owner.setdefault(node, name) != name:
+                raise ConfigError(f"{path}: {node} lies in two subgraphs, {owner[node]} and {name}.")
+        groups.append((name, members))
+    groups.append((UNGROUPED, [node for node in nodes if node not in owner]))
+    return [(name, members) for name, members in groups if members]
+
+
+def _read(path: str) -> list[tuple[str, Subgraph]]:
+    """(name, scope) of each subgraph of a file."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = [(str(e["name"]), (tuple(e["start_nodes"]), tuple(e["end_nodes"]))) for e in data["subgraphs"]]
+        count = data.get("num_subgraphs", len(found))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"subgraph_json: {path} is no file of subgraphs: {type(error).__name__}: {error}.") from None
+    names = [name for name, _ in found]
+    if count != len(found) or len(set(names)) < len(names) or UNGROUPED in names:
+        raise FormatError(f"subgraph_json: {path} declares {count} subgraphs and holds {', '.join(names) or 'none'}.")
+    return found

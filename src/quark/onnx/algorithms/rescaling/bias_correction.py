@@ -1,0 +1,95 @@
+"""Bias correction of an ONNX model, layer after layer, each with those before it corrected already.
+
+Both models run once over the data. Layers with a bias of their own, or of an Add behind a MatMul; one without gets
+zeros first. The formula is in `core/solvers/bias_correction.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.solvers.bias_correction import certain_mean
+from quark.errors import CalibrationError
+from quark.onnx.algorithms.layer_sweep import Visit, sweep
+from quark.onnx.algorithms.quantized_layers import Job, Layer, decoded
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.config.algo_configs import BiasCorrectionConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op, new_initializer
+from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import rule_of
+from quark.onnx.placement.place import select_nodes
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
+
+
+def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples | None) -> int:
+    """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only."""
+    count = 0
+    for node, layer in select_nodes(model, settings).items():
+        without = is_op(node, *WITH_BIAS) and (len(node.inputs) < 3 or node.inputs[2] is None)
+        if without and is_constant(node.inputs[1]) and (layer.bias is None or settings.int32_bias):
+            weight = constant(node.inputs[1])
+            node.resize_inputs(3)
+            zeros = np.zeros(_channels(node), weight.dtype)
+            assert node.graph is not None
+            node.replace_input_with(2, new_initializer(node.graph, f"{node.name}_bias", zeros))
+            count += 1
+    return count
+
+
+def correct_biases(job: Job, config: BiasCorrectionConfig) -> int:
+    """Correct every bias; return how many there are.
+
+    Raises:
+        CalibrationError: No data, or too few.
+    """
+    data = required(job.data, config)
+    layers = [layer for layer in job.layers if _qualifies(layer)]
+    for visit in sweep(job, layers, data):
+        layer, offset = visit.layer, visit.layer.offset
+        assert offset is not None
+        try:
+            change = certain_mean(_differences(visit) + _rounding(job, layer)) / layer.factor
+        except CalibrationError as error:
+            raise CalibrationError(f"{layer.name}: {error}") from None
+        layer.offset = offset + change.astype(np.float32)
+    return len(layers)
+
+
+def _qualifies(layer: Layer) -> bool:
+    own = layer.offset is not None and layer.offset.shape == (_channels(layer.twin),)
+    return own and not layer.shared and layer.factor != 0
+
+
+def _channels(node: ir.Node) -> int:
+    """How many output channels a layer with constant weight has."""
+    shape = constant(node.inputs[1]).shape
+    if is_op(node, "ConvTranspose"):
+        return int(shape[1]) * node.attributes.get_int("group", 1)
+    return int(shape[rule_of(node.op_type).channel_axis(node)])
+
+
+def _differences(visit: Visit) -> Array:
+    """Of each example the mean over positions, float output less quantized one, shape (examples, channels)."""
+    axis = 1 if is_op(visit.layer.node, "Conv", "ConvTranspose") else -1
+    found = []
+    for index, output in enumerate(visit.quantized_outputs()):
+        difference = np.atleast_2d(np.subtract(visit.outputs[index], output, dtype=np.float32))
+        error = np.moveaxis(difference, axis, -1)
+        found.append(error.mean(tuple(range(1, error.ndim - 1)), dtype=np.float64))
+    return np.concatenate(found)
+
+
+def _rounding(job: Job, layer: Layer) -> Array | float:
+    """What rounding the bias itself adds to the output: no error that another bias could make up for."""
+    spec, offset = job.decision.placement.weights.get((layer.node, 2)), layer.offset
+    if spec is None or offset is None:
+        return 0.0
+    return layer.factor * (decoded(offset, job.decision.parameters.weights[layer.node, 2], spec) - offset)

@@ -1,0 +1,145 @@
+"""Cross-layer equalization of an ONNX model: pairs of layers are found, and their channels rescaled.
+
+A pair is a layer with constant weight, ops f with f(s x) = s f(x) for positive s of each channel, and another layer
+with constant weight, each read by the next alone: Conv (also depthwise), ConvTranspose, Gemm and MatMul, with Relu,
+LeakyRelu, PRelu, pooling, a mean over positions, zero padding, a bias, or Flatten of one position between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.solvers.equalize import channel_range, equalizing_scale
+from quark.errors import ConfigError
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.config.algo_configs import CLEConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.channels import LAYERS, LINEAR, bias_beside, input_axis, multiply, output_axis
+from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
+from quark.onnx.graph.model_file import constant, is_constant
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+SCALES_WITH_INPUT = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
+MOST_STEPS = 100
+"""Of `cle_steps=-1`, which goes on until nothing changes any more."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two layers, and the constants between them that are biases of the first."""
+
+    first: ir.Node
+    second: ir.Node
+    biases: tuple[ir.Value, ...]
+
+
+def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Samples | None = None) -> int:
+    """Equalize every pair; return how many there are. Raises ConfigError for an unknown balance method, or no steps."""
+    if config.cle_balance_method != "max":
+        raise ConfigError(f"cle_balance_method={config.cle_balance_method!r}; possible: 'max'.")
+    if config.cle_steps < 1 and config.cle_steps != -1:
+        raise ConfigError(f"cle_steps={config.cle_steps}; possible: from 1, or -1 for until nothing changes.")
+    pairs = [pair for node in model.graph if (pair := _pair(node)) is not None]
+    for _ in range(config.cle_steps if config.cle_steps > 0 else MOST_STEPS):
+        change = [_balance(pair, config, not settings.int32_bias) for pair in pairs]
+        if sum(change) < config.cle_total_layer_diff_threshold:
+            break
+    return len(pairs)
+
+
+def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> float:
+    """Rescale one pair; return the mean change of a scale. An int32 bias, unlike a coarse one, has no range to mind."""
+    first, second = pair.first.inputs[1], pair.second.inputs[1]
+    assert first is not None and second is not None
+    out, into = output_axis(pair.first), input_axis(pair.second)
+    ranges = channel_range(constant(first), out)
+    if config.cle_scale_append_bias and coarse_bias:
+        # An error of the bias reaches the output once, one of a weight as often as there are inputs: as variances.
+        inputs = constant(first).size / len(ranges)
+        ranges = np.sqrt(
+            ranges**2 + sum(constant(bias).reshape(-1).astype(np.float64) ** 2 for bias in pair.biases) / inputs
+        )
+    threshold = config.cle_weight_threshold if config.cle_scale_use_threshold else 0.0
+    scale = equalizing_scale(ranges, channel_range(constant(second), into), threshold)
+    multiply(first, scale, out)
+    for bias in pair.biases:
+        multiply(bias, scale, -1)
+    multiply(second, 1 / scale, into)
+    return float(np.abs(scale - 1).mean())
+
+
+def _pair(node: ir.Node) -> Pair | None:
+    """The pair whose first layer is this node."""
+    if not _is_layer(node, as_first=True):
+        return None
+    channels = constant(node.inputs[1]).shape[output_axis(node)]
+    biases: list[ir.Value | None] = [node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] is not None else []
+    at, value = -1 if is_op(node, *LINEAR) else 1, node.outputs[0]
+    while read_once(value):
+        ((reader, index),) = value.uses()
+        if index == 0 and _is_layer(reader, as_first=False) and _fits(reader, at, channels):
+            whole = all(bias is not None and _own(bias) and constant(bias).size in (1, channels) for bias in biases)
+            return Pair(node, reader, tuple(bias for bias in biases if bias is not None)) if whole else None
+        bias = bias_beside(reader, index, channels) if at == -1 else None
+        if bias is not None:
+            biases.append(reader.inputs[bias.index])
+        elif is_op(reader, "Flatten") and _is_one_position(value):
+            at = -1
+        elif not _keeps_scale(reader, index, at):
+            return None
+        value = reader.outputs[0]
+    return None
+
+
+def _own(value: ir.Value) -> bool:
+    """Whether a constant may be changed: an initializer that one node reads."""
+    return is_constant(value) and value.const_value is not None and len(value.uses()) == 1
+
+
+def _is_layer(node: ir.Node, as_first: bool) -> bool:
+    """Whether a node is a layer whose channels can be rescaled: dense, or depthwise."""
+    if not is_op(node, *LAYERS) or node.inputs[1] is None or not _own(node.inputs[1]):
+        return False
+    weight, group = constant(node.inputs[1]), node.attributes.get_int("group", 1)
+    if is_op(node, "Conv"):
+        return bool(group == 1 or (weight.shape[1] == 1 and weight.shape[0] == group))
+    if is_op(node, "ConvTranspose"):
+        return group == 1
+    return weight.ndim == 2 and not node.attributes.get_int("transA", 0)
+
+
+def _fits(layer: ir.Node, at: int, channels: int) -> bool:
+    """Whether the channels that come are those that a layer sums over, or a depthwise one keeps apart."""
+    expects = -1 if is_op(layer, *LINEAR) else 1
+    return at == expects and constant(layer.inputs[1]).shape[input_axis(layer)] == channels
+
+
+def _is_one_position(value: ir.Value) -> bool:
+    shape = dims(value)
+    return shape is not None and len(shape) > 2 and all(size == 1 for size in shape[2:])
+
+
+def _keeps_scale(node: ir.Node, index: int, at: int) -> bool:
+    """Whether f(s x) = s f(x) for a positive scale of each channel."""
+    if index != 0 or len(node.outputs) != 1:
+        return False
+    if is_op(node, *SCALES_WITH_INPUT) or is_op(node, "PRelu"):
+        return True
+    if is_op(node, "ReduceMean"):
+        shape, axes = dims(node.inputs[0]), axes_of(node)
+        keeps = bool(node.attributes.get_int("keepdims", 1))
+        return at == 1 and keeps and shape is not None and axes is not None and all(a % len(shape) > 1 for a in axes)
+    if is_op(node, "Pad"):
+        constants = [constant(value) for value in node.inputs[2:3] if value is not None]
+        mode = node.attributes.get_string("mode", "constant")
+        pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        zero = all(value is not None and not np.any(value) for value in constants)
+        inner = pads is not None and not pads.reshape(2, -1)[:, :2].any()
+        return at == 1 and inner and len(node.inputs) < 4 and (mode != "constant" or zero)
+    return False

@@ -1,0 +1,154 @@
+"""QuaRot's first rotation of an ONNX model (Ashkboos et al. 2024, arXiv:2404.00456): that of the residual stream.
+
+    norm gain g   W <- diag(g) W     for the linear layers behind, and the gain becomes 1
+    norm bias c   b <- b + c W       where all of these have a bias; else it stays, as (c / g) Q
+    reader        W <- Q^T W         of y = x W
+    writer        W <- W Q, b <- b Q, embedding E <- E Q
+
+Q is orthonormal, and keeps the mean where a norm subtracts it. All is computed in float64 and rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.solvers.hadamard import Rotation
+from quark.errors import ConfigError, StructureError
+from quark.log import logger
+from quark.onnx.algorithms.rescaling.rotation_config import read_streams
+from quark.onnx.calibration.calibrate import collect
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.config.algo_configs import QuarotConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.channels import Place, bias_of
+from quark.onnx.graph.norms import Norm
+from quark.onnx.graph.residual_stream import Stream, find_streams
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+TOLERANCE = 1e-3
+"""Largest change of an output, relative to its largest value, that float32 arithmetic explains."""
+SEED = 1
+"""Of the random signs. A matrix that keeps the mean has signs of seed 0 where none are asked for."""
+
+
+def rotate(model: ir.Model, config: QuarotConfig, settings: Settings, data: Samples | None) -> int:
+    """Rotate every residual stream; return how many constants were rotated.
+
+    Raises:
+        ConfigError: r_matrix_dim does not fit a stream, or the file at r_config_path does not fit the model.
+        CalibrationError: There is no data to prove the rotation on.
+        StructureError: The outputs for the first sample are not what they were.
+    """
+    if config.r_config_path is not None:
+        streams = read_streams(config.r_config_path, model.graph)
+    else:
+        streams, reasons = find_streams(model.graph)
+        for reason in reasons:
+            logger.info("QuaRot leaves a residual stream as it is: %s", reason)
+    rotations = [_rotation(stream, config) for stream in streams]
+    if not streams:
+        return 0
+    sample = next(iter(required(data, config)))
+    before = _outputs(model, sample, settings)
+    for stream, rotation in zip(streams, rotations, strict=True):
+        _rotate(stream, rotation)
+    _prove(before, _outputs(model, sample, settings))
+    return sum(len(stream.places) for stream in streams)
+
+
+def _rotation(stream: Stream, config: QuarotConfig) -> Rotation:
+    """Q for a stream: blocks of r_matrix_dim where that divides the width; its default stands for the width itself."""
+    size, width = config.r_matrix_dim, stream.width
+    if size < 1 or width % size:
+        if size != QuarotConfig.r_matrix_dim:
+            raise ConfigError(
+                f"r_matrix_dim={size}: the residual stream is {width} wide. Possible: {width}, a divisor of it, or the "
+                f"default {QuarotConfig.r_matrix_dim}, which stands for any width."
+            )
+        size = width
+    return Rotation(size, SEED if config.use_random_had else None, stream.centred)
+
+
+def _rotate(stream: Stream, rotation: Rotation) -> None:
+    gains: dict[Place, Array] = {}
+    for norm, places in stream.norms.items():
+        gain = _taken_gain(norm, places, rotation, stream.width)
+        gains |= dict.fromkeys(places, gain)
+    for place in stream.places:
+        place.change(partial(_turned, rotation=rotation, gain=gains.get(place)), stream.width)
+
+
+def _turned(rows: Array, rotation: Rotation, gain: Array | None) -> Array:
+    turned: Array = rotation.apply(rows if gain is None else rows * gain)
+    return turned
+
+
+def _taken_gain(norm: Norm, places: tuple[Place, ...], rotation: Rotation, width: int) -> Array:
+    """The gain of a norm, which keeps 1; its bias goes into the layers behind, or stays, rotated."""
+    gain = np.ones(width) if norm.gain is None else np.broadcast_to(norm.gain.array.reshape(-1), width)
+    gain = gain.astype(np.float64)
+    if norm.bias is not None and norm.bias.array.any():
+        shift = np.broadcast_to(norm.bias.array.reshape(-1), width).astype(np.float64)
+        biases = [bias_of(place.node) for place in places]
+        if all(bias is not None for bias in biases):
+            for place, bias in zip(places, biases, strict=True):
+                assert bias is not None
+                _move(shift, place, bias)
+            shift = np.zeros(width)
+        elif (gain == 0).any():
+            raise StructureError(
+                f"{norm.nodes[0].name} has a bias and a gain of 0 in {int((gain == 0).sum())} channels, and not all "
+                "layers that read it have a bias to take it over: it cannot be rotated."
+            )
+        else:
+            shift = rotation.apply(shift / gain)
+        norm.bias.change(lambda _: shift[None], width)
+    if norm.gain is not None:
+        norm.gain.change(np.ones_like, width)
+    return gain
+
+
+def _move(shift: Array, place: Place, bias: Place) -> None:
+    """Let the bias of a layer take over what its weight makes of the shift; a Gemm has factors on both."""
+    attributes = place.node.attributes
+    factor = attributes.get_float("alpha", 1.0)
+    if bias.node is place.node:
+        beta = attributes.get_float("beta", 1.0)
+        if not beta:
+            raise StructureError(f"{place.node.name} has beta=0, and so no bias to take over that of the norm.")
+        factor /= beta
+    moved = factor * (shift @ np.moveaxis(place.array, place.axis, 0).astype(np.float64))
+    bias.change(partial(np.add, moved), len(moved))
+
+
+class _Kept:
+    """The last value of a tensor."""
+
+    def update(self, x: Array) -> None:
+        """See a value."""
+        self.value = np.asarray(x)
+
+
+def _outputs(model: ir.Model, sample: Any, settings: Settings) -> dict[str, Array]:
+    """The float outputs for a sample."""
+    kept = {value.name or "": _Kept() for value in model.graph.outputs}
+    collect(model, kept, [sample], settings)
+    return {name: output.value for name, output in kept.items() if output.value.dtype.kind == "f"}
+
+
+def _prove(before: dict[str, Array], after: dict[str, Array]) -> None:
+    """Raise StructureError where an output is not what it was."""
+    for name, array in before.items():
+        largest = float(np.abs(array).max(initial=0.0))
+        change = float(np.abs(after[name] - array).max(initial=0.0)) / max(largest, 1e-30)
+        if not change <= TOLERANCE:
+            raise StructureError(
+                f"QuaRot: the output {name} changes by {change:.2g} of its largest value where nothing should change: "
+                "what is rotated does not belong together. Possible: other R1_pairs, or none, so that they are found."
+            )

@@ -1,0 +1,89 @@
+"""The file that says what QuaRot rotates, instead of what the graph says.
+
+    {"R1_pairs": [{"prev_nodes": [writers], "next_nodes": [readers], "norm_node": the norm between them}, ...]}
+
+Writers and readers are linear layers (Gemm or MatMul with a constant weight), writers also the Gather of an embedding.
+The norm is any of the nodes that it is made of, and may be left out. All pairs belong to one residual stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.errors import ConfigError, did_you_mean
+from quark.onnx.graph.channels import Place, bias_of, input_axis, is_linear, output_axis
+from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.model_file import is_constant
+from quark.onnx.graph.norms import find_norms
+from quark.onnx.graph.residual_stream import Stream
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+KEYS = ("prev_nodes", "next_nodes", "norm_node")
+
+
+def read_streams(path: str, graph: ir.Graph) -> list[Stream]:
+    """The stream that a file describes.
+
+    Raises:
+        ConfigError: The file cannot be read, names what the graph does not have, or constants of different widths.
+    """
+    pairs = _read(path)
+    linear = {node.name or "": node for node in graph if is_linear(node)}
+    tables = {node.name or "": node for node in graph if is_op(node, "Gather") and is_constant(node.inputs[0])}
+    norms = {node.name or "": norm for norm in find_norms(graph) for node in norm.nodes}
+    stream = Stream(0)
+    for pair in pairs:
+        for name in pair["prev_nodes"]:
+            stream.turned |= dict.fromkeys(_written(_named(name, {**linear, **tables}, "prev_nodes", path)))
+        readers = [_named(name, linear, "next_nodes", path) for name in pair["next_nodes"]]
+        places = tuple(Place(node, 1, input_axis(node)) for node in readers)
+        if pair.get("norm_node") is None:
+            stream.turned |= dict.fromkeys(places)
+        else:
+            norm = _named(pair["norm_node"], norms, "norm_node", path)
+            stream.norms[norm] = (*stream.norms.get(norm, ()), *places)
+    widths = {place.size for place in stream.places} - {1}
+    if len(widths) != 1:
+        raise ConfigError(f"{path}: the constants of R1_pairs are {sorted(widths)} wide; possible: one width.")
+    (stream.width,) = widths
+    return [stream]
+
+
+def _read(path: str) -> list[Mapping[str, Any]]:
+    """The pairs, each with lists of names."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"r_config_path: {path} cannot be read as JSON: {error}.") from None
+    pairs = data.get("R1_pairs") if isinstance(data, dict) else None
+    if not isinstance(pairs, list) or not pairs or len(data) != 1:
+        raise ConfigError(f'{path}: expected {{"R1_pairs": [pairs]}} and nothing else.')
+    for pair in pairs:
+        known = isinstance(pair, dict) and set(pair) <= set(KEYS)
+        lists = known and all(_is_names(pair.get(key)) for key in KEYS[:2])
+        if not lists or not isinstance(pair.get("norm_node"), (str, type(None))):
+            raise ConfigError(f"{path}: expected lists prev_nodes and next_nodes, and a norm_node; got {pair}.")
+    return pairs
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _named(name: str, known: Mapping[str, Any], key: str, path: str) -> Any:
+    if name not in known:
+        raise ConfigError(f"{path}: {key} has {name!r}, which is none. {did_you_mean(name, known)}")
+    return known[name]
+
+
+def _written(node: ir.Node) -> list[Place]:
+    """The constants of a writer: its table, or its weight and its bias."""
+    if not is_linear(node):
+        return [Place(node, 0)]
+    bias = bias_of(node)
+    return [Place(node, 1, output_axis(node)), *([bias] if bias is not None else [])]

@@ -1,0 +1,246 @@
+"""SmoothQuant of an ONNX model (Xiao et al. 2022, arXiv:2211.10438); the formulas are in `core/solvers/smooth.py`.
+
+All linear layers that read a tensor share one scale s of its channels, which multiplies the inputs of their weights.
+1 / s goes into the constants before the tensor where that is exact: the gain and bias of a normalization, constant
+factors and biases, the layer before, and these through what commutes with a positive scale. Where something else reads
+the tensor or a value on that way, one Mul for all linear layers takes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.scales import qparams_from_range
+from quark.core.solvers.equalize import channel_range
+from quark.core.solvers.smooth import WORTH, output_noise, smoothing_scale
+from quark.core.spec import TensorSpec, spec
+from quark.errors import ConfigError, NonFiniteError
+from quark.log import logger
+from quark.onnx.calibration.calibrate import collect
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.config.algo_configs import SmoothQuantConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.channels import Place, input_axis, is_linear, linear_places
+from quark.onnx.graph.edit import dims, is_op, new_initializer, read_once
+from quark.onnx.graph.model_file import is_constant
+from quark.onnx.graph.norms import fused_norm
+from quark.onnx.operators import rule_of
+from quark.onnx.placement.place import FACTOR, Placement, place
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
+"""Ops f(x, ...) with f(s x) = s f(x) for positive s."""
+DYNAMIC = spec("uint8", symmetric=False)
+"""What DynamicQuantizeLinear quantizes to."""
+
+
+class Moments:
+    """Smallest, largest and mean squared value of each channel, which lie along the last axis."""
+
+    def __init__(self) -> None:
+        self.count, self.low, self.high, self.squares = 0, np.inf, -np.inf, np.zeros(())
+
+    def update(self, x: Array) -> None:
+        """See one more tensor."""
+        rows = x.reshape(-1, x.shape[-1]).astype(np.float32, copy=False)
+        if len(rows):
+            self.count += len(rows)
+            self.low, self.high = np.minimum(self.low, rows.min(0)), np.maximum(self.high, rows.max(0))
+            self.squares = self.squares + np.einsum("ij,ij->j", rows, rows, dtype=np.float64)
+
+    @property
+    def power(self) -> Array:
+        """Mean squares."""
+        return np.asarray(self.squares / max(1, self.count))
+
+
+@dataclass(frozen=True)
+class Group:
+    """A tensor, the linear layers that read it, and how they are quantized.
+
+    Attributes:
+        value: The tensor.
+        layers: The layers, in the order of the graph.
+        places: Constants to divide by s; None: a Mul is needed.
+        input: Spec of the tensor.
+        weights: Spec of the weight of each layer; None for one that stays in float.
+    """
+
+    value: ir.Value
+    layers: tuple[ir.Node, ...]
+    places: tuple[Place, ...] | None
+    input: TensorSpec
+    weights: tuple[TensorSpec | None, ...]
+
+
+def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data: Samples | None) -> int:
+    """Smooth every tensor that linear layers read quantized; return how many there are.
+
+    Plain 16-bit floats are not among them: a channel does not lose there because another is large.
+
+    A tensor whose outputs would not have less noise, as `output_noise` estimates it, keeps its scale.
+
+    Raises:
+        ConfigError: alpha is not between 0 and 1.
+        CalibrationError: There is no data.
+        NonFiniteError: NaN or Inf in a tensor.
+    """
+    if not 0 <= config.alpha <= 1:
+        raise ConfigError(f"SmoothQuantConfig.alpha={config.alpha}: possible: 0 (weights stay) to 1 (all moves).")
+    groups = _groups(model, place(model, settings))
+    if not groups:
+        return 0
+    moments = {group.value.name or "": Moments() for group in groups}
+    collect(model, moments, required(data, config), settings)
+    done = [group for group in groups if _smooth(group, moments[group.value.name or ""], config.alpha)]
+    multiplied = sum(group.places is None for group in done)
+    logger.info("SmoothQuant: %d of %d tensors gain; %d by a Mul.", len(done), len(groups), multiplied)
+    return len(groups)
+
+
+def _groups(model: ir.Model, placement: Placement) -> list[Group]:
+    """The tensors that at least one linear layer reads quantized, under a scale that their channels share."""
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node in model.graph:
+        if is_linear(node) and node.inputs[0] is not None:
+            readers.setdefault(node.inputs[0], []).append(node)
+    groups = []
+    for value, layers in readers.items():
+        weights = tuple(placement.weights.get((layer, 1)) for layer in layers)
+        dynamic = any(layer in placement.dynamic for layer in layers)
+        input_spec = DYNAMIC if dynamic else placement.activations.get(value)
+        if input_spec is None or input_spec.is_cast or not any(weights):
+            continue
+        alone = not value.is_graph_output() and {use.node for use in value.uses()} == set(layers)
+        places = _Search(placement, _weight(layers[0]).size).behind(value) if alone else None
+        if places is not None or not _is_quantized_before(value, placement):
+            groups.append(Group(value, tuple(layers), places, input_spec, weights))
+    return groups
+
+
+def _is_quantized_before(value: ir.Value, placement: Placement) -> bool:
+    """Whether a tensor only holds values that were rounded already: a Mul comes too late for them."""
+    producer = value.producer()
+    moves = producer is not None and rule_of(producer.op_type).shares_scale
+    return moves and producer is not None and producer.inputs[0] in placement.activations
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Looks for constants that divide a value by s, of so many channels, where they are divided by it."""
+
+    placement: Placement
+    channels: int
+
+    def behind(self, value: ir.Value) -> tuple[Place, ...] | None:
+        """The constants, where there are any; whoever asks knows that nothing else reads the value."""
+        node = value.producer()
+        if node is None or value is not node.outputs[0]:
+            return None
+        if is_linear(node):
+            return self._fitting(linear_places(node))
+        norm = fused_norm(node)
+        if norm is not None:
+            return self._fitting(tuple(part for part in (norm.gain, norm.bias) if part is not None))
+        if is_op(node, *COMMUTES) or (is_op(node, "Reshape") and self._keeps_channels(node)):
+            return self._through(node, 0)
+        if is_op(node, "Mul"):
+            # A constant factor takes it, or one of the two.
+            first = int(is_constant(node.inputs[1]))
+            return self._through(node, first) or self._through(node, 1 - first)
+        if is_op(node, "Div"):
+            return self._through(node, 0)
+        if is_op(node, "Add", "Sub"):
+            one, other = self._through(node, 0), self._through(node, 1)
+            return one + other if one and other else None
+        return None
+
+    def _keeps_channels(self, node: ir.Node) -> bool:
+        """Whether the last axis of what a node reads and writes are the channels."""
+        shapes = [dims(value) for value in (node.inputs[0], node.outputs[0])]
+        return all(shape and shape[-1] == self.channels for shape in shapes)
+
+    def _through(self, node: ir.Node, index: int) -> tuple[Place, ...] | None:
+        """The constants behind one input of a node, or that input where it is constant."""
+        value = node.inputs[index]
+        if value is None:
+            return None
+        if is_constant(value):
+            return self._fitting((Place(node, index),))
+        return self.behind(value) if read_once(value) else None
+
+    def _fitting(self, places: tuple[Place, ...]) -> tuple[Place, ...] | None:
+        """The places, if each is a constant with these channels, or one value for all that stays in float."""
+        return places if places and all(self._fits(place) for place in places) else None
+
+    def _fits(self, place: Place) -> bool:
+        if not is_constant(place.node.inputs[place.index]):
+            return False
+        single = place.size == 1 and (place.node, place.index) not in self.placement.weights
+        return single or place.size == self.channels
+
+
+def _smooth(group: Group, moments: Moments, alpha: float) -> bool:
+    """Scale one tensor if that is worth it."""
+    if not moments.count:
+        return False
+    if not np.isfinite(moments.power).all():
+        raise NonFiniteError(f"{group.value.name} holds NaN or Inf.")
+    largest = np.maximum(np.abs(moments.low), np.abs(moments.high)).astype(np.float64)
+    weight = np.max([channel_range(_weight(layer).array, input_axis(layer)) for layer in group.layers], axis=0)
+    s = smoothing_scale(largest, weight, alpha)
+    without, noise = (_noise(group, moments, scale) for scale in (np.ones_like(s), s))
+    if without is not None and noise is not None and noise > WORTH * without:
+        return False
+    for layer in group.layers:
+        _weight(layer).multiply(s)
+    for constant in group.places or ():
+        constant.multiply(1 / s)
+    if group.places is None:
+        _insert_mul(group, 1 / s)
+    return True
+
+
+def _weight(layer: ir.Node) -> Place:
+    return Place(layer, 1, input_axis(layer))
+
+
+def _noise(group: Group, moments: Moments, s: Array) -> float | None:
+    """The noise of the outputs under a scale; None where the input has no one step."""
+    if not group.input.has_zero_point:
+        return None
+    low, high = np.float32((moments.low / s).min()), np.float32((moments.high / s).max())
+    step = float(qparams_from_range(low, high, group.input).scale)
+    weight_power, error_power = np.zeros_like(s), np.zeros_like(s)
+    for layer, weight_spec in zip(group.layers, group.weights, strict=True):
+        axis = input_axis(layer)
+        shape = (-1, 1) if axis == 0 else (1, -1)
+        weight = (_weight(layer).array * s.reshape(shape)).astype(np.float32)
+        weight_power += (weight.astype(np.float64) ** 2).sum(1 - axis)
+        if weight_spec is not None and not weight_spec.is_block:
+            error = fake_quantize(weight, compute_qparams(weight, weight_spec), weight_spec) - weight
+            error_power += (error.astype(np.float64) ** 2).sum(1 - axis)
+    return output_noise(step, weight_power, error_power, moments.power / s**2)
+
+
+def _insert_mul(group: Group, factor: Array) -> None:
+    """Let the layers read value * factor."""
+    import onnx_ir as ir
+
+    value, graph = group.value, group.layers[0].graph
+    assert graph is not None
+    constant = new_initializer(graph, f"{value.name}_smoothing", factor.astype(_weight(group.layers[0]).array.dtype))
+    product = ir.node("Mul", [value, constant], name=f"{value.name}_Smoothing")
+    output = product.outputs[0]
+    output.name, output.type, output.shape = f"{value.name}_smoothed", value.type, value.shape
+    product.meta[FACTOR] = True
+    graph.insert_before(group.layers[0], [product])
+    for layer in group.layers:
+        layer.replace_input_with(0, output)

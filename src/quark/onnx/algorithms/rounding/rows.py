@@ -1,0 +1,118 @@
+"""The rows that a layer is trained on, gathered from a visit of a sweep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.solvers.reconstruct import Activation, Rows
+from quark.errors import CalibrationError
+from quark.onnx.algorithms.layer_sweep import Visit
+from quark.onnx.algorithms.rounding.patches import Product
+from quark.onnx.graph.model_file import constant, is_constant
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where rows wait.
+
+    Attributes:
+        bytes, rows: Most of them, of which every sample gets its share; None for no bound.
+        folder: A folder for files that hold them; None for memory.
+    """
+
+    bytes: int | None
+    rows: int | None = None
+    folder: Path | None = None
+
+    def empty(self, name: str, shape: tuple[int, ...]) -> Array:
+        """An array to be filled, float32."""
+        if self.folder is None:
+            return np.empty(shape, np.float32)
+        return np.lib.format.open_memmap(self.folder / f"{name}.npy", "w+", np.float32, shape)
+
+
+def gather(
+    visit: Visit, product: Product, activation: Activation | None, share: float, space: Space, seed: int
+) -> Rows:
+    """Rows of numpy arrays: some positions of every sample, in random order.
+
+    Args:
+        visit: Of a layer.
+        product: What its rows are.
+        activation: What follows it, which the targets have gone through.
+        share: Of the inputs that come from the quantized model: 1 and 0 leave the others away.
+        space: Where the rows wait, and how many may.
+        seed: Of the choice.
+
+    Raises:
+        CalibrationError: There is no output at all.
+    """
+    random = np.random.default_rng(seed)
+    groups, outputs, columns = product.matrix(visit.layer.weight).shape
+    sizes = [(len(y), math.prod(product.shape(y))) for y in map(np.atleast_2d, visit.outputs)]
+    samples, widest = sum(count for count, _ in sizes), max((each for _, each in sizes), default=0)
+    if not samples or not widest:
+        raise CalibrationError("the calibration data gives it no output")
+    both = 0 < share < 1
+    row = 4 * groups * (columns * (1 + both) + outputs)
+    bounds = [space.bytes and space.bytes // row, space.rows]
+    most = max(1, min([widest, *(bound // samples for bound in bounds if bound is not None)]))
+    starts = np.cumsum([0, *(min(most, each) for count, each in sizes for _ in range(count))])
+    inputs = space.empty("inputs", (int(starts[-1]), groups * columns))
+    floats = space.empty("floats", inputs.shape) if both else None
+    targets = space.empty("targets", (len(inputs), groups * outputs))
+    sources = [(inputs, visit.inputs if share > 0 else visit.float_inputs)]
+    sources += [] if floats is None else [(floats, visit.float_inputs)]
+    at = 0
+    for item, (count, each) in enumerate(sizes):
+        # A MatMul may read a vector: one sample of one position.
+        y = np.atleast_2d(visit.outputs[item])
+        xs = [(array, np.atleast_2d(np.asarray(source[item], np.float32))) for array, source in sources]
+        shape = product.shape(y)
+        for sample in range(count):
+            positions = random.permutation(each)[:most]
+            part = slice(at, at + len(positions))
+            for array, x in xs:
+                array[part] = product.rows(x, sample, shape, positions)
+            targets[part] = product.outputs(y, sample, positions)
+            at = part.stop
+    if activation is not None:
+        for start in range(0, at, 1 << 14):
+            targets[start : start + (1 << 14)] = activation(targets[start : start + (1 << 14)])
+    return Rows(inputs, targets, starts.tolist(), floats)
+
+
+def activation_of(node: ir.Node | None, outputs: int) -> Activation | None:
+    """A Relu, Clip, LeakyRelu or PRelu as one formula; None for none, or one that differs from position to position."""
+    if node is None:
+        return None
+    if node.op_type == "Relu":
+        return Activation(low=0.0)
+    if node.op_type == "LeakyRelu":
+        return Activation(slope=float(node.attributes.get_float("alpha", 0.01) or 0.0))
+    if node.op_type == "Clip":
+        return _clip(node)
+    slope = np.ravel(constant(node.inputs[1])) if is_constant(node.inputs[1]) else np.empty(0)
+    return Activation(slope=np.asarray(slope, np.float32)) if slope.size in (1, outputs) else None
+
+
+def _clip(node: ir.Node) -> Activation | None:
+    ends = [node.attributes.get_float("min", -math.inf), node.attributes.get_float("max", math.inf)]
+    for place in range(2):
+        value = node.inputs[place + 1] if len(node.inputs) > place + 1 else None
+        if value is not None:
+            if not is_constant(value):
+                return None
+            ends[place] = float(np.reshape(constant(value), ()))
+    low, high = ends
+    return Activation(-math.inf if low is None else low, math.inf if high is None else high)

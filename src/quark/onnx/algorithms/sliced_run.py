@@ -1,0 +1,178 @@
+"""Runs a graph in slices, so that its weights can change between them: each node once for each sample.
+
+A slice is what a wanted tensor still needs. Of what it computes only the tensors that something later reads are kept,
+for all samples; codes (what QuantizeLinear or a Cast to bfloat16 gives) are not, but computed again from what is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from quark.onnx.calibration.data.inputs import Array
+from quark.onnx.calibration.data.samples import Samples, Store
+from quark.onnx.graph.sessions import open_session, run_sample
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
+
+
+class Walk:
+    """One model, run over samples as far as was asked.
+
+    Args:
+        model: The model; weights and codes are read when the slice that uses them runs.
+        data: The samples.
+        count: How many of them are run, from the first.
+        store: Where tensors wait; several walks may share it.
+        goals: What will be asked for.
+    """
+
+    def __init__(self, model: ir.Model, data: Samples, count: int, store: Store, goals: Iterable[ir.Value]) -> None:
+        self.model, self.data, self.count, self.store = model, data, count, store
+        self.goals = set(goals)
+        self._reads = {node: list(_reads(node)) for node in model.graph}
+        self._static: set[ir.Node] = set()
+        for node, values in self._reads.items():
+            # The same for every sample: never kept for each.
+            if all(_is_fixed(value) or value.producer() in self._static for value in values):
+                self._static.add(node)
+        self._held: set[ir.Value] = set()
+        self._todo = {node for goal in self.goals for node in self._slice(goal, set(self._reads))}
+
+    def reach(self, goal: ir.Value) -> None:
+        """Compute a goal for every sample; it is kept until it is released."""
+        nodes = self._slice(goal, self._todo)
+        if not nodes:
+            return
+        later = self._todo - set(nodes)
+        kept, again = self._frontier(nodes, later)
+        for sample, arrays in enumerate(self._compute(nodes, kept)):
+            for value, array in zip(kept, arrays, strict=True):
+                self.store[self, sample, value] = array
+        self._held.update(kept)
+        self._todo = later | again
+        self._forget()
+
+    def peek(self, goal: ir.Value) -> Iterator[Array]:
+        """A tensor of each sample in turn, with the weights of now; nothing is kept of it."""
+        for (array,) in self._compute(self._slice(goal, set(self._reads)), [goal]):
+            yield array
+
+    def release(self, goal: ir.Value) -> None:
+        """Forget a goal, once nothing that is to come reads it."""
+        self.goals.discard(goal)
+        self._forget()
+
+    def value(self, sample: int, value: ir.Value) -> Array:
+        """A goal that was reached."""
+        if value.is_graph_input():
+            return self.data[sample][value.name or ""]
+        return self.store[self, sample, value]
+
+    def _slice(self, goal: ir.Value, among: set[ir.Node]) -> list[ir.Node]:
+        """The nodes, in order, that a tensor needs and that are not behind a tensor that is held."""
+        found: set[ir.Node] = set()
+        stack = [goal]
+        while stack:
+            value = stack.pop()
+            producer = value.producer()
+            if value in self._held or producer is None or producer in found or producer not in among:
+                continue
+            found.add(producer)
+            stack += self._reads[producer]
+        return [node for node in self._reads if node in found]
+
+    def _frontier(self, nodes: Sequence[ir.Node], later: set[ir.Node]) -> tuple[list[ir.Value], set[ir.Node]]:
+        """What is kept of a slice, and its nodes that run again, as what they give is not."""
+        inside, again = set(nodes), set[Any]()
+        needed = {value for node in later for value in self._reads[node]} | self.goals
+        stack = [value for node in nodes for value in node.outputs if value in needed]
+        kept: dict[ir.Value, None] = {}
+        while stack:
+            value = stack.pop()
+            producer = value.producer()
+            if producer not in inside or producer in again or value in kept:
+                continue
+            assert producer is not None
+            storable = value.dtype is not None and value.dtype.name in KEPT and producer not in self._static
+            if storable or value in self.goals:
+                kept[value] = None
+            else:
+                again.add(producer)
+                stack += self._reads[producer]
+        return list(kept), again
+
+    def _forget(self) -> None:
+        needed = {value for node in self._todo for value in self._reads[node]} | self.goals
+        for value in self._held - needed:
+            for sample in range(self.count):
+                self.store.pop((self, sample, value))
+        self._held &= needed
+
+    def _compute(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> Iterator[list[Array]]:
+        """The outputs of a slice, sample by sample."""
+        made = {value for node in nodes for value in node.outputs}
+        read = dict.fromkeys(value for node in nodes for value in self._reads[node] if value not in made)
+        inputs = [value for value in read if not _is_fixed(value)]
+        proto = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
+        # A slice may begin behind a DequantizeLinear: in integers, ONNX Runtime would quantize its input once more.
+        session = open_session(proto, threads=os.cpu_count() or 1, in_float=True)
+        names = [value.name or "" for value in outputs]
+        for sample in range(self.count):
+            yield run_sample(session, names, {value.name or "": self.value(sample, value) for value in inputs})
+
+    def _proto(
+        self,
+        nodes: Sequence[ir.Node],
+        inputs: Sequence[ir.Value],
+        constants: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
+    ) -> onnx.ModelProto:
+        import onnx_ir as ir
+
+        proto = onnx.ModelProto(ir_version=self.model.ir_version)
+        proto.opset_import.extend(
+            onnx.helper.make_opsetid(domain, version) for domain, version in self.model.opset_imports.items()
+        )
+        proto.functions.extend(ir.to_proto(function) for function in self.model.functions.values())
+        graph = proto.graph
+        graph.name = "slice"
+        graph.node.extend(ir.to_proto(node) for node in nodes)
+        for value in inputs:
+            rank = None if value.shape is None else [None] * len(value.shape)
+            assert value.dtype is not None
+            graph.input.append(onnx.helper.make_tensor_value_info(value.name or "", value.dtype.value, rank))
+        for value in constants:
+            tensor = value.const_value
+            assert tensor is not None
+            # Read now: what is mapped from a file, or computed when it is read, becomes part of the slice.
+            own = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+            graph.initializer.append(ir.to_proto(own))
+        graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in outputs)
+        return proto
+
+
+def _is_fixed(value: ir.Value) -> bool:
+    """Whether a value is an initializer."""
+    return value.producer() is None and value.const_value is not None and not value.is_graph_input()
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads of its graph, by itself or in the bodies that it holds."""
+    import onnx_ir as ir
+
+    inner = (
+        part
+        for attribute in node.attributes.values()
+        if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+        for graph in (attribute.as_graphs() if attribute.type is ir.AttributeType.GRAPHS else [attribute.as_graph()])
+        for part in ir.traversal.RecursiveGraphIterator(graph)
+    )
+    yield from (value for value in node.inputs if value is not None)
+    yield from (v for part in inner for v in part.inputs if v is not None and v.graph is node.graph)

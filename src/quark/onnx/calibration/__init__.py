@@ -1,0 +1,1 @@
+"""Ranges of activations: data in, statistics, qparams out."""

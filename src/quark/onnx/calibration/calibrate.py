@@ -1,0 +1,229 @@
+"""One pass over the data, graph optimisation on: the statistics of exactly those tensors that will be quantized.
+
+Each sample's activations are reduced while the next sample runs; memory holds two samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import onnx
+
+from quark.core.observers import Observer
+from quark.core.scales import QParams
+from quark.errors import CalibrationError, QuarkError
+from quark.log import progress
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.random_reader import RandomDataReader
+from quark.onnx.calibration.data.readers import samples
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.qparams import make_observer
+from quark.onnx.calibration.statistics import EverythingObserver, Statistics, load_or_start
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.masks import limit
+from quark.onnx.graph.model_file import is_constant, split_weights
+from quark.onnx.graph.sessions import run_sample
+from quark.onnx.operators import RULES, rule_of
+from quark.onnx.placement.dual_pairs import source_name
+from quark.onnx.placement.place import Placement
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import onnxruntime
+
+
+def activation_params(
+    model: ir.Model,
+    placement: Placement,
+    settings: Settings,
+    reader: Any,
+    fingerprint: str = "",
+    statistics: Statistics | None = None,
+) -> dict[ir.Value, QParams]:
+    """Scale and zero point of each class of activations.
+
+    Args:
+        model: The float model, not changed.
+        placement: Which tensors, with which spec.
+        settings: Limits, providers, the statistics file.
+        reader: Anything with `get_next()`, or an iterable of samples; None where the statistics file has everything.
+        fingerprint: Of the float model; for the statistics file.
+        statistics: Statistics in memory: read, and completed, instead of a file.
+
+    Raises:
+        CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
+        NonFiniteError: A tensor held NaN or Inf.
+    """
+    classes = _classes(placement)
+    if not classes:
+        return {}
+    observers = {root: make_observer(placement.activations[root], settings) for root in classes}
+    tensors = [(name, root) for root, names in classes.items() for name in names]
+    if settings.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
+        # A tensor that is quantized twice is looked at once.
+        statistics = Statistics(fingerprint)
+    if settings.statistics is None and statistics is None:
+        collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
+    else:
+        statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
+        for name, root in tensors:
+            if name in statistics.states:
+                part = make_observer(observers[root].spec, settings)
+                part.restore(statistics.states[name])
+                observers[root].merge(part)
+    masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
+    for value in [value for value in placement.activations if placement.root(value) in masks]:
+        del placement.activations[value]
+    return {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
+
+
+def _is_mask(observer: Observer, half: bool) -> bool:
+    """Whether a tensor carries an attention mask: no scale serves both -3e38 and its other values."""
+    largest = limit("float16" if half else "float32")
+    extremes = [np.asarray(side) for side in (observer.low, observer.high) if side is not None]
+    return any(bool(np.isfinite(side).all() and (abs(side) > largest).any()) for side in extremes)
+
+
+def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
+    """The tensor that stands for a class -> names of the tensors whose values count."""
+    classes: dict[ir.Value, list[str]] = {}
+    for value, spec in placement.activations.items():
+        if not spec.needs_calibration:
+            continue
+        root = placement.root(value)
+        names = classes.setdefault(root, [])
+        producer = value.producer()
+        moved = producer is not None and rule_of(producer.op_type).shares_scale
+        if value is root or not moved:
+            names.append(source_name(value))
+    return classes
+
+
+def _complete(
+    statistics: Statistics | None,
+    model: ir.Model,
+    tensors: list[str],
+    reader: Any,
+    settings: Settings,
+    fingerprint: str,
+) -> Statistics:
+    """The statistics, of the file where none are given, with all of these tensors: what lacks is collected and kept."""
+    path = settings.statistics if statistics is None else None
+    if statistics is None:
+        assert path is not None
+        statistics = load_or_start(path, fingerprint)
+    missing = {name: EverythingObserver() for name in tensors if name not in statistics.states}
+    if missing and statistics.states and reader is None and not settings.random_data:
+        raise CalibrationError(
+            f"{path or 'The statistics'} lacks {len(missing)} tensors that this scheme needs "
+            f"({next(iter(missing))}, ...): other passes or targets have other tensors. "
+            "Possible: pass the calibration data once more."
+        )
+    if missing:
+        others = [name for name in _all_tensors(model) if name not in statistics.states]
+        missing = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
+        collect(model, missing, reader, settings)
+        statistics.add(missing)
+        if path is not None:
+            statistics.save(path)
+    return statistics
+
+
+def _all_tensors(model: ir.Model) -> list[str]:
+    """The float tensors that some scheme may quantize: what the ops with a rule read and write."""
+    values = [value for node in model.graph if node.op_type in RULES for value in (*node.inputs, *node.outputs)]
+    live = [value for value in values if value is not None and not is_constant(value) and value.dtype is not None]
+    names = dict.fromkeys(source_name(value) for value in live if str(value.dtype) in ("FLOAT", "FLOAT16"))
+    return [name for name in names if name]
+
+
+def _solved(name: str | None, observer: Observer) -> QParams:
+    try:
+        return observer.qparams()
+    except QuarkError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def repeatable(reader: Any, model: ir.Model, settings: Settings) -> Samples | None:
+    """The data for algorithms, which read them more than once; None where there are none."""
+    if isinstance(reader, Samples) or (reader is None and not settings.random_data):
+        return reader
+    return Samples(
+        _random(model, settings) if reader is None else reader, model_inputs(model), settings.calibration_samples
+    )
+
+
+def _random(model: ir.Model, settings: Settings) -> RandomDataReader:
+    return RandomDataReader(model, dict(settings.random_shapes), dict(settings.random_ranges))
+
+
+class Collector(Protocol):
+    """Whatever looks at the values of a tensor, sample by sample."""
+
+    def update(self, x: Any) -> None:
+        """See the values of one sample."""
+
+
+def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, settings: Settings) -> None:
+    """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
+    if reader is None and settings.random_data:
+        reader = _random(model, settings)
+    if reader is None:
+        raise CalibrationError(
+            f"{len(observers)} activations ({next(iter(observers))}, ...) have static scales, which need a calibration "
+            "data reader. Possible: pass one (--calib on the command line), or weight-only quantization."
+        )
+    inputs = model_inputs(model)
+    wanted = [name for name in observers if name not in inputs]
+    count = 0
+    seen: dict[str, Any] = {}
+    with model_session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
+        for feed in progress(samples(reader, inputs, settings.calibration_samples), "calibration"):
+            running = ahead.submit(run_sample, session, wanted, feed) if wanted else None
+            # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
+            # use their memory again.
+            _update(observers, seen)
+            _update(observers, {name: feed[name] for name in observers if name in inputs})
+            seen = dict(zip(wanted, running.result(), strict=True)) if running else {}
+            count += 1
+        _update(observers, seen)
+    if count == 0:
+        raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
+
+
+def _update(observers: Mapping[str, Collector], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        observers[name].update(np.asarray(value))
+
+
+@contextmanager
+def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
+    """A session that can give the wanted tensors too, over the weights of the model where they are."""
+    # onnxruntime is imported when a session is made.
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    # A plan of where tensors lie saves nothing where nearly all of them are outputs, and costs a tenth of the time.
+    options.enable_mem_pattern = False
+    # Threads that wait leave their core to the counting.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    proto, weights = split_weights(model)
+    present = {output.name for output in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in present)
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    shared = [
+        onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, types[name]) for name, array in weights.items()
+    ]
+    options.add_external_initializers(list(weights), shared)
+    try:
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=list(settings.providers))
+    except Exception as error:
+        raise QuarkError(f"ONNX Runtime does not load the model: {error}") from error
+    # The arrays outlive the session, which reads them.
+    yield session
+    del session, shared

@@ -1,0 +1,1 @@
+"""Calibration samples: readers, files, folders, random data."""

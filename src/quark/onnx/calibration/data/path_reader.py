@@ -1,0 +1,134 @@
+"""PathDataReader: calibration data from a folder or a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+
+from quark.errors import CalibrationError, ConfigError, FormatError
+from quark.onnx.calibration.data.inputs import Array, Feed, Input, check_feed, model_inputs
+from quark.onnx.calibration.data.readers import CalibrationDataReader
+from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image, rebatch
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class PathDataReader(CalibrationDataReader):
+    """Reads samples from disk as they are asked for.
+
+    A folder holds one file for each sample: arrays (.npy), named arrays (.npz) or images; a model with several inputs
+    takes .npz, or a folder for each input: `folder/<input name>/*.npy`. A single .npz or .npy file holds all samples
+    along the first axis. A missing batch axis is added.
+
+    Args:
+        model_input: The model that is fed.
+        data_path: Folder or file.
+        input_shape: Shape to give to the arrays of a model with one input, or input name -> shape.
+        batch_size: Rows in a sample. None: files of a folder as they are; from a single file the batch of the model,
+            or 1.
+        mean: Mean of each colour, or of all, in units of 0 to 1; for images read as floats: (image / 255 - mean) / std.
+        std: Standard deviation of the same.
+
+    Raises:
+        CalibrationError: The path is not there, is empty or unreadable, or a sample does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model_input: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
+        data_path: str | os.PathLike[str],
+        input_shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        batch_size: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        if (mean is None) != (std is None):
+            raise ConfigError("mean and std of images belong together: give both or neither.")
+        if std is not None and not np.all(np.asarray(std) > 0):
+            raise ConfigError(f"The std of images must be over 0, got {list(std)}.")
+        self._inputs, self._path = model_inputs(model_input), Path(data_path)
+        self._shapes = self._named_shapes(input_shape or {})
+        self._colour = None if mean is None else (np.array(mean, np.float32), np.array(std, np.float32))
+        self._size = batch_size
+        if batch_size is None and self._path.is_file():
+            self._size = next((entry.batch for entry in self._inputs.values() if entry.batch), 1)
+        self._sources = find_samples(self._path, list(self._inputs))
+        if mean is not None and not any(path.suffix.lower() in IMAGES for s in self._sources for path in s.values()):
+            raise ConfigError(f"mean and std are for images, and {self._path} has none: arrays are taken as they are.")
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Start again at the first sample."""
+        feeds = (self._feed(source) for source in self._sources)
+        self._feeds = feeds if self._size is None else rebatch(feeds, self._size)
+
+    def get_next(self) -> Feed | None:
+        try:
+            feed = next(self._feeds, None)
+        except FormatError as error:
+            raise CalibrationError(str(error)) from None
+        if feed is not None:
+            check_feed(feed, self._inputs, f"A sample of {self._path}")
+        return feed
+
+    def _named_shapes(self, given: Sequence[int] | Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+        if isinstance(given, Mapping) or not given:
+            return given if isinstance(given, Mapping) else {}
+        if len(self._inputs) != 1:
+            raise ConfigError(f"input_shape: the model has the inputs {', '.join(self._inputs)}; give a dict.")
+        return {next(iter(self._inputs)): given}
+
+    def _feed(self, source: Mapping[str, Path]) -> Feed:
+        """The arrays of one sample, the batch axis added where it is missing."""
+        feed = {}
+        for name, path in source.items():
+            if path.suffix.lower() == ".npz":
+                return {n: self._fit(n, a, path) for n, a in self._named(path).items()}
+            image = path.suffix.lower() in IMAGES
+            feed[name] = self._fit(name, self._image(path, self._inputs[name]) if image else read_array(path), path)
+        return feed
+
+    def _named(self, path: Path) -> Feed:
+        arrays = read_arrays(path)
+        if len(arrays) == len(self._inputs) == 1:
+            return dict(zip(self._inputs, arrays.values(), strict=True))
+        if set(arrays) != set(self._inputs):
+            expected = ", ".join(map(str, self._inputs.values()))
+            raise CalibrationError(f"{path} holds {', '.join(sorted(arrays))}; the model expects {expected}.")
+        return arrays
+
+    def _fit(self, name: str, array: Array, path: Path) -> Array:
+        if name in self._shapes:
+            try:
+                array = array.reshape(self._shapes[name])
+            except ValueError as error:
+                raise CalibrationError(f"{path}: {error}.") from None
+        shape = self._inputs[name].shape
+        return array[None] if shape is not None and array.ndim == len(shape) - 1 else array
+
+    def _image(self, path: Path, entry: Input) -> Array:
+        """An image in the layout and the type of an input, without batch axis."""
+        shape = (entry.shape or ())[-3:]
+        first = len(shape) == 3 and shape[0] in (1, 3)
+        channels = shape[0] if first else shape[-1] if len(shape) == 3 else None
+        if channels not in (1, 3):
+            raise CalibrationError(f"{path} is an image; the input {entry} has no axis of 1 or 3 colours.")
+        pixels = read_image(path, "RGB" if channels == 3 else "L")
+        array = pixels[..., None] if pixels.ndim == 2 else pixels
+        if np.dtype(entry.dtype).kind != "u":
+            if self._colour is None:
+                raise CalibrationError(
+                    f"{path} holds 0 to 255 and the model expects {entry}: say how it was trained to see images by "
+                    "mean and std, as in (image / 255 - mean) / std."
+                )
+            mean, std = self._colour
+            if {len(mean), len(std)} - {1, channels}:
+                raise ConfigError(f"mean and std of {path} take one number or {channels}, one for each colour.")
+            array = ((array / np.float32(255) - mean) / std).astype(entry.dtype)
+        return array.transpose(2, 0, 1) if first else array

@@ -1,0 +1,113 @@
+"""Calibration data readers: anything with `get_next() -> dict | None`, and iterables.
+
+A sample ("feed") is a dict from each input of the model to an array that holds the batch axis too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from quark.errors import CalibrationError, NotSupportedError
+from quark.onnx.calibration.data.inputs import Array, Feed, Input, check_feed
+
+
+class CalibrationDataReader(ABC):
+    """Yields samples one by one; a class of ONNX Runtime's name and protocol."""
+
+    @abstractmethod
+    def get_next(self) -> Feed | None:
+        """The next sample; None at the end."""
+
+    def __iter__(self) -> Iterator[Feed]:
+        while (feed := self.get_next()) is not None:
+            yield feed
+
+
+class CachedDataReader(CalibrationDataReader):
+    """All samples of a reader in memory, to be read more than once.
+
+    Args:
+        dr: The reader.
+        data_size: Most samples kept; None for all.
+        convert_nchw_to_nhwc: Move the channels of arrays with four dimensions to the end.
+        quantize_fp16: Not in this version.
+    """
+
+    def __init__(
+        self,
+        dr: Any,
+        data_size: int | None = None,
+        convert_nchw_to_nhwc: bool = False,
+        quantize_fp16: bool = False,
+    ) -> None:
+        if quantize_fp16:
+            raise NotSupportedError("CachedDataReader(quantize_fp16=True) is not part of this version.")
+        self._feeds: list[Feed] = []
+        reader = as_reader(dr)
+        while (data_size is None or len(self) < data_size) and (feed := reader.get_next()) is not None:
+            self._feeds.append(
+                {n: _channels_last(np.asarray(a)) for n, a in feed.items()} if convert_nchw_to_nhwc else feed
+            )
+        self.reset_iter()
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def reset_iter(self) -> None:
+        """Start again at the first sample."""
+        self._rest = iter(self._feeds)
+
+    def get_next(self) -> Feed | None:
+        return next(self._rest, None)
+
+
+def _channels_last(array: Array) -> Array:
+    return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
+
+
+class _Iterating(CalibrationDataReader):
+    """An iterable of dicts, or of arrays for a model with one input."""
+
+    def __init__(self, items: Iterable[Any], inputs: Mapping[str, Input]) -> None:
+        self._items, self._inputs = iter(items), inputs
+
+    def get_next(self) -> Feed | None:
+        for item in self._items:
+            try:
+                if isinstance(item, Mapping):
+                    return {name: np.asarray(value) for name, value in item.items()}
+                if len(self._inputs) == 1:
+                    return {next(iter(self._inputs)): np.asarray(item)}
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise CalibrationError(f"A calibration sample cannot be turned into numpy arrays: {error}.") from None
+            expected = ", ".join(map(str, self._inputs.values())) or "input name -> array"
+            raise CalibrationError(f"A calibration sample is a {type(item).__name__}; expected: a dict of {expected}.")
+        return None
+
+
+def as_reader(data: Any, inputs: Mapping[str, Input] | None = None) -> Any:
+    """Make a reader of what was given: a reader is itself; an iterable of dicts or arrays is read once.
+
+    Raises:
+        CalibrationError: It is neither.
+    """
+    if callable(getattr(data, "get_next", None)):
+        return data
+    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise CalibrationError(
+            f"A calibration reader needs get_next(), or is an iterable of samples; {type(data).__name__} is neither."
+        )
+    return _Iterating(data, inputs or {})
+
+
+def samples(reader: Any, inputs: dict[str, Input], limit: int | None = None) -> Iterator[Feed]:
+    """The samples of a reader or an iterable, each checked against the inputs of the model."""
+    reader, count = as_reader(reader, inputs), 0
+    while (limit is None or count < limit) and (feed := reader.get_next()) is not None:
+        check_feed(feed, inputs)
+        yield {name: np.asarray(value) for name, value in feed.items()}
+        count += 1

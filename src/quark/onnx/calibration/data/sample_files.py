@@ -1,0 +1,115 @@
+"""Samples in files: where they lie, and what an .npy, an .npz or an image holds."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from quark.errors import CalibrationError, FormatError, MissingDependencyError
+from quark.onnx.calibration.data.inputs import Array, Feed
+
+IMAGES = frozenset({".png", ".jpg", ".jpeg"})
+SUFFIXES = frozenset({".npy", ".npz"}) | IMAGES
+
+
+def find_samples(path: Path, inputs: Sequence[str]) -> list[dict[str, Path]]:
+    """The files of each sample: input name -> file; of an .npz, which names its arrays itself, any input name.
+
+    Raises:
+        CalibrationError: Nothing there, or not the same files for each input.
+    """
+    if path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise CalibrationError(f"{path} is no data file; possible: {', '.join(sorted(SUFFIXES))}, or a folder.")
+        return [_named_alike(path, inputs)]
+    if not path.is_dir():
+        raise CalibrationError(f"{path} is neither a folder nor a file.")
+    if any((path / name).is_dir() for name in inputs):
+        files = {name: _data_files(path / name) for name in inputs}
+        stems = {name: [file.stem for file in found] for name, found in files.items()}
+        for name in inputs:
+            if stems[name] != stems[inputs[0]]:
+                raise CalibrationError(
+                    f"{path / inputs[0]} has {len(stems[inputs[0]])} files and {path / name} {len(stems[name])}: "
+                    "each sample needs a file of one name in the folder of every input."
+                )
+        return [dict(zip(inputs, row, strict=True)) for row in zip(*files.values(), strict=True)]
+    return [_named_alike(file, inputs) for file in _data_files(path)]
+
+
+def _named_alike(file: Path, inputs: Sequence[str]) -> dict[str, Path]:
+    if len(inputs) > 1 and file.suffix.lower() != ".npz":
+        raise CalibrationError(
+            f"{file} is one array; the model has the inputs {', '.join(inputs)}. Possible: .npz files with these "
+            "names, or a folder for each input."
+        )
+    return {inputs[0]: file}
+
+
+def _data_files(folder: Path) -> list[Path]:
+    found = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+    if not found:
+        raise CalibrationError(f"{folder} holds no samples; possible: files of {', '.join(sorted(SUFFIXES))}.")
+    return found
+
+
+def rebatch(feeds: Iterable[Feed], size: int) -> Iterator[Feed]:
+    """Feeds of `size` rows along the first axis; the last may have fewer.
+
+    Raises:
+        CalibrationError: Inputs of one feed differ in rows, or have none.
+    """
+    rest: Feed = {}
+    for feed in feeds:
+        counts = {name: len(array) if array.ndim else None for name, array in feed.items()}
+        if None in counts.values() or len(set(counts.values())) != 1:
+            raise CalibrationError(f"Samples are counted along the first axis, and the inputs differ in it: {counts}.")
+        rest = {name: np.concatenate([rest[name], array]) for name, array in feed.items()} if rest else feed
+        count = len(next(iter(rest.values())))
+        for start in range(0, count - size + 1, size):
+            yield {name: array[start : start + size] for name, array in rest.items()}
+        rest = {name: array[count - count % size :] for name, array in rest.items()} if count % size else {}
+    if rest:
+        yield rest
+
+
+def read_array(path: Path) -> Array:
+    """The array of an .npy file. Raises FormatError when it is none; pickled objects are not loaded."""
+    try:
+        return np.asarray(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise FormatError(f"{path} is not an .npy file: {error}.") from None
+
+
+def read_arrays(path: Path) -> Feed:
+    """The named arrays of an .npz file. Raises FormatError when it is none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: np.asarray(file[name]) for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise FormatError(f"{path} is not an .npz file: {error}.") from None
+
+
+def read_image(path: Path, mode: str | None = None) -> Array:
+    """The pixels of an image: uint8 [height, width, colours], or [height, width] of a grey one.
+
+    Args:
+        path: PNG or JPEG.
+        mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
+
+    Raises:
+        FormatError: It is no image.
+        MissingDependencyError: pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise MissingDependencyError(f"{path.name}: images need pillow: pip install 'openquark[images]'.") from None
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB")))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise FormatError(f"{path} is not an image: {error}.") from None

@@ -1,0 +1,181 @@
+"""Parameters: scale and zero point of everything that a placement quantizes, known before anything is written.
+
+Activations get theirs from statistics, weights from their own values. An int32 bias has none of its own:
+scale = input scale * weight scale, taken when it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.core.array import row_chunks
+from quark.core.granularity import PerChannel, PerTensor
+from quark.core.observers import OBSERVERS, Observer
+from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
+from quark.core.observers.percentile import PercentileObserver
+from quark.core.quantize import QParams, quantize
+from quark.core.scales import ScaleType
+from quark.core.spec import TensorSpec
+from quark.errors import NonFiniteError, QuarkError
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import dims
+from quark.onnx.graph.model_file import constant
+from quark.onnx.placement.place import Placement
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+CHUNK_BYTES = 1 << 22
+CAST = QParams(np.ones((), np.float32))
+"""Of a plain cast, and in the place of what a block format finds for each block."""
+
+
+@dataclass
+class Parameters:
+    """The numbers of one model.
+
+    Attributes:
+        activations: The tensor that stands for a class -> its scale and zero point.
+        weights: (node, input index) -> scale and zero point.
+    """
+
+    activations: dict[ir.Value, QParams] = field(default_factory=dict)
+    weights: dict[tuple[ir.Node, int], QParams] = field(default_factory=dict)
+
+
+def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
+    """The statistic that a spec asks for."""
+    if spec.observer == "percentile":
+        return PercentileObserver(spec, settings.percentile)
+    if spec.observer == "layerwise_percentile":
+        return LayerwisePercentileObserver(spec, settings.percentile_candidates, settings.percentile_metric)
+    return OBSERVERS[spec.observer](spec)
+
+
+def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Node, int], QParams]:
+    """Scale and zero point of every weight that has one; a constant that several nodes read is looked at once.
+
+    Raises:
+        NonFiniteError: A weight holds NaN or Inf.
+    """
+    found: dict[tuple[ir.Node, int], QParams] = {}
+    seen: dict[tuple[int, TensorSpec], QParams] = {}
+    for (node, index), spec in placement.weights.items():
+        value = node.inputs[index]
+        if spec.is_cast or spec.is_block:
+            if not np.isfinite(np.asarray(constant(value), np.float32)).all():
+                raise NonFiniteError(f"The weight {value.name if value else index} of {node.name} holds NaN or Inf.")
+            found[node, index] = CAST
+            continue
+        key = (id(value), spec)
+        if key not in seen:
+            observer = make_observer(spec, settings)
+            observer.update(np.asarray(constant(value), np.float32))
+            try:
+                seen[key] = observer.qparams()
+            except NonFiniteError:
+                name = value.name if value is not None else index
+                raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.") from None
+            except QuarkError as error:
+                raise type(error)(f"The weight {value.name if value else index} of {node.name}: {error}") from None
+        found[node, index] = seen[key]
+    return found
+
+
+def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
+    """A symmetric signed integer spec with the range [-max, max] that ONNX tools use: scale = amax / max."""
+    if spec is None or not spec.has_zero_point or not spec.symmetric or not spec.dtype.signed:
+        return spec
+    return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))
+
+
+def rescaled(params: QParams, spec: TensorSpec, scale: Array) -> QParams:
+    """Parameters with another scale; an asymmetric zero point goes where the smallest value stays in the range."""
+    scale, zero = np.asarray(scale, np.float32), params.zero_point
+    if np.array_equal(scale, params.scale):
+        return params
+    if zero is not None and not spec.symmetric:
+        low = (spec.dtype.min - np.asarray(zero, np.float64)) * params.scale
+        zero = np.clip(spec.dtype.min - np.rint(low / scale), spec.dtype.min, spec.dtype.max).astype(np.float32)
+    return replace(params, scale=scale, zero_point=zero)
+
+
+def widen_softmax(placement: Placement, activations: dict[ir.Value, QParams]) -> None:
+    """Keep the scale of 8-bit outputs of Softmax within the reach of ONNX Runtime's integer kernel.
+
+    It computes exp(x) * (1 / scale) / sum in 32 bits, of which exp(x) takes what the length of the axis leaves. From
+    measurements on 1.31: right up to 1 / scale = 128 * length, and nothing but overflow from 150 * length on.
+    """
+    for node in placement.nodes:
+        output = node.outputs[0]
+        spec = placement.activations.get(output)
+        if node.op_type != "Softmax" or spec is None or not spec.has_zero_point or spec.dtype.bits != 8:
+            continue
+        sizes = dims(output)
+        length = sizes[node.attributes.get_int("axis", -1)] if sizes else None
+        root = placement.root(output)
+        # A power of two, which every kind of scale may be; an open axis may be as short as two.
+        least = 2.0 ** -int(np.log2(128 * max(2, length or 2)))
+        activations[root] = rescaled(activations[root], spec, np.maximum(activations[root].scale, least))
+
+
+def channel_bias(bias: Array, scale: Array) -> tuple[Array, Array]:
+    """A bias (..., channels) in float32 and the scale of its weight, one for all or one for each channel.
+
+    A bias that is one for all channels is repeated; so are scales that the groups of a ConvTranspose share.
+    """
+    bias = np.asarray(bias, np.float32)
+    if np.ndim(scale) == 0:
+        return bias, scale
+    channels = bias.shape[-1] if bias.ndim else 1
+    scale = np.tile(scale, max(1, channels // len(scale)))
+    return np.broadcast_to(bias, np.broadcast_shapes(bias.shape, scale.shape)), scale
+
+
+def largest_bias(bias: Array, scale: Array) -> Any:
+    """The largest magnitude under each scale."""
+    return np.abs(bias).max(axis=tuple(range(bias.ndim - np.ndim(scale))), initial=0)
+
+
+def scale_for_bias(bias: Array, scale: Array, data_scale: Array) -> Array:
+    """The smallest scale of a weight, in the shape of the one it has, under which an int32 bias fits."""
+    largest = largest_bias(*channel_bias(bias, scale))
+    if np.ndim(scale):
+        largest = largest.reshape(-1, len(scale)).max(0)
+    # In float32 2^31 - 1 is 2^31: a margin of one step of float32.
+    return np.asarray(np.asarray(largest, np.float64) / ((2**31 - 2**8) * np.asarray(data_scale, np.float64)))
+
+
+def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
+    """Enlarge the scale of every weight under which its int32 bias would not fit: |bias| <= (2^31 - 1) s_in s_w."""
+    owners = {place: (place[0], weight) for place, weight in placement.biases.items()}
+    owners |= {place: (matmul, 1) for place, matmul in placement.added_biases.items()}
+    for (node, index), weight in owners.items():
+        data = weight[0].inputs[0]
+        source = None if data is None else parameters.activations.get(placement.root(data))
+        if source is None or weight not in parameters.weights:
+            continue
+        params = parameters.weights[weight]
+        needed = scale_for_bias(constant(node.inputs[index]), params.scale, source.scale)
+        if placement.weights[weight].scale_type is ScaleType.pof2:
+            needed = np.exp2(np.ceil(np.log2(np.maximum(needed, params.scale))))
+        parameters.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
+
+
+def encode(weight: Array, params: QParams, spec: TensorSpec, kind: Any) -> Array:
+    """Codes of a weight in the numpy type `kind`; besides the result, memory for a few rows only."""
+    axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
+    if weight.ndim < 2 or not isinstance(spec.granularity, (PerTensor, PerChannel)):
+        return np.asarray(quantize(np.asarray(weight, np.float32), params, spec)).astype(kind)
+    codes = np.empty(weight.shape, kind)
+    for rows in row_chunks(len(weight), 4 * weight[0].size, CHUNK_BYTES):
+        part = params
+        if axis == 0 and np.ndim(params.scale):
+            zero = None if params.zero_point is None else params.zero_point[rows]
+            part = QParams(params.scale[rows], zero)
+        codes[rows] = quantize(np.asarray(weight[rows], np.float32), part, spec)
+    return codes

@@ -1,0 +1,1 @@
+"""What users write, in every generation of names, and its lowering to Settings."""

@@ -1,0 +1,282 @@
+"""The extra options: one row each. What a row does not say, `lowering/` does with the value.
+
+    _obeyed    lowering turns the value into Settings
+    _moot      any value is accepted: what it asks for is so in any case
+    _later     only the default, and values that ask for what is done anyway; the rest is not part of this version
+
+A default of None is decided by the other settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from quark.core.registry import Registry
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
+
+Kind = tuple[type, ...]
+BOOL: Kind = (bool,)
+INT: Kind = (int,)
+NUMBER: Kind = (int, float)
+TEXT: Kind = (str,)
+LIST: Kind = (list, tuple)
+DICT: Kind = (dict,)
+ANY: Kind = (object,)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One extra option.
+
+    Attributes:
+        name: Its key.
+        kind: Accepted Python types; None is one more where it is the default.
+        default: What leaving it out means.
+        meaning: What it does, or why other values than these are refused.
+        refused: Whether values other than the default and `accepts` are refused.
+        accepts: Values that ask for what is done anyway.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    meaning: str
+    refused: bool = False
+    accepts: tuple[Any, ...] = ()
+
+
+OPTIONS: Registry[Option] = Registry("option")
+
+
+def _obeyed(name: str, kind: Kind, default: Any, meaning: str) -> None:
+    OPTIONS.register(name, Option(name, kind, default, meaning))
+
+
+def _moot(name: str, kind: Kind, default: Any, meaning: str) -> None:
+    OPTIONS.register(name, Option(name, kind, default, f"changes nothing: {meaning}"))
+
+
+def _later(name: str, kind: Kind, default: Any, *accepts: Any, why: str = "not part of this version") -> None:
+    OPTIONS.register(name, Option(name, kind, default, why, True, accepts))
+
+
+# Pre-processing.
+_later("ShapeShifterYaml", TEXT, None, why="graph transformations from YAML are not part of this version")
+_later("PreprocessYAML", TEXT, None, why="graph transformations from YAML are not part of this version")
+_obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is, but for passes that an option asks for")
+_obeyed("OptimizeModel", BOOL, True, "graph optimization: the default of FoldBatchNorm")
+_obeyed("SimplifyModel", BOOL, True, "fold constants, drop Identity, Dropout and what nothing reads")
+_later("SimplifyModelOptions", DICT, {}, why="onnxslim is not used: there is nothing to configure")
+_obeyed("ConvertFP16ToFP32", BOOL, False, "turn float16 tensors into float32 first, inputs and outputs included")
+_obeyed("ConvertNCHWToNHWC", BOOL, False, "make image inputs NHWC, as the calibration data must then be")
+_obeyed("ConvertOpsetVersion", INT, None, "the opset to convert to; left out: 13 for a model below it")
+for _name, _meaning in (
+    ("ConvertBNToConv", "a BatchNormalization that stands alone becomes a depthwise Conv"),
+    ("ConvertReduceMeanToGlobalAvgPool", "ReduceMean over height and width becomes GlobalAveragePool"),
+    ("SplitLargeKernelPool", "a GlobalAveragePool over more than 512 pixels becomes two"),
+    ("ConvertSplitToSlice", "Split becomes Slices"),
+):
+    _obeyed(_name, BOOL, None, f"{_meaning}; on by itself for NPUs and the extended formats")
+_obeyed("ConvertClipToRelu", BOOL, False, "Clip becomes Relu where the quantized range clips at the upper bound")
+for _name in ("InstanceNorm", "L2Norm", "Gelu", "LayerNorm"):
+    _obeyed(f"Fuse{_name}", BOOL, True, "fuse its subgraph into one operator, if the opset has it")
+_obeyed("FoldBatchNorm", BOOL, None, "fold BatchNormalization into the Conv, ConvTranspose or Gemm before it")
+_obeyed("FoldRelu", BOOL, False, "drop a Relu or Clip whose effect the quantized range already has")
+_obeyed("ReplaceClip6Relu", BOOL, False, "Clip(0, 6) becomes Relu, which changes values over 6")
+
+# Targets.
+_obeyed("OpTypesToQuantize", LIST, [], "op types that are quantized; empty: those with a rule")
+_obeyed("NodesToQuantize", LIST, [], "only these nodes; empty: all")
+_obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
+_obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever OpTypesToQuantize says")
+_obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
+_obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
+_later("EnableSubgraph", BOOL, False)
+_later("InputNodes", LIST, [], why="exclude the nodes before them instead")
+_later("OutputNodes", LIST, [], why="exclude the nodes after them instead")
+_obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
+
+# Where Q/DQ stand.
+_obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float behind a pair of Q/DQ, not as integers")
+_obeyed("ForceQuantizeNoInputCheck", BOOL, False, "quantize data-movement ops even where their input is not")
+_obeyed("DedicatedQDQPair", BOOL, False, "one Q/DQ pair for each reader of a tensor")
+_obeyed("DedicateDQNode", BOOL, False, "one DequantizeLinear for each reader of a tensor")
+_obeyed("EnableDualQuantNodePairs", BOOL, False, "two consecutive Q/DQ pairs on a tensor where two precisions meet")
+_obeyed("OpTypesToExcludeOutputQuantization", LIST, [], "op types whose output is not quantized on their behalf")
+_obeyed("NodesToExcludeOutputQuantization", LIST, [], "nodes whose output is not quantized on their behalf")
+_obeyed("QDQOpTypePerChannelSupportToAxis", DICT, {}, "op type -> axis of the output channels of its weight")
+for _name in ("Clip", "Relu", "LeakyRelu", "PRelu"):
+    _obeyed(f"RemoveQDQConv{_name}", BOOL, True, f"no Q/DQ between a node and the {_name} that runtimes fuse into it")
+_obeyed("RemoveQDQConvGelu", BOOL, False, "no Q/DQ between a node and its Gelu")
+_obeyed("RemoveQDQMulAdd", BOOL, False, "no Q/DQ between a Mul and its Add")
+_obeyed("RemoveQDQInstanceNorm", BOOL, False, "no Q/DQ between InstanceNormalization and its Relu, LeakyRelu or PRelu")
+_later("RemoveFusedQDQ", BOOL, False)
+_obeyed("RemoveQDQBetweenOps", LIST, None, "pairs (op type, op type of its reader) with no Q/DQ between them")
+_obeyed("UseQDQContribOps", BOOL, None, "write Q/DQ in the com.microsoft domain")
+_moot("AlignEltwiseQuantType", BOOL, False, "constants of elementwise ops always have the type of the activations")
+
+# Calibration.
+_later("CalibTensorRangeSymmetric", BOOL, None, why="the range is symmetric where the tensor is")
+_obeyed("CalibMovingAverage", BOOL, False, "MinMax: the mean of the batches' minima and maxima")
+_later("CalibMovingAverageConstant", NUMBER, 0.01, why="the mean is arithmetic, so batch order has no effect")
+_obeyed("Percentile", NUMBER, 99.999, "share of the values that a percentile range keeps")
+_moot("NumBins", INT, None, "histograms count float bit patterns; they have no width to choose")
+_later("NumQuantizedBins", INT, 128)
+_later("Scenario", TEXT, "same")
+_obeyed("LWPMetric", TEXT, "mae", "LayerwisePercentile: mae or mse")
+_obeyed("PercentileCandidates", LIST, [99.99, 99.999, 99.99999], "LayerwisePercentile: what it chooses from")
+_moot("LWPUseHistogram", BOOL, True, "every value counts, through a histogram that loses nothing it needs")
+_obeyed("UseRandomData", BOOL, False, "calibrate on random data where no reader is given")
+_obeyed("RandomDataReaderInputShape", DICT, {}, "input name -> shape of random data")
+_obeyed("RandomDataReaderInputDataRange", DICT, None, "input name -> [low, high] of random data")
+_later("MinMSEModePof2Scale", TEXT, "All")
+_later("MinMSEModeFloatScale", TEXT, "Percentile", "All", why="every value counts, through a histogram")
+_obeyed("WeightCalibrateMethod", (Enum,), None, "MinMax or MinMSE, for weights")
+_obeyed("CalibDataSize", INT, None, "most samples read")
+_moot("CalibWorkerNum", INT, 1, "one pass; the result never depends on the number of workers")
+_moot("CalibOptimizeMem", BOOL, True, "memory is bounded by two samples")
+_moot("CalibOptimizeDisk", BOOL, False, "nothing is written to disk")
+_later("SaveTensorHistFig", BOOL, False)
+_moot("CalibPassthroughOpTypes", LIST, [], "tensors with one scale share one range")
+_obeyed("TensorQuantOverrides", DICT, {}, "tensor -> [{quant_type, symmetric, axis, scale, zero_point, rmin, rmax}]")
+_obeyed("MixedPrecisionTensor", DICT, {}, "quantization type -> names of tensors")
+_obeyed("Statistics", TEXT, None, "file of calibration statistics, written or reused (an option of this package)")
+_later("SaveAndRestore", TEXT, None, why="use Statistics, which serves every method")
+_later("TensorsRangeFile", TEXT, None, why="use Statistics, which serves every method")
+_later("QuantizationPreference", TEXT, None)
+
+# Bias and scales.
+_obeyed("QuantizeBias", BOOL, True, "quantize biases")
+_obeyed("Int32Bias", BOOL, None, "bias as int32 with scale = input scale * weight scale; else like a weight")
+_obeyed("Int16Bias", BOOL, False, "bias as int16 with the scale of int32, or a coarser one where it does not fit")
+_moot("AdjustBiasScale", BOOL, True, "biases are quantized once, under their final scale")
+_obeyed("AdjustWeightScaleForInt32Bias", BOOL, True, "enlarge weight scales whose int32 bias would not fit")
+_later("Int16Scale", BOOL, False, why="scales of the form M / 2^N are not part of this version")
+_obeyed("QuantizeFP16", BOOL, False, "quantize a float16 model as it is, with float16 scales")
+_later("UseFP32Scale", BOOL, False)
+_obeyed("ActivationScaled", BOOL, False, "BF16: activations are divided by half their largest magnitude first")
+_obeyed("WeightScaled", BOOL, False, "BF16: weights are divided by half their largest magnitude first")
+_obeyed("UseUnsignedReLU", BOOL, False, "a zero point for the outputs of Relu and of Clip from 0")
+_later("UsePowerOf2Scale", BOOL, True, why="ask for float scales by the spec: ScaleType.Float32")
+_obeyed("ActivationSymmetric", BOOL, None, "zero point of activations fixed; overrules the spec")
+_obeyed("WeightSymmetric", BOOL, None, "zero point of weights fixed; overrules the spec")
+
+# NPU.
+_obeyed("EnableNPUCnn", BOOL, None, "the XINT8 path; on by itself where both scale types are PowerOf2")
+_obeyed("EnableNPUTransformer", BOOL, False, "quantize Gemm and MatMul with a constant operand only")
+_obeyed("SimulateDPU", BOOL, True, "the Convert... options below are on by themselves in the XINT8 path")
+for _name, _meaning in (
+    ("ConvertLeakyReluToDPUVersion", "round the slope of LeakyRelu to 1/256"),
+    ("ConvertSigmoidToHardSigmoid", "Sigmoid becomes HardSigmoid"),
+    ("ConvertHardSigmoidToDPUVersion", "scale HardSigmoid by 2731 * 6 / 16384"),
+    ("ConvertAvgPoolToDPUVersion", "scale average pooling by the DPU's approximation of 1/N"),
+    ("ConvertReduceMeanToDPUVersion", "scale ReduceMean by the DPU's approximation of 1/N"),
+):
+    _obeyed(_name, BOOL, None, _meaning)
+for _name in ("ConvertSoftmaxToDPUVersion", "ConvertInstanceNormToDPUVersion", "ConvertClipToDPUVersion"):
+    _later(_name, BOOL, False)
+_obeyed("NPULimitationCheck", BOOL, True, "a shift out of the NPU's reach is an error, in the XINT8 path")
+_obeyed("MaxLoopNum", INT, 5, "most rounds of adjusting positions")
+for _name in ("ShiftCut", "ShiftBias", "ShiftRead", "ShiftWrite", "HardSigmoid", "ShiftSwish"):
+    _obeyed(f"Adjust{_name}", BOOL, True, "adjust positions to this rule of the NPU, in the XINT8 path")
+for _name in ("Concat", "Pool", "Pad", "Slice"):
+    _obeyed(f"Align{_name}", BOOL, None, "inputs and output share one scale; on by itself in the XINT8 path")
+for _name in ("AlignTranspose", "AlignReshape"):
+    _moot(_name, BOOL, False, "ops that only move data always share one scale")
+
+# BF16, BFP, MX, MatMulNBits.
+_obeyed("BF16QDQToCast", BOOL, False, "write bfloat16 as pairs of Cast")
+_obeyed("BF16WithClip", BOOL, False, "clip activations to the range of bfloat16 first")
+_later("EnableVaimlBF16", BOOL, False)
+_obeyed("RefineBlockAxis", BOOL, True, "blocks lie along the axis that each op reduces, not along the given one")
+_obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
+_obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
+_obeyed("UseMatMulNBits", BOOL, False, "4- or 8-bit weights of MatMul in MatMulNBits nodes; activations stay in float")
+_obeyed("MatMulNBitsParams", DICT, {}, "Algorithm, GroupSize, Symmetric, Bits, AccuracyLevel")
+_obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.Group (an option of this package)")
+
+# Runtime and debug.
+_obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")
+_obeyed("RemoveInputInit", BOOL, True, "initializers that are inputs too become constants; else they stay in float")
+_obeyed("CopySharedInit", LIST, None, "op types (empty: all) whose shared initializers are copied for each node")
+_obeyed("CopyBiasInit", LIST, ["Conv", "ConvTranspose", "Gemm"], "op types whose shared biases are copied")
+_obeyed("FixShapes", TEXT, None, 'shapes of inputs, as "name:[1,3,224,224];other:[1,10]"')
+_moot("TmpDir", TEXT, None, "no temporary copies of the model are made")
+_later("UserCustomOpLibPath", TEXT, None)
+_moot("EncryptionAlgorithm", TEXT, "AES-256", "nothing is encrypted")
+_later("CryptoMode", BOOL, False)
+_later("FillAllValueInfo", BOOL, False)
+_moot("DebugMode", BOOL, False, "recorded only")
+_moot("PrintSummary", BOOL, True, "recorded only")
+_moot("IgnoreWarnings", BOOL, True, "recorded only")
+_later("EvalMetrics", BOOL, False, why="use `quark evaluate`")
+_later("EvalDataReader", ANY, None, why="use `quark evaluate`")
+
+# Algorithms; algo_configs.py has their entries.
+_obeyed("SmoothAlpha", NUMBER, 0.5, "SmoothQuantConfig.alpha")
+_obeyed("CLEBalanceMethod", TEXT, "max", "CLEConfig.cle_balance_method")
+_obeyed("CLESteps", INT, 1, "CLEConfig.cle_steps")
+_obeyed("CLEWeightThreshold", NUMBER, 0.5, "CLEConfig.cle_weight_threshold")
+_obeyed("CLEScaleAppendBias", BOOL, True, "CLEConfig.cle_scale_append_bias")
+_obeyed("CLEScaleUseThreshold", BOOL, True, "CLEConfig.cle_scale_use_threshold")
+_obeyed("CLETotalLayerDiffThreshold", NUMBER, 1.9e-7, "CLEConfig.cle_total_layer_diff_threshold")
+_obeyed("BiasCorrection", BOOL, False, "BiasCorrectionConfig")
+_obeyed("UseGPTQ", BOOL, False, "GPTQConfig")
+_obeyed("AllowNoop", BOOL, False, "an algorithm that finds nothing to do passes; else it is an error")
+_obeyed("GPTQParams", DICT, {}, "the parameters of GPTQConfig")
+_obeyed("RMatrixDim", INT, 4096, "QuarotConfig.r_matrix_dim")
+_obeyed("UseRandomHad", BOOL, False, "QuarotConfig.use_random_had")
+_obeyed("RConfigPath", TEXT, None, "QuarotConfig.r_config_path")
+_obeyed("FastFinetune", DICT, {}, "AdaRoundConfig or AdaQuantConfig: `OptimAlgorithm` says which")
+_obeyed("AutoMixprecision", DICT, {}, "the parameters of AutoMixprecisionConfig")
+
+
+def check_options(options: Mapping[str, Any], where: str, also: Iterable[str] = ()) -> None:
+    """Find unknown keys and values of the wrong type.
+
+    Args:
+        options: Extra options.
+        where: The config they were given to, for the message.
+        also: Other names that could have been meant.
+
+    Raises:
+        ConfigError: names the key, and the nearest ones.
+    """
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"{where}: unknown option {key!r}. {did_you_mean(str(key), [*OPTIONS, *also])}")
+        option = OPTIONS[key]
+        if value is None and option.default is None:
+            continue
+        if not isinstance(value, option.kind) or (isinstance(value, bool) and option.kind in (INT, NUMBER)):
+            names = " or ".join(kind.__name__ for kind in option.kind)
+            raise ConfigError(f"{where}: option {key}: expected {names}, got {value!r} ({type(value).__name__}).")
+
+
+def refuse_unsupported(options: Mapping[str, Any]) -> None:
+    """Find values that this version cannot obey.
+
+    Raises:
+        NotSupportedError: names the option and the values that are possible.
+    """
+    for key, value in options.items():
+        option = OPTIONS[key]
+        possible = [option.default, *option.accepts]
+        plain = list(value) if isinstance(value, tuple) else value
+        if option.refused and plain not in possible and not _empty(plain, option):
+            shown = " or ".join(repr(entry) for entry in possible)
+            raise NotSupportedError(f"{key}={value!r}: {option.meaning}. Possible: {shown}, or leave it out.")
+
+
+def value_of(options: Mapping[str, Any], name: str) -> Any:
+    """The value of an option, or its default."""
+    value = options.get(name, OPTIONS[name].default)
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def _empty(value: Any, option: Option) -> bool:
+    """Whether an empty list or dict says nothing, where the default is None or empty."""
+    return isinstance(value, (list, dict)) and not value and not option.default

@@ -1,0 +1,274 @@
+"""Lowering of one tensor: QTensorConfig and the options that concern it, to a core TensorSpec. Pure functions.
+
+integers         MinMax     Percentile   Entropy   MinMSE         weights: MinMSE, else MinMax
+float scales     min_max    percentile   entropy   mse            also LayerwisePercentile, Distribution
+power of two     pof2_non_overflow                 pof2_min_mse
+
+floats           a cast                            nothing is calibrated
+scaled bfloat16  min_max    percentile             scale = amax / 2: the values fill [-2, 2], where bfloat16 is dense
+blocks           PerGroup(1, size, pad=True)       weights static, activations live
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.rounding import RoundType
+from quark.core.scales import ScaleRule
+from quark.core.scales import ScaleType as CoreScale
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.onnx.config.algo_configs import GPTQConfig
+from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
+from quark.onnx.config.extra_options import value_of
+from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
+
+FLOATS = ("float16", "bfloat16")
+SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)
+FLOAT_SCALE = {
+    CalibMethod.MinMax: "min_max",
+    CalibMethod.MinMSE: "mse",
+    CalibMethod.Percentile: "percentile",
+    CalibMethod.Entropy: "entropy",
+    CalibMethod.LayerwisePercentile: "layerwise_percentile",
+    CalibMethod.Distribution: "distribution",
+}
+POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "pof2_min_mse"}
+BFP_FORMATS = {("to_bfp", 16): "BFP16"}
+BFP_FORMATS |= {("to_bfp_prime", bits): name for bits, name in ((11, "MX4"), (13, "MX6"), (16, "MX9"))}
+MX_ELEMENTS = {"fp8_e5m2": "MXFP8E5M2", "fp8_e4m3": "MXFP8E4M3", "fp6_e3m2": "MXFP6E3M2", "fp6_e2m3": "MXFP6E2M3"}
+MX_ELEMENTS |= {"fp4_e2m1": "MXFP4E2M1", "fp4": "MXFP4E2M1", "int8": "MXInt8"}
+BLOCK_KEYS = {
+    "BFPAttributes": (
+        "bfp_method",
+        "axis",
+        "bit_width",
+        "block_size",
+        "sub_block_size",
+        "sub_block_shift_bits",
+        "rounding_mode",
+        "convert_to_bfloat_before_bfp",
+    ),
+    "MXAttributes": ("element_dtype", "axis", "block_size", "rounding_mode"),
+}
+ROUNDINGS = {0: RoundType.round, 2: RoundType.half_even}
+
+
+def is_integer(config: QTensorConfig) -> bool:
+    """Whether the element type is a plain integer."""
+    return config.data_type.core.startswith(("int", "uint"))
+
+
+def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: bool) -> TensorSpec:
+    """The spec of a tensor.
+
+    Args:
+        config: What the user wrote.
+        options: Extra options, checked.
+        weight: A constant, whose range comes from its own values, or an activation.
+
+    Raises:
+        ConfigError: a combination that has no meaning.
+        NotSupportedError: one that this version does not have.
+    """
+    if config.data_type.core in FLOATS:
+        return _lower_float(config, options, weight)
+    if config.data_type.block:
+        return _lower_block(config, options, weight)
+    symmetric = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
+    observer = _weight_observer(config, options) if weight else _activation_observer(config, options)
+    power_of_two = config.scale_type is ScaleType.PowerOf2
+    return TensorSpec(
+        DTYPES[config.data_type.core],
+        _granularity(config, options, weight, observer),
+        symmetric=config.symmetric if symmetric is None else symmetric,
+        scale_type=CoreScale.pof2 if power_of_two else CoreScale.float32,
+        observer=observer,
+    )
+
+
+def _lower_float(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
+    """A cast, or bfloat16 under a scale."""
+    option = "WeightScaled" if weight else "ActivationScaled"
+    if not value_of(options, option):
+        return TensorSpec(DTYPES[config.data_type.core], observer="placeholder")
+    if config.data_type.core != "bfloat16":
+        raise ConfigError(f"{option}=True is for BFloat16, got {config.data_type}.")
+    observer = "min_max" if weight else _activation_observer(config, options)
+    if observer not in ("min_max", "percentile", "moving_average"):
+        raise NotSupportedError(f"{option}=True goes with CalibMethod.MinMax or Percentile, got {observer}.")
+    return TensorSpec(SCALED_BFLOAT16, observer=observer)
+
+
+def _granularity(
+    config: QTensorConfig, options: Mapping[str, Any], weight: bool, observer: str
+) -> PerTensor | PerChannel | PerGroup:
+    """The axes are those of a MatMul's weight; placement turns them to each op's own."""
+    granularity = config.quant_granularity
+    if not weight and config.data_type.core in ("int4", "uint4"):
+        raise NotSupportedError(f"{config.data_type} is for weights: no runtime has 4-bit activations.")
+    if granularity is QuantGranularity.Tensor:
+        return PerTensor()
+    if not weight:
+        raise ConfigError(f"{granularity} is for weights: runtimes have one activation scale; possible: Tensor.")
+    if observer == "mse":
+        raise NotSupportedError(
+            f"CalibMethod.MinMSE finds one range for a weight; with {granularity}, use CalibMethod.MinMax."
+        )
+    if granularity is QuantGranularity.Group:
+        return PerGroup(0, group_size(value_of(options, "BlockSize"), "BlockSize"), pad=True)
+    return PerChannel(0)
+
+
+def group_size(size: int, name: str) -> int:
+    """A block length that runtimes have. Raises ConfigError."""
+    if size < 16 or size & (size - 1):
+        raise ConfigError(f"{name}={size}: possible: 16, 32, 64, 128, 256 ...")
+    return size
+
+
+def lower_nbits(options: Mapping[str, Any], solver: GPTQConfig | None = None) -> tuple[TensorSpec, int]:
+    """MatMulNBitsParams: the spec of the weights, and the accuracy level.
+
+    Raises:
+        ConfigError: an unknown entry or a wrong value, or a GPTQConfig that asks for other weights.
+        NotSupportedError: an algorithm other than rounding to nearest and GPTQ, or an op type other than MatMul.
+    """
+    if set(value_of(options, "OpTypesToQuantize")) - {"MatMul"}:
+        raise NotSupportedError("UseMatMulNBits: only MatMul has such a form. Possible: OpTypesToQuantize=['MatMul'].")
+    given = {**NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
+    for key in given:
+        if key not in NBITS_DEFAULTS:
+            raise ConfigError(f"MatMulNBitsParams has no entry {key!r}. {did_you_mean(str(key), NBITS_DEFAULTS)}")
+    if given["Algorithm"] not in ("DEFAULT", "GPTQ"):
+        raise NotSupportedError(
+            f"MatMulNBitsParams.Algorithm={given['Algorithm']!r} is not part of this version; possible: 'DEFAULT', "
+            "'GPTQ'."
+        )
+    if given["Bits"] not in (2, 4, 8) or given["AccuracyLevel"] not in range(5):
+        raise ConfigError(
+            f"MatMulNBitsParams: Bits={given['Bits']}, AccuracyLevel={given['AccuracyLevel']}; "
+            "possible: Bits 2, 4 or 8, AccuracyLevel 0 to 4."
+        )
+    for name, key in {"bits": "Bits", "group_size": "GroupSize", "weight_symmetric": "Symmetric"}.items():
+        asked = getattr(solver or GPTQConfig, name)
+        if asked not in (getattr(GPTQConfig, name), given[key]):
+            raise ConfigError(f"GPTQConfig.{name}={asked}, MatMulNBitsParams.{key}={given[key]}: say it once.")
+    size = group_size(given["GroupSize"], "MatMulNBitsParams.GroupSize")
+    name = f"{'int' if given['Symmetric'] else 'uint'}{given['Bits']}"
+    return TensorSpec(DTYPES[name], PerGroup(0, size, pad=True), symmetric=given["Symmetric"]), given["AccuracyLevel"]
+
+
+def lower_gptq(config: GPTQConfig, base: TensorSpec) -> TensorSpec:
+    """The spec of the weights that GPTQ solves; fewer than 4 or 8 bits are codes of these types that stay small.
+
+    Args:
+        config: The algorithm.
+        base: The spec of other weights, which has the same kind of scale.
+
+    Raises:
+        ConfigError: A parameter out of range.
+    """
+    bits, size = config.bits, config.group_size
+    if not 2 <= bits <= 8 or config.block_size < 1 or config.perc_damp < 0:
+        raise ConfigError(
+            f"GPTQConfig: bits={bits}, block_size={config.block_size}, perc_damp={config.perc_damp}; possible: bits "
+            "2 to 8, block_size from 1, perc_damp from 0."
+        )
+    granularity: PerTensor | PerChannel | PerGroup = PerChannel(0) if config.per_channel else PerTensor()
+    if size != -1:
+        granularity = PerGroup(0, group_size(size, "GPTQConfig.group_size"), pad=True)
+    dtype = DTYPES[f"{'int' if config.weight_symmetric else 'uint'}{4 if bits <= 4 else 8}"]
+    low = -(1 << (bits - 1)) if config.weight_symmetric else 0
+    dtype = replace(dtype, min=float(low), max=float(low + (1 << bits) - 1))
+    power = base.scale_type is CoreScale.pof2
+    kind, observer = (base.scale_type, base.observer) if power else (CoreScale.float32, "min_max")
+    return TensorSpec(dtype, granularity, symmetric=config.weight_symmetric, scale_type=kind, observer=observer)
+
+
+NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
+
+
+def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
+    method, scale = config.calibration_method, config.scale_type
+    _refuse_int16_scale(scale)
+    if scale is ScaleType.PowerOf2:
+        if method not in POWER_OF_TWO:
+            raise ConfigError(f"{method} does not go with {scale}; possible: MinMax, MinMSE.")
+        return POWER_OF_TWO[method]
+    moving = method is CalibMethod.MinMax and value_of(options, "CalibMovingAverage")
+    return "moving_average" if moving else FLOAT_SCALE[method]
+
+
+def _weight_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
+    _refuse_int16_scale(config.scale_type)
+    asked = value_of(options, "WeightCalibrateMethod")
+    name = config.calibration_method.name if asked is None else asked.name
+    if asked is not None and name not in ("MinMax", "MinMSE"):
+        raise ConfigError(f"WeightCalibrateMethod={asked}: possible: MinMax, MinMSE.")
+    method = CalibMethod.MinMSE if name == "MinMSE" else CalibMethod.MinMax
+    return (POWER_OF_TWO if config.scale_type is ScaleType.PowerOf2 else FLOAT_SCALE)[method]
+
+
+def _refuse_int16_scale(scale: ScaleType) -> None:
+    if scale is ScaleType.Int16:
+        raise NotSupportedError("ScaleType.Int16 is not part of this version; possible: Float32, PowerOf2.")
+
+
+def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
+    """The exponent of an OCP block is that of its largest magnitude (floor); the other formats have no scale type."""
+    kind = config.data_type
+    ocp = kind.name.startswith("MX") and kind.name not in ("MX4", "MX6", "MX9")
+    attributes = block_attributes(options, "MXAttributes" if ocp else "BFPAttributes")
+    rounding = attributes.get("rounding_mode", 2)
+    if rounding not in ROUNDINGS:
+        raise NotSupportedError(f"rounding_mode {rounding} of {kind} is not part of this version; possible: 0, 2.")
+    return TensorSpec(
+        DTYPES[kind.core],
+        PerGroup(attributes.get("axis", 1), attributes.get("block_size", kind.block), pad=True),
+        dynamic=not weight,
+        scale_type=CoreScale.float8_e8m0fnu if ocp else CoreScale.float32,
+        scale_rule=ScaleRule.floor if ocp else ScaleRule.even,
+        rounding=ROUNDINGS[rounding],
+        observer="block",
+    )
+
+
+def block_attributes(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """BFPAttributes or MXAttributes. Raises ConfigError for an unknown entry."""
+    attributes = dict(value_of(options, name))
+    for key in attributes:
+        if key not in BLOCK_KEYS[name]:
+            raise ConfigError(f"{name} has no entry {key!r}. {did_you_mean(str(key), BLOCK_KEYS[name])}")
+    if attributes.get("sub_block_size", 2) != 2 or attributes.get("sub_block_shift_bits", 1) != 1:
+        raise NotSupportedError(
+            f"{name}: the micro-exponent formats have pairs (sub_block_size 2) that shift by 1 bit."
+        )
+    if attributes.get("convert_to_bfloat_before_bfp"):
+        raise NotSupportedError(f"{name}: convert_to_bfloat_before_bfp is not part of this version; possible: 0.")
+    return attributes
+
+
+def data_type_of(kind: ExtendedQuantType, options: Mapping[str, Any]) -> DataType:
+    """The data type of a legacy element type; QBFP and QMX are named by the attributes.
+
+    Raises:
+        ConfigError: the attributes name no known format.
+    """
+    if kind is ExtendedQuantType.QBFP:
+        given = block_attributes(options, "BFPAttributes")
+        key = (given.get("bfp_method", "to_bfp"), given.get("bit_width", 16))
+        if key not in BFP_FORMATS:
+            shown = ", ".join(f"{method} with {bits}" for method, bits in BFP_FORMATS)
+            raise ConfigError(f"BFPAttributes: no format is {key[0]} with bit_width {key[1]}; possible: {shown}.")
+        return DATA_TYPES[BFP_FORMATS[key]]
+    if kind is ExtendedQuantType.QMX:
+        element = block_attributes(options, "MXAttributes").get("element_dtype", "int8")
+        if element not in MX_ELEMENTS:
+            raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), MX_ELEMENTS)}")
+        return DATA_TYPES[MX_ELEMENTS[element]]
+    return DATA_TYPES[kind.name.removeprefix("Q")]

@@ -1,0 +1,176 @@
+"""Settings: what the ONNX flow is asked to do. Every config and option is lowered to one, once; frozen.
+
+Nothing after lowering reads a config or an option by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+
+from quark.core.spec import LayerSpec
+from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS
+
+FUSED = frozenset(product(FUSE_ACTIVATIONS, ACTIVATIONS))
+Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
+"""(start nodes, end nodes): the nodes on paths from one to the other."""
+
+Scope = str | Subgraph | frozenset[str]
+"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """What differs for one tensor; None leaves it as it is.
+
+    Attributes:
+        dtype: Integer type, a name of core's.
+        symmetric: Whether the zero point is fixed.
+        axis: Axis of the channels of a weight, each with its own scale.
+        scale, zero_point: Instead of what calibration finds; both or none.
+        low, high: The range instead of the one that calibration finds; both or none.
+    """
+
+    dtype: str | None = None
+    symmetric: bool | None = None
+    axis: int | None = None
+    scale: float | None = None
+    zero_point: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What happens to a model.
+
+    Attributes:
+        layer: Specs of inputs, weights, biases and outputs of every quantized node. A bias spec of None keeps the
+            bias in float; `int32_bias` overrules it.
+        by_name: (scopes, specs) in order; specs None keeps the nodes in float.
+        by_type: (op types, specs) in order; specs None keeps the nodes in float.
+        mixed: (specs, names) that the search for mixed precision gives to layers. Names None: to any; empty: to those
+            that no other entry names.
+        exclude: Nodes that stay in float; over everything.
+        op_types: Op types that are quantized; empty: those with a rule.
+        all_op_types: Every op type of the model that can be, whatever `op_types` says.
+        extra_op_types: Op types beside the default ones.
+        nodes: Only these nodes; empty: all.
+        weights_only: Quantize weights, not activations.
+        int32_bias: Bias as int32 with scale = input scale * weight scale.
+        matmul_const_only: Leave MatMul without a constant operand in float.
+        convert_opset_version: The opset to convert to; None: the first that is needed.
+        fix_shapes: Shapes of inputs, as `name:[1,3,224,224];...`.
+        convert_fp16_to_fp32 ... split_large_pool, convert_clip_to_relu: Whether the pass of that name runs.
+        copy_shared_init, copy_bias_init: Op types (empty: all) whose shared constants or biases are copied; None: off.
+        fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
+        fused: (op type, op type of its only reader): nothing is quantized between the two.
+        float_output_types: Op types whose output is not quantized on their behalf.
+        float_outputs: Nodes of which the same holds.
+        channel_axes: (op type, axis of the output channels of its weight), checked.
+        unsigned_relu: Give the outputs of Relu, and of Clip from 0, a zero point of their own.
+        align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
+        force_pass_through: Quantize data-movement ops even where their input is not quantized.
+        matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
+            weights behind a blocked DequantizeLinear.
+        quantize_fp16: The model is float16, and so are its scales; biases stay float16.
+        contrib_domain: Write Q/DQ in the com.microsoft domain.
+        cast_bfloat16: Write bfloat16 as pairs of Cast.
+        clip_bfloat16: Clip activations to the range of bfloat16 before they are quantized to it.
+        refine_block_axis: Let blocks lie along the axis that each op reduces, whatever axis the spec has.
+        target: Name of a target profile: "npu", "ort_x64" or "generic".
+        dpu_conversions: Operators that are computed as the NPU computes them (`npu/simulation.py`).
+        position_rules: The NPU's rules that power-of-two scales are adjusted to (`npu/rules.py`).
+        position_rounds: Most rounds of adjusting.
+        check_positions: Whether a broken rule of the NPU is an error.
+        overrides: (tensor, what differs for it and all that share its scale).
+        dedicated_pairs: One Q/DQ pair for each reader of a tensor.
+        dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
+        dual_pairs: Two pairs where precisions meet (`placement/dual_pairs.py`); else the layer of its own specs wins.
+        propagate_specs: What shares a scale with a tensor of such a layer has its type too.
+        float_weights: Store weights in float, behind a pair of Q/DQ.
+        int16_bias: Biases as int16, of a coarser scale where they do not fit.
+        fit_int32_bias: Enlarge the scale of a weight where its int32 bias would not fit.
+        percentile: For the percentile observer.
+        calibration_samples: Most samples read; None for all.
+        statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
+        percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
+        random_data: Calibrate on random data where no reader is given.
+        random_shapes: (input name, shape) of random data, for inputs with unknown dimensions.
+        random_ranges: (input name, (low, high)) of random data.
+        algorithms: Algorithm configs in their order.
+        allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
+        external_data: Write weights beside the model, in `<name>.onnx.data`.
+        providers: Execution providers of calibration.
+    """
+
+    layer: LayerSpec
+    by_name: tuple[tuple[tuple[Scope, ...], LayerSpec | None], ...] = ()
+    by_type: tuple[tuple[tuple[str, ...], LayerSpec | None], ...] = ()
+    mixed: tuple[tuple[LayerSpec, tuple[str, ...] | None], ...] = ()
+    exclude: tuple[Scope, ...] = ()
+    op_types: tuple[str, ...] = ()
+    all_op_types: bool = False
+    extra_op_types: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    weights_only: bool = False
+    int32_bias: bool = True
+    matmul_const_only: bool = False
+    convert_opset_version: int | None = None
+    fix_shapes: str | None = None
+    convert_fp16_to_fp32: bool = False
+    convert_nchw_to_nhwc: bool = False
+    remove_input_init: bool = True
+    simplify: bool = True
+    copy_shared_init: tuple[str, ...] | None = None
+    copy_bias_init: tuple[str, ...] | None = ("Conv", "ConvTranspose", "Gemm")
+    fuse_instance_norm: bool = True
+    fuse_l2_norm: bool = True
+    fuse_layer_norm: bool = True
+    fuse_gelu: bool = True
+    fold_batch_norm: bool = True
+    replace_clip6_relu: bool = False
+    convert_split_to_slice: bool = False
+    convert_bn_to_conv: bool = False
+    convert_reduce_mean: bool = False
+    split_large_pool: bool = False
+    convert_clip_to_relu: bool = False
+    fold_relu: bool = False
+    fused: frozenset[tuple[str, str]] = FUSED
+    float_output_types: tuple[str, ...] = ()
+    float_outputs: tuple[str, ...] = ()
+    channel_axes: tuple[tuple[str, int], ...] = ()
+    unsigned_relu: bool = False
+    align: tuple[str, ...] = ()
+    force_pass_through: bool = False
+    matmul_nbits: int | None = None
+    quantize_fp16: bool = False
+    contrib_domain: bool = False
+    cast_bfloat16: bool = False
+    clip_bfloat16: bool = False
+    refine_block_axis: bool = True
+    target: str = "generic"
+    overrides: tuple[tuple[str, Override], ...] = ()
+    dedicated_pairs: bool = False
+    dedicated_dequantize: bool = False
+    dual_pairs: bool = False
+    propagate_specs: bool = False
+    float_weights: bool = False
+    int16_bias: bool = False
+    fit_int32_bias: bool = True
+    dpu_conversions: tuple[str, ...] = ()
+    position_rules: tuple[str, ...] = ()
+    position_rounds: int = 5
+    check_positions: bool = False
+    percentile: float = 99.999
+    calibration_samples: int | None = None
+    statistics: str | None = None
+    percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
+    percentile_metric: str = "mae"
+    random_data: bool = False
+    random_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    random_ranges: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    algorithms: tuple[object, ...] = field(default=())
+    allow_noop: bool = False
+    external_data: bool = False
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)

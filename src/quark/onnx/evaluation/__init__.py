@@ -1,0 +1,1 @@
+"""What a quantized model costs: scores, comparisons, what ONNX Runtime fuses, recovery."""

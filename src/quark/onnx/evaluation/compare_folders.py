@@ -1,0 +1,109 @@
+"""Compares the results of two models, saved in two folders: `python -m quark.onnx.tools.evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quark.core.metrics import Comparison
+from quark.errors import ConfigError, FormatError
+from quark.onnx.calibration.data.inputs import Array
+from quark.onnx.calibration.data.sample_files import IMAGES, read_array, read_image
+from quark.onnx.converters.command_line import Parser, run
+
+KINDS = IMAGES | {".npy"}
+METRICS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "cosine": ("cosine similarity", min),
+    "l2": ("L2 distance", max),
+    "psnr": ("PSNR (dB)", min),
+}
+"""Property of Comparison -> its title, and which of all files is the worst."""
+
+
+def compare_folders(baseline: Path, quantized: Path) -> dict[str, Comparison]:
+    """Compare the files of two folders by name.
+
+    Args:
+        baseline: Results of the float model: .npy, .png or .jpg.
+        quantized: Results of the quantized model under the same names.
+
+    Returns:
+        File name -> the comparison of the two arrays or images.
+
+    Raises:
+        FormatError: A folder is empty, a file is missing, cannot be read, or has another shape.
+        MissingDependencyError: Images need pillow.
+    """
+    names, others = _names(baseline), _names(quantized)
+    for folder, missing in ((quantized, names - others), (baseline, others - names)):
+        if missing:
+            raise FormatError(f"{folder} lacks {len(missing)} files that the other folder has: {min(missing)}, ...")
+    found = {}
+    for name in sorted(names):
+        x, y = _read(baseline / name), _read(quantized / name)
+        if x.shape != y.shape:
+            raise FormatError(f"{name} has the shape {list(x.shape)} in {baseline} and {list(y.shape)} in {quantized}.")
+        found[name] = Comparison().update(x, y)
+    return found
+
+
+def _names(folder: Path) -> set[str]:
+    if not folder.is_dir():
+        raise FormatError(f"{folder} is not a folder.")
+    names = {file.name for file in folder.iterdir() if file.suffix.lower() in KINDS}
+    if not names:
+        raise FormatError(f"{folder} holds no results; possible: files of {', '.join(sorted(KINDS))}.")
+    return names
+
+
+def _read(path: Path) -> Array:
+    array = read_image(path) if path.suffix.lower() in IMAGES else read_array(path)
+    if array.dtype.kind not in "biuf":
+        raise FormatError(f"{path} holds {array.dtype}, not numbers.")
+    return array
+
+
+def show(baseline: Path, quantized: Path) -> None:
+    """Print the mean and the worst of each metric over all files."""
+    # rich costs 50 ms: only this program draws a table here.
+    from rich.console import Console
+    from rich.table import Table
+
+    found = compare_folders(baseline, quantized)
+    table = Table("metric", "mean", "worst", "worst file", title=f"{len(found)} results")
+    for name, (title, worst) in METRICS.items():
+        values = {file: getattr(comparison, name) for file, comparison in found.items()}
+        file = worst(values, key=values.__getitem__)
+        table.add_row(title, f"{sum(values.values()) / len(values):.6g}", f"{values[file]:.6g}", file)
+    Console().print(table)
+
+
+def main() -> None:
+    """The program; the folders come by position or by flag."""
+    parser = Parser(
+        prog="python -m quark.onnx.tools.evaluate",
+        description="Compare the results of a quantized model with those of the float model: cosine similarity, L2 "
+        "distance\nand PSNR (the peak is the largest magnitude of the float result; inf where both are equal).",
+        epilog="Example: python -m quark.onnx.tools.evaluate --baseline_results_folder float "
+        "--quantized_results_folder int8",
+    )
+    for name, words in (("baseline", "float"), ("quantized", "quantized")):
+        text = f"Folder with the results of the {words} model: .npy, .png or .jpg files."
+        parser.add_argument(f"{name}_position", nargs="?", type=Path, metavar=name.upper(), help=text)
+        parser.add_argument(f"--{name}_results_folder", dest=name, type=Path, metavar="FOLDER", help="The same.")
+    run(parser, _start)
+
+
+def _start(
+    baseline: Path | None, quantized: Path | None, baseline_position: Path | None, quantized_position: Path | None
+) -> None:
+    by_flag, by_position = (
+        [p for p in (baseline, quantized) if p],
+        [p for p in (baseline_position, quantized_position) if p],
+    )
+    if sorted((len(by_flag), len(by_position))) != [0, 2]:
+        raise ConfigError(
+            "Two folders are needed: --baseline_results_folder A --quantized_results_folder B, or just A B."
+        )
+    show(*(by_flag or by_position))

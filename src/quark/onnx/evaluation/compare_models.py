@@ -1,0 +1,224 @@
+"""A float and a quantized model side by side: their outputs, the damage of each layer, their speed.
+
+One sample is in memory at a time; what is kept of it are the sums of `quark.core.metrics.Comparison`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+
+from quark.core.metrics import ChannelFit, Comparison
+from quark.errors import CalibrationError, ConfigError
+from quark.log import progress
+from quark.onnx.calibration.data.inputs import Array, Feed, model_inputs, read_header
+from quark.onnx.calibration.data.readers import samples
+from quark.onnx.graph.sessions import open_session, run_sample
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+DECODED = "_DequantizeLinear_Output"
+LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0
+RESCALED = 6.0
+"""dB that factors of the channels must gain to be taken for rescaled ones."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One tensor that both models have.
+
+    Attributes:
+        node: Who makes it in the quantized model.
+        op_type: Its op type.
+        tensor: Its name in the float model.
+        damage: The float values against the quantized ones, errors of the layers before included.
+        fits: The same up to a factor of each channel, the channels being at axis 1 or at the last.
+    """
+
+    node: str
+    op_type: str
+    tensor: str
+    damage: Comparison = field(default_factory=Comparison)
+    fits: tuple[ChannelFit, ...] = field(default_factory=lambda: (ChannelFit(1), ChannelFit(-1)))
+
+    def update(self, x: Array, y: Array) -> None:
+        """Add the values of a sample."""
+        self.damage.update(x, y)
+        for fit in self.fits if x.ndim > 1 else ():
+            fit.update(x, y)
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether the channels have other scales by intent (cross-layer equalization, SmoothQuant).
+
+        That is so where factors of the channels explain three quarters of the difference: rounding and clipping leave
+        nothing like it.
+        """
+        return self._fit.sqnr > self.damage.sqnr + RESCALED
+
+    @property
+    def sqnr(self) -> float:
+        """In dB, after rescaling where the channels are rescaled; -inf where the quantized values are not finite."""
+        if math.isnan(self.damage.noise):
+            return -math.inf
+        return self._fit.sqnr if self.rescaled else self.damage.sqnr
+
+    @property
+    def _fit(self) -> ChannelFit:
+        return max(self.fits, key=lambda fit: fit.sqnr)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `compare_models` found.
+
+    Attributes:
+        samples: How many samples were read.
+        outputs: Name of an output of the model -> its comparison.
+        layers: Worst first.
+        latency: Seconds for the first sample, median: of the float and of the quantized model.
+        unlike: Outputs that cannot be compared: their shapes follow from the values (NonMaxSuppression), and differ.
+    """
+
+    samples: int
+    outputs: dict[str, Comparison]
+    layers: list[Layer]
+    latency: tuple[float, float]
+    unlike: tuple[str, ...] = ()
+
+
+def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | None = None, threads: int = 1) -> Report:
+    """Run both models on the same data.
+
+    Args:
+        float_model: The float model.
+        quantized: What was made of it.
+        data: A reader, or an iterable of samples.
+        limit: Most samples read; None for all.
+        threads: Threads of each session.
+
+    Raises:
+        ConfigError: The models have other inputs or outputs.
+        CalibrationError: No data, or a sample that does not fit.
+        FormatError: A file is no ONNX model, or does not load in ONNX Runtime.
+
+    Outputs come from the models as they run; layers from one more run of each, in which every tensor is an output.
+    Layers that were rotated (QuaRot) hold other values by intent: their rows say nothing; those of the outputs do.
+    """
+    models = (read_header(float_model), read_header(quantized))
+    names = _common_outputs(*models)
+    layers = match_layers(*(model.graph for model in models))
+    plain = [open_session(path, threads=threads) for path in (float_model, quantized)]
+    tensors = ([a for a, _, _ in layers], [b for _, b, _ in layers])
+    places = (float_model.parent, quantized.parent)
+    inner = [_instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
+    outputs, found = {name: Comparison() for name in names}, [layer for _, _, layer in layers]
+    count, latency = 0, (0.0, 0.0)
+    unlike: set[int] = set()
+    for feed in progress(samples(data, model_inputs(models[0]), limit), "evaluation"):
+        latency = latency if count else _latency(plain, feed)
+        _update(outputs.values(), *(run_sample(session, names, feed) for session in plain), unlike=unlike)
+        if layers:
+            _update(
+                found,
+                *(run_sample(*s, feed) for s in zip(inner, tensors, strict=True)),
+                unlike=unlike,
+            )
+        count += 1
+    if not count:
+        raise CalibrationError("There is no data: at least one sample is needed.")
+    seen = [layer for layer in found if layer.damage.count and math.isfinite(layer.damage.signal)]
+    seen = [layer for layer in seen if id(layer) not in unlike]
+    alike = {name: found for name, found in outputs.items() if id(found) not in unlike}
+    others = tuple(name for name in outputs if name not in alike)
+    return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
+
+
+def _common_outputs(before: onnx.ModelProto, after: onnx.ModelProto) -> list[str]:
+    for what, one, other in (
+        ("inputs", list(map(str, model_inputs(before).values())), list(map(str, model_inputs(after).values()))),
+        ("outputs", [v.name for v in before.graph.output], [v.name for v in after.graph.output]),
+    ):
+        if sorted(one) != sorted(other):
+            raise ConfigError(
+                f"The two models differ in their {what}: {', '.join(one)} (float) and {', '.join(other)} (quantized). "
+                "Compare a quantized model with the float model that it was made from."
+            )
+    return [value.name for value in before.graph.output]
+
+
+def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[str, str, Layer]]:
+    """Name in the float graph, name in the quantized graph, and the layer, of each tensor that both have.
+
+    Of a quantized tensor it is the decoded one. Where a Relu or Clip was dropped because the quantized range has its
+    effect, the decoded tensor is that after the Relu.
+    """
+    made = {name: node for node in after.node for name in node.output}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in before.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    found = []
+    for node in before.node:
+        for name in filter(None, node.output):
+            decoded = name + DECODED
+            there = decoded if decoded in made else name
+            if there not in made or node.op_type == "Constant":
+                continue
+            alone = readers.get(name, [])
+            follower = alone[0] if len(alone) == 1 and alone[0].op_type in ("Relu", "Clip") else None
+            gone = follower is not None and not {follower.output[0], follower.output[0] + DECODED} & set(made)
+            tensor = follower.output[0] if follower is not None and gone else name
+            maker = _maker(there, made)
+            found.append((tensor, there, Layer(maker.name or maker.op_type, maker.op_type, tensor)))
+    return found
+
+
+def _maker(name: str, made: dict[str, onnx.NodeProto]) -> onnx.NodeProto:
+    """The node that computes a tensor, Q/DQ and the casts that stand for them left out."""
+    node = made[name]
+    while node.name.endswith(("_QuantizeLinear", "_DequantizeLinear")) and node.input[0] in made:
+        node = made[node.input[0]]
+    return node
+
+
+def _instrumented(
+    model: onnx.ModelProto, folder: Path, tensors: Sequence[str], threads: int
+) -> onnxruntime.InferenceSession:
+    """A session that can give the tensors too."""
+    present = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in present)
+    return open_session(model, folder, threads)
+
+
+def _update(
+    comparisons: Iterable[Comparison | Layer], before: Sequence[Array], after: Sequence[Array], *, unlike: set[int]
+) -> None:
+    """Add a sample to each comparison; those whose two tensors differ in shape are noted in `unlike`, by id."""
+    for comparison, x, y in zip(comparisons, before, after, strict=True):
+        if isinstance(x, np.ndarray) and x.shape != np.shape(y):
+            unlike.add(id(comparison))
+        elif isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
+            with np.errstate(invalid="ignore", over="ignore"):
+                comparison.update(x, y)
+
+
+def _latency(sessions: Sequence[onnxruntime.InferenceSession], feed: Feed) -> tuple[float, float]:
+    """Median seconds of each session, run in turns so that a busy moment hits both."""
+    times: tuple[list[float], ...] = tuple([] for _ in sessions)
+    end = time.perf_counter() + LATENCY_SECONDS
+    while len(times[0]) <= LATENCY_RUNS or (time.perf_counter() < end and len(times[0]) < 100):
+        for session, seconds in zip(sessions, times, strict=True):
+            start = time.perf_counter()
+            run_sample(session, None, feed)
+            seconds.append(time.perf_counter() - start)
+    first, second = (float(np.median(seconds[1:])) for seconds in times)
+    return first, second

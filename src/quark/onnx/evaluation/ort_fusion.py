@@ -1,0 +1,176 @@
+"""Which quantized nodes ONNX Runtime's CPU provider computes in integers, and why not the others.
+
+ONNX Runtime itself is the judge: it optimises the file, and each node of the file is looked up in what it wrote. The
+reasons are rows of `ort_fusion_rules.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from quark.onnx.calibration.data.inputs import read_header
+from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
+from quark.onnx.evaluation.ort_fusion_sites import DECODERS, ENCODERS, Sites
+from quark.onnx.graph.sessions import open_session
+
+INTEGER_KERNELS = frozenset(
+    {"QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger"}
+    | {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"}
+)
+"""Beside those whose name starts with QLinear."""
+NO_EFFECT = frozenset({"Relu", "Clip", "Identity", "Dropout"}) | MOVES
+"""What the runtime removes where it changes nothing; any other node that is gone was rewritten for float kernels."""
+FLOAT_DOMAIN = "com.microsoft.nchwc"
+LAYOUT = frozenset({"Reshape", "Transpose", "ReorderInput", "ReorderOutput"})
+TAG = r"(\d+)\|"
+"""In front of the name of each node: its index in the file."""
+
+
+INT8_LEVEL = 4
+"""accuracy_level of MatMulNBits at which its input is quantized."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What became of one quantized node.
+
+    Attributes:
+        node: Its name.
+        op_type: Its op type.
+        kernel: Op type of what the runtime runs in its place; "" where it removed the node.
+        integer: Whether that computes on integers.
+        reason: Why not; "" for an integer kernel.
+        advice: What to do about it.
+    """
+
+    node: str
+    op_type: str
+    kernel: str
+    integer: bool
+    reason: str = ""
+    advice: str = ""
+
+
+def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
+    """The nodes that read a DequantizeLinear or are integer operators by themselves, in their order in the file.
+
+    Args:
+        path: A quantized ONNX file; an empty list where nothing in it is quantized.
+
+    Raises:
+        FormatError: It is no ONNX file, or ONNX Runtime does not load it.
+    """
+    file = Path(path)
+    model = read_header(file)
+    sites = Sites(model.graph, file.parent)
+    quantized = [i for i, node in enumerate(model.graph.node) if _is_quantized(node, sites)]
+    if not quantized:
+        return []
+    fates = _Fates(model.graph, _optimized(model, file.parent))
+    found = []
+    for index in quantized:
+        node = model.graph.node[index]
+        kernel, integer = fates.of(index)
+        if node.op_type == "MatMulNBits":
+            kernel, integer, *why = _nbits(node)
+        else:
+            why = ["", ""] if integer else list(explain(sites.site(node)))
+        found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
+    return found
+
+
+def _nbits(node: onnx.NodeProto) -> tuple[str, bool, str, str]:
+    level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
+    if level == INT8_LEVEL:
+        return node.op_type, True, "", ""
+    reason = f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats."
+    return node.op_type, False, reason, f"AccuracyLevel {INT8_LEVEL} multiplies in int8, which costs accuracy."
+
+
+def _is_qdq(node: onnx.NodeProto) -> bool:
+    return node.op_type in ENCODERS | DECODERS
+
+
+def _is_integer(op_type: str) -> bool:
+    return op_type.startswith("QLinear") or op_type in INTEGER_KERNELS
+
+
+def _is_quantized(node: onnx.NodeProto, sites: Sites) -> bool:
+    if _is_qdq(node):
+        return False
+    return _is_integer(node.op_type) or any(sites.decoder(name) is not None for name in node.input)
+
+
+def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:
+    """The graph as the runtime runs it; each node that survived starts with the number of its original."""
+    tagged = onnx.ModelProto()
+    tagged.CopyFrom(model)
+    for index, node in enumerate(tagged.graph.node):
+        node.name = f"{index}|{node.name}"
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place) / "optimized.onnx"
+        open_session(tagged, folder, optimized=target)
+        return read_header(target).graph
+
+
+class _Fates:
+    """Looks nodes of the file up in the optimised graph."""
+
+    def __init__(self, original: onnx.GraphProto, optimized: onnx.GraphProto) -> None:
+        self.nodes = original.node
+        self.decoded = {node.output[0] for node in optimized.node if node.op_type in DECODERS}
+        self.survivors: dict[int, onnx.NodeProto] = {}
+        for node in optimized.node:
+            match = re.match(TAG, node.name)
+            if match and not _is_qdq(node):
+                self.survivors.setdefault(int(match.group(1)), node)
+        self.made = {name: node for node in optimized.node if not _is_qdq(node) for name in node.output}
+        self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output}
+        self.readers: dict[str, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for name in node.input:
+                self.readers.setdefault(name, []).append(index)
+
+    def of(self, index: int) -> tuple[str, bool]:
+        """Op type of the kernel, and whether it computes on integers."""
+        op_type, survivor = self.nodes[index].op_type, self._survivor(index)
+        if _is_integer(op_type):
+            return (survivor.op_type if survivor is not None and _is_integer(survivor.op_type) else op_type), True
+        if survivor is None:
+            return ("", True) if op_type in NO_EFFECT else (op_type, False)
+        integer = survivor.domain != FLOAT_DOMAIN and not self.decoded & set(survivor.input)
+        return survivor.op_type, _is_integer(survivor.op_type) or integer
+
+    def _maker(self, name: str) -> onnx.NodeProto | None:
+        """What computes a tensor of the optimised graph, changes of layout that the runtime added left out."""
+        node = self.made.get(name)
+        while node is not None and node.op_type in LAYOUT and not re.match(TAG, node.name):
+            node = self.made.get(node.input[0])
+        return node
+
+    def _survivor(self, index: int) -> onnx.NodeProto | None:
+        """The node itself, or that into which it was merged: what now makes its output, or reads it."""
+        if index in self.survivors:
+            return self.survivors[index]
+        queue = [index]
+        for current in queue:
+            for name in self.nodes[current].output:
+                readers = self.readers.get(name, [])
+                encoded = [self.nodes[i].output[0] for i in readers if self.nodes[i].op_type in ENCODERS]
+                made = next(filter(None, map(self._maker, (name, *encoded))), None)
+                if made is not None:
+                    return made
+                for reader in readers:
+                    if reader in self.survivors:
+                        return self.survivors[reader]
+                    if reader not in queue and not _is_qdq(self.nodes[reader]):
+                        queue.append(reader)
+        # The runtime gives int8 tensors new names: then it is the node before, where no Q/DQ is between.
+        before = [self.producers[name] for name in self.nodes[index].input if name in self.producers]
+        return next((self._survivor(i) for i in before if not _is_qdq(self.nodes[i])), None)

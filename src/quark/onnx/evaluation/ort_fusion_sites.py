@@ -1,0 +1,185 @@
+"""A quantized node and what surrounds it, as the reasons of `ort_fusion_rules.py` ask for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+ENCODERS, DECODERS = frozenset({"QuantizeLinear"}), frozenset({"DequantizeLinear"})
+PRODUCTS = frozenset({"Conv", "MatMul", "Gemm"})
+SMALLEST: dict[int, int] = {TensorProto.UINT8: 0, TensorProto.INT8: -128}
+BIAS_TOLERANCE = 0.01
+
+
+class Sites:
+    """A graph with its edges."""
+
+    def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
+        self.folder = folder
+        self.outputs = {value.name for value in graph.output}
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.producers = {name: node for node in graph.node for name in node.output}
+        self.consumers: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                self.constants[node.output[0]] = node.attribute[0].t
+            for name in node.input:
+                self.consumers.setdefault(name, []).append(node)
+
+    def site(self, node: onnx.NodeProto) -> Site:
+        """One node with what surrounds it."""
+        return Site(node, self)
+
+    def decoder(self, name: str) -> onnx.NodeProto | None:
+        """The DequantizeLinear that makes a tensor."""
+        node = self.producers.get(name)
+        return node if node is not None and node.op_type in DECODERS else None
+
+    def array(self, name: str) -> np.ndarray[Any, Any] | None:
+        """The value of a constant."""
+        tensor = self.constants.get(name)
+        return None if tensor is None else numpy_helper.to_array(tensor, str(self.folder))
+
+    @cached_property
+    def weight_scales(self) -> Counter[float]:
+        """How many constants have each scale, of those with a single one."""
+        decoders = [n for n in self.producers.values() if n.op_type in DECODERS and n.input[0] in self.constants]
+        scales = [self.array(node.input[1]) for node in decoders]
+        return Counter(scale.item() for scale in scales if scale is not None and scale.size == 1)
+
+    def kind(self, node: onnx.NodeProto) -> int:
+        """Element type (of TensorProto) of the integers of a Q or DQ node; uint8 where it names none."""
+        for name in (*node.input[2:3], *node.input[:1]):
+            if name in self.constants:
+                return int(self.constants[name].data_type)
+        named = [int(a.i) for a in node.attribute if a.name == "output_dtype"]
+        return named[0] if named and named[0] else int(TensorProto.UINT8)
+
+
+class Site:
+    """One quantized node, as the rows ask for it."""
+
+    def __init__(self, node: onnx.NodeProto, graph: Sites) -> None:
+        self.node, self.graph, self.op = node, graph, node.op_type
+        self.reads = [(i, name, graph.decoder(name)) for i, name in enumerate(node.input) if name]
+        constant = graph.constants
+        self.decoders = [d for _, _, d in self.reads if d is not None and d.input[0] not in constant]
+        self.stored = {i: d for i, _, d in self.reads if d is not None and d.input[0] in constant}
+        self.types = {graph.kind(d) for d in self.decoders}
+
+    @cached_property
+    def operands(self) -> list[int]:
+        """Indices of the inputs that hold data: not shapes, indices, conditions or a bias."""
+        count = {**dict.fromkeys(PRODUCTS, 2), "Where": 3}.get(self.op, 1)
+        every = range(len(self.node.input)) if self.op in ("Add", "Mul", "Concat") else range(count)
+        return [i for i in every if i < len(self.node.input) and not (self.op == "Where" and i == 0)]
+
+    @cached_property
+    def float_input(self) -> str:
+        """The first operand that is no constant and comes without DequantizeLinear."""
+        found = (n for i, n, d in self.reads if i in self.operands and d is None and n not in self.graph.constants)
+        return next(found, "")
+
+    @cached_property
+    def float_constant(self) -> str:
+        """The first operand that is a float constant; that of a Conv the runtime quantizes itself."""
+        if self.op == "Conv":
+            return ""
+        found = (n for i, n, d in self.reads if i in self.operands and d is None and n in self.graph.constants)
+        return next(found, "")
+
+    @cached_property
+    def readers(self) -> list[onnx.NodeProto]:
+        return self.graph.consumers.get(self.node.output[0], [])
+
+    @cached_property
+    def float_reader(self) -> str:
+        """Who reads the output without QuantizeLinear."""
+        named = [node.name or node.op_type for node in self.readers if node.op_type not in ENCODERS]
+        return named[0] if named else "the caller of the model" if self.node.output[0] in self.graph.outputs else ""
+
+    @cached_property
+    def follower(self) -> onnx.NodeProto | None:
+        """The node that alone reads the output, where it is no QuantizeLinear."""
+        alone = len(self.readers) == 1 and self.node.output[0] not in self.graph.outputs
+        return self.readers[0] if alone and self.readers[0].op_type not in ENCODERS else None
+
+    @property
+    def activation(self) -> str:
+        """Op type of the follower whose output is quantized."""
+        follower = self.follower
+        quantized = follower is not None and any(n.op_type in ENCODERS for n in self._after(follower))
+        return follower.op_type if follower is not None and quantized else ""
+
+    def _after(self, node: onnx.NodeProto) -> Iterable[onnx.NodeProto]:
+        return self.graph.consumers.get(node.output[0], [])
+
+    @property
+    def bias(self) -> str:
+        """What is wrong with the bias; "" where nothing is."""
+        index = 2
+        owner: Site = self
+        if self.op == "MatMul" and self.follower is not None and self.follower.op_type == "Add":
+            owner = self.graph.site(self.follower)
+            index = 1 - list(self.follower.input).index(self.node.output[0])
+        elif self.op not in ("Conv", "Gemm") or len(self.node.input) < 3:
+            return ""
+        decoder = owner.stored.get(index)
+        if decoder is None:
+            # A float bias of a Conv the runtime quantizes itself.
+            return "is in float" if self.op != "Conv" and owner.node.input[index] in self.graph.constants else ""
+        if self.graph.kind(decoder) != TensorProto.INT32:
+            return "is not int32"
+        scales = [
+            self.graph.array(d.input[1]) for d in (decoder, *self.decoders[:1], self.stored.get(1)) if d is not None
+        ]
+        if len(scales) < 3 or any(scale is None for scale in scales):
+            return ""
+        own, data, weight = (np.asarray(scale, np.float64) for scale in scales)
+        wrong = np.max(np.abs(own / (data * weight) - 1)) if own.shape in ((), weight.shape) else 0
+        return f"has a scale {wrong:.0%} off input scale * weight scale" if wrong > BIAS_TOLERANCE else ""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether operands of an elementwise op have different integer types."""
+        return self.op not in PRODUCTS and len(self.types | {self.graph.kind(d) for d in self.stored.values()}) > 1
+
+    @property
+    def branch(self) -> str:
+        """The first int8 tensor beside the node that more than one node reads."""
+        encoders = [self.graph.producers.get(d.input[0]) for d in self.decoders]
+        encoders += [n for reader in (self.node, self.follower) if reader for n in self._after(reader)]
+        for encoder in encoders:
+            if encoder is None or encoder.op_type not in ENCODERS or self.graph.kind(encoder) != TensorProto.INT8:
+                continue
+            if sum(len(list(self._after(decoder))) for decoder in self._after(encoder)) > 1:
+                return str(encoder.input[0])
+        return ""
+
+    @property
+    def clips_by_itself(self) -> bool:
+        """Whether quantizing after the Relu or Clip clips at zero, so that the Relu has no effect of its own."""
+        encoder = (
+            next((n for n in self._after(self.follower) if n.op_type in ENCODERS), None) if self.follower else None
+        )
+        zero = None if encoder is None or len(encoder.input) < 3 else self.graph.array(encoder.input[2])
+        return encoder is not None and zero is not None and float(zero.min()) == SMALLEST.get(self.graph.kind(encoder))
+
+    @property
+    def transposed(self) -> bool:
+        return any(a.name == "transB" and a.i for a in self.node.attribute)
+
+    @property
+    def shared_weight(self) -> bool:
+        """Whether another node reads the same decoded weight, or the runtime merges equal scales of two weights."""
+        decoders = list(self.stored.values())
+        scales = [self.graph.array(d.input[1]) for d in decoders]
+        merged = any(s is not None and s.size == 1 and self.graph.weight_scales[s.item()] > 1 for s in scales)
+        return merged or any(len(self.graph.consumers.get(d.output[0], [])) > 1 for d in decoders)

@@ -1,0 +1,225 @@
+"""How recovery's steps change settings.
+
+A change gives other settings; or as text why it is out of the question; or None where it would change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerTensor
+from quark.core.metrics import Comparison
+from quark.core.observers import OBSERVERS
+from quark.core.scales import ScaleType
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.onnx.algorithms import AFTER, BEFORE
+from quark.onnx.algorithms.rounding.checks import optimizer_device
+from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
+from quark.onnx.calibration.data.inputs import Array
+from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.config.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    AlgoConfig,
+    AutoMixprecisionConfig,
+    BiasCorrectionConfig,
+)
+from quark.onnx.config.settings import Settings
+from quark.onnx.evaluation.score import Metric
+from quark.onnx.operators.targets import TARGETS
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How models are judged: the metric, its target (None for as good as it gets), on how many samples, and the
+    position of the worst output.
+    """
+
+    metric: Metric = field(default_factory=lambda: Metric("sqnr"))
+    target: float | None = None
+    samples: int = 1
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a step may take into account.
+
+    Attributes:
+        plain: The settings that recovery began with.
+        share: Of the layers, for which there is time.
+        judged: What is to be reached.
+    """
+
+    plain: Settings
+    share: float = 1.0
+    judged: Judged = field(default_factory=Judged)
+
+
+Change = Callable[[Settings, Situation], Settings | str | None]
+"""(the best settings so far, situation) -> what the step does to them."""
+
+TUNING = (AdaRoundConfig, AdaQuantConfig)
+STRICTER = 0.9
+"""Share of the noise that is allowed on the samples that layers are chosen with."""
+
+POWER_OF_TWO = {"min_max": "pof2_non_overflow", "mse": "pof2_min_mse"}
+
+
+def ranges(observer: str, percentile: float | None = None) -> Change:
+    """Ranges of activations by another statistic of the values that were seen."""
+
+    def change(settings: Settings, _: Situation) -> Settings | None:
+        changed = _each_spec(settings, ("input", "output"), lambda spec: _observed(spec, observer))
+        if percentile is not None and changed != settings:
+            changed = replace(changed, percentile=percentile)
+        return None if changed == settings else changed
+
+    return change
+
+
+def again(other: Change) -> Change:
+    """The same once more, if algorithms were kept since that change what is seen."""
+
+    def change(settings: Settings, situation: Situation) -> Settings | str | None:
+        new = set(map(type, settings.algorithms)) - set(map(type, situation.plain.algorithms))
+        return other(settings, situation) if new & (set(BEFORE) - set(AFTER)) else None
+
+    return change
+
+
+def weight_ranges(observer: str) -> Change:
+    """Ranges of weights by another statistic."""
+
+    def change(settings: Settings, _: Situation) -> Settings | None:
+        changed = _each_spec(settings, ("weight",), lambda spec: _observed(spec, observer))
+        return None if changed == settings else changed
+
+    return change
+
+
+def algorithm(config: AlgoConfig) -> Change:
+    """One more algorithm."""
+
+    def change(settings: Settings, _: Situation) -> Settings | str | None:
+        if type(config) not in {**BEFORE, **AFTER}:
+            return f"{type(config).__name__} is not part of this version"
+        present = any(type(one) is type(config) for one in settings.algorithms)
+        return None if present else replace(settings, algorithms=(*settings.algorithms, config))
+
+    return change
+
+
+def with_plain_ranges(other: Change) -> Change:
+    """The same with the ranges of the plain config: what it does may make those that came since needless."""
+
+    def change(settings: Settings, situation: Situation) -> Settings | str | None:
+        plain = situation.plain
+        ranges = {name: getattr(plain, name) for name in ("layer", "by_name", "by_type", "percentile")}
+        before = replace(settings, **ranges)
+        return None if before == settings else other(before, situation)
+
+    return change
+
+
+def tuning(config: AdaRoundConfig | AdaQuantConfig) -> Change:
+    """Rounding or weights are learned, instead of what else learns them; if there is no time for all layers, those of
+    the worst ones.
+    """
+
+    def change(settings: Settings, situation: Situation) -> Settings | str | None:
+        if type(config) not in AFTER:
+            return f"{type(config).__name__} is not part of this version"
+        # Imports torch, whose seconds say nothing about those of training.
+        optimizer_device(config)
+        all_layers = situation.share >= 1
+        replaced = (*TUNING, WorstLayers) if all_layers else (WorstLayers,)
+        others = [one for one in settings.algorithms if not isinstance(one, replaced)]
+        tuned = config if all_layers else WorstLayers(config, AFTER[type(config)], situation.share)
+        # What biases make up for is known once weights are what they will be.
+        last = [one for one in others if isinstance(one, BiasCorrectionConfig)]
+        changed = replace(settings, algorithms=(*(one for one in others if one not in last), tuned, *last))
+        return None if changed == settings else changed
+
+    return change
+
+
+def raise_all_bits(settings: Settings, situation: Situation) -> Settings | str | None:
+    """Twice the bits for all layers, if there is a target that nothing else reaches."""
+    if situation.judged.target is None:
+        return None
+    raised = _each_spec(settings, ("weight", "input", "output"), _twice)
+    wide = raised.layer.weight is not None and raised.layer.weight.dtype.bits > 8
+    # Rounding to 16 bits leaves nothing to learn.
+    needless = (AutoMixprecisionConfig, *((*TUNING, WorstLayers) if wide else ()))
+    kept = (one for one in settings.algorithms if not isinstance(one, needless))
+    if raised.layer == settings.layer:
+        return None
+    if TARGETS[settings.target].activation:
+        return f"the target {settings.target} has 8 bits only"
+    if settings.layer.input is not None and settings.layer.input.dynamic:
+        return "dynamic quantization has 8 bits only"
+    return replace(raised, algorithms=tuple(kept), mixed=())
+
+
+def raise_bits(settings: Settings, situation: Situation) -> Settings | str | None:
+    """Twice the bits for the layers that gain most by it, until the target is reached."""
+    judged = situation.judged
+    if judged.target is None:
+        return "needs a target: it raises no more bits than that takes"
+    raised = raise_all_bits(settings, situation)
+    if not isinstance(raised, Settings):
+        return raised
+    if any(isinstance(one, AutoMixprecisionConfig) for one in settings.algorithms):
+        return None
+
+    def distance(before: list[list[Array]], after: list[list[Array]]) -> float:
+        found = Comparison()
+        for (x,), (y,) in zip(before, after, strict=True):
+            found.update(x, y)
+        return judged.metric.power(judged.metric.of(found), len(before))
+
+    config = AutoMixprecisionConfig(
+        target_layer_config=[],
+        metric_output_index=judged.output,
+        metric_distance_fn=distance,
+        metric_threshold=STRICTER * judged.metric.power(judged.target, judged.samples),
+        metric_optimize_object="quality",
+    )
+    return replace(settings, algorithms=(*settings.algorithms, config), mixed=((raised.layer, None),))
+
+
+def _twice(spec: TensorSpec) -> TensorSpec:
+    """The spec with 8 bits for 4, or 16 for 8; with 16, cutting off the largest values gains nothing."""
+    if spec.dtype.bits > 8:
+        return spec
+    name = f"{spec.dtype.name.rstrip('0123456789')}{2 * spec.dtype.bits}"
+    wider = onnx_range(replace(spec, dtype=DTYPES[name]))
+    assert wider is not None
+    return _observed(wider, "min_max") if wider.dtype.bits > 8 else wider
+
+
+def _each_spec(settings: Settings, fields: tuple[str, ...], change: Callable[[TensorSpec], TensorSpec]) -> Settings:
+    """Settings with these specs of every layer changed; those that need no range stay."""
+
+    def layer(specs: LayerSpec | None) -> LayerSpec | None:
+        found = {name: getattr(specs, name) for name in fields} if specs else {}
+        kept = {name: change(s) for name, s in found.items() if s and s.has_zero_point and not s.dynamic}
+        return replace(specs, **kept) if specs else None
+
+    return replace(
+        settings,
+        layer=layer(settings.layer) or settings.layer,
+        by_name=tuple((scopes, layer(specs)) for scopes, specs in settings.by_name),
+        by_type=tuple((types, layer(specs)) for types, specs in settings.by_type),
+    )
+
+
+def _observed(spec: TensorSpec, observer: str) -> TensorSpec:
+    """The spec with another statistic, where that has a form for its scales."""
+    if spec.scale_type is ScaleType.pof2:
+        observer = POWER_OF_TWO.get(observer, spec.observer)
+    fits = isinstance(spec.split, PerTensor) or not OBSERVERS[observer].per_tensor_only
+    return replace(spec, observer=observer) if fits else spec

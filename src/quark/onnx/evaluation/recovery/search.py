@@ -1,0 +1,267 @@
+"""Recovery: steps are tried one after another on top of the best model so far, until a target or the time is reached.
+
+What a step gives is measured on samples that are held out: each step is kept only where these gain by it. The plain
+config comes first, so the result is never worse by this measure. Whatever is tried is quantized from the float model by
+settings alone, on statistics of one pass over the data; the same settings give the same model again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
+from quark.log import logger, severity
+from quark.onnx.algorithms import NothingQualifiesError, check_algorithms
+from quark.onnx.calibration.calibrate import repeatable
+from quark.onnx.calibration.data.samples import Samples, TimeUpError
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
+from quark.onnx.evaluation.recovery.changes import Judged, Situation
+from quark.onnx.evaluation.recovery.steps import STEPS, Step
+from quark.onnx.evaluation.score import Judge, Metric
+from quark.onnx.flow import convert
+from quark.onnx.prepare import prepare
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+EVERY = 4
+"""One sample in this many is held out; as many samples are needed."""
+
+MARGIN = 0.8
+"""Share of the time left that is planned with: layers differ in what they cost."""
+
+RESERVE = 1.5
+"""What is kept for the last resort, in times of what the best model took."""
+
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one step gave.
+
+    Attributes:
+        step: Its name.
+        before: The metric of the best model before it; None of the first trial, which is the plain config.
+        after: The metric with it; None where there was no model to measure.
+        seconds: What it took.
+        result: "kept", "no gain", or why it came to nothing.
+    """
+
+    step: str
+    before: float | None
+    after: float | None
+    seconds: float
+    result: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A quantized model, what it was made by, how good its worst output is, and how long that took."""
+
+    settings: Settings
+    model: ir.Model
+    score: float
+    output: str
+    seconds: float
+
+
+@dataclass
+class Recovery:
+    """What recovery found.
+
+    Attributes:
+        model: The best model; None where it was written to a file.
+        settings: What `quark.onnx.flow.convert` makes it with, of the float model after its passes.
+        metric: What was measured, on the held-out samples.
+        target: The value that ends the search; None for none.
+        plain, score: The metric of the plain config, and of the best model.
+        trials: The plain config, then the steps, in order.
+        fitted, held_out: How many samples were calibrated with, and measured on.
+    """
+
+    model: onnx.ModelProto | None
+    settings: Settings
+    metric: Metric
+    target: float | None
+    plain: float
+    score: float
+    trials: list[Trial]
+    fitted: int
+    held_out: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether there was a target, and it was reached."""
+        return reaches(self.score, self.target, self.metric)
+
+
+def reaches(score: float, target: float | None, metric: Metric) -> bool:
+    """Whether there is a target, and a score is as good."""
+    return target is not None and not metric.better(target, score)
+
+
+def duration(text: str | float) -> float:
+    """Seconds of "90s", "10m" or "1h", or of a number. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip()) if isinstance(text, str) else None
+    seconds = float(found[1]) * SECONDS[found[2]] if found else text
+    if isinstance(seconds, (str, bool)) or not seconds > 0:
+        raise ConfigError(f"The budget {text!r} is no time. Possible: a number with its unit, as in 90s, 10m or 1h.")
+    return float(seconds)
+
+
+def recover(
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    metric: Metric,
+    target: float | None = None,
+    budget: float | None = None,
+    steps: Iterable[Step] = STEPS,
+) -> tuple[Recovery, ir.Model]:
+    """Find the best model; see `ModelQuantizer.recover`.
+
+    Args:
+        model: The float model; changed by the passes.
+        settings: The plain ones.
+        reader: Calibration data.
+        metric: What counts.
+        target: The value at which the search ends.
+        budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
+        steps: What to try.
+    """
+    start = time.monotonic()
+    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
+        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
+    if settings.statistics is not None:
+        raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
+    check_algorithms(settings.algorithms)
+    settings = prepare(model, settings)
+    fit, held_out = split(repeatable(reader, model, settings))
+    judge = Judge(model, held_out, metric, settings)
+    search = _Search(model, fit, judge, target, None if budget is None else start + budget)
+    plain = search.quantize(settings)
+    search.start(plain)
+    logger.info("Recovery: %s as it is: %s.", metric.name, metric.text(plain.score))
+    for step in steps:
+        if search.done:
+            break
+        search.attempt(step)
+    best = search.best
+    found = Recovery(
+        None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out)
+    )
+    return found, best.model
+
+
+def split(data: Samples | None) -> tuple[Samples, Samples]:
+    """The samples to calibrate with, and every fourth, which is held out. Raises CalibrationError for too few."""
+    count = 0 if data is None else len(data)
+    if data is None or count < EVERY:
+        raise CalibrationError(
+            f"Recovery judges by every {EVERY}th calibration sample, which it holds out: at least {EVERY} samples are "
+            f"needed, and there {'is 1' if count == 1 else f'are {count}'}."
+        )
+    held_out = range(EVERY - 1, count, EVERY)
+    return data.part([i for i in range(count) if i not in held_out]), data.part(held_out)
+
+
+class _Search:
+    """The best so far, and what leads to the next."""
+
+    def __init__(self, model: ir.Model, fit: Samples, judge: Judge, target: float | None, end: float | None) -> None:
+        self.model, self.fit, self.judge, self.target, self.end = model, fit, judge, target, end
+        self.trials: list[Trial] = []
+        self._extra: dict[str, float] = {}
+        self._known: dict[str, Statistics] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the target is reached."""
+        return reaches(self.best.score, self.target, self.judge.metric)
+
+    def left(self, step: Step) -> float:
+        """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
+        kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
+        return math.inf if self.end is None else self.end - kept - time.monotonic()
+
+    def quantize(self, settings: Settings) -> Candidate:
+        """Quantize and measure. Raises TimeUpError where the budget ends before the weights are decided."""
+        start = time.monotonic()
+        # What algorithms tell of every layer would drown the table.
+        with severity(2):
+            model = convert(self.model.clone(), settings, self.fit, known=self._known)
+        return Candidate(settings, model, *self.judge.score(model), time.monotonic() - start)
+
+    def start(self, plain: Candidate) -> None:
+        """Begin with this one, and with the clock: the plain config is quantized whatever it takes."""
+        self.best, self.plain, self._cheapest = plain, plain, plain.seconds
+        self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
+
+    def attempt(self, step: Step) -> None:
+        """Try a step on top of the best, and note what it gave; nothing where it would change nothing."""
+        start, before, after = time.monotonic(), self.best, None
+        situation, self.fit.until = self._situation(step), start + self.left(step)
+        try:
+            changed = step.change(before.settings, situation)
+        except QuarkError as error:
+            changed = one_line(error).rstrip(".")
+        if changed is None:
+            return
+        result = changed if isinstance(changed, str) else self._unfit(step)
+        if not isinstance(changed, str) and not result:
+            after, result = self._compared(step, changed, situation.share)
+        self.trials.append(Trial(step.name, before.score, after, time.monotonic() - start, result))
+        logger.info("Recovery: %s: %s.", step.name, result)
+
+    def _compared(self, step: Step, settings: Settings, share: float) -> tuple[float | None, str]:
+        """Quantize; keep what is better. Returns the metric, and what became of it."""
+        present = set(self._known)
+        try:
+            found = self.quantize(settings)
+        except TimeUpError:
+            result, found = "stopped: the budget ended", None
+        except NothingQualifiesError:
+            result, found = "nothing in this model qualifies", None
+        except QuarkError as error:
+            result, found = one_line(error).rstrip("."), None
+        better = found is not None and self.judge.metric.better(found.score, self.best.score)
+        self._forget(present, better)
+        if found is None:
+            return None, result
+        self._cheapest = min(self._cheapest, found.seconds)
+        self._extra[step.name] = (found.seconds - self._cheapest) / share
+        self.best = found if better else self.best
+        return found.score, "kept" if better else "no gain"
+
+    def _forget(self, present: set[str], better: bool) -> None:
+        """Drop the statistics that the best model does not need: they are half a megabyte for each tensor."""
+        new = set(self._known) - present
+        for identity in (present if better else new) if new else ():
+            del self._known[identity]
+
+    def _work(self, step: Step) -> float:
+        """Seconds that a step adds to all layers, by what the one like it added to the cheapest model; 0 if unknown."""
+        return step.factor * self._extra.get(step.like, 0.0)
+
+    def _unfit(self, step: Step) -> str:
+        """Why a step is left out, or ""."""
+        left = max(0.0, self.left(step))
+        enough = self.best.seconds <= left
+        return "" if enough else f"skipped: about {self.best.seconds + self._work(step):.0f} s, and {left:.0f} s left"
+
+    def _situation(self, step: Step) -> Situation:
+        work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
+        share = 1.0 if work <= left else left / work
+        outputs = [value.name for value in self.model.graph.outputs]
+        judged = Judged(self.judge.metric, self.target, len(self.judge.data), outputs.index(self.best.output))
+        return Situation(self.plain.settings, share, judged)

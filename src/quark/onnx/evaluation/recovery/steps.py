@@ -1,0 +1,74 @@
+"""What recovery tries, in this order. A new step is a row of STEPS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quark.onnx.config.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    BiasCorrectionConfig,
+    CLEConfig,
+    QuarotConfig,
+    SmoothQuantConfig,
+)
+from quark.onnx.evaluation.recovery.changes import (
+    Change,
+    again,
+    algorithm,
+    raise_all_bits,
+    raise_bits,
+    ranges,
+    tuning,
+    weight_ranges,
+    with_plain_ranges,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to try.
+
+    Attributes:
+        name: What the table calls it.
+        change: What it does to the settings.
+        like: Name of the step before that tells what this one costs; "" for none.
+        factor: How many times the work of that one.
+        last_resort: Whether time is kept for it, where there is a target.
+    """
+
+    name: str
+    change: Change
+    like: str = ""
+    factor: float = 1
+    last_resort: bool = False
+
+
+RANGES = {
+    "MinMax": ranges("min_max"),
+    "MinMSE": ranges("mse"),
+    "Percentile 99.99": ranges("percentile", 99.99),
+    "Entropy": ranges("entropy"),
+}
+EQUALIZE = algorithm(CLEConfig(cle_scale_use_threshold=False, cle_steps=4))
+SMOOTH = algorithm(SmoothQuantConfig())
+OFTEN = 10
+"""Iterations after which training looks at the clock."""
+ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
+STEPS = (
+    *(Step(f"ranges: {name}", change) for name, change in RANGES.items()),
+    Step("weight ranges: MinMSE", weight_ranges("mse")),
+    Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
+    Step("CLE", EQUALIZE),
+    Step("CLE, ranges of the config", with_plain_ranges(EQUALIZE)),
+    Step("SmoothQuant", SMOOTH),
+    Step("SmoothQuant, ranges of the config", with_plain_ranges(SMOOTH)),
+    Step("QuaRot", algorithm(QuarotConfig())),
+    *(Step(f"ranges again: {name}", again(change)) for name, change in RANGES.items()),
+    Step(ADAROUND, tuning(AdaRoundConfig(num_iterations=100, log_period=OFTEN))),
+    Step(ADAQUANT, tuning(AdaQuantConfig(num_iterations=300, log_period=OFTEN)), ADAROUND, 3),
+    Step("AdaRound, 1000 iterations", tuning(AdaRoundConfig(log_period=OFTEN)), ADAROUND, 10),
+    Step("AdaQuant, 3000 iterations", tuning(AdaQuantConfig(log_period=OFTEN)), ADAQUANT, 10),
+    Step("more bits for the most sensitive layers", raise_bits),
+    Step("more bits for all layers", raise_all_bits, last_resort=True),
+)

@@ -1,0 +1,1 @@
+"""Reading, editing and writing ONNX graphs, and what is found in them."""

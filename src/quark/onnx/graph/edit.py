@@ -1,0 +1,158 @@
+"""Edits of a graph that keep it whole: outputs keep their names, readers inside If and Loop bodies follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quark.onnx.graph.model_file import constant
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = np.ndarray[Any, Any]
+STANDS_FOR = "stands for"
+"""Key of a node's `meta`: the name of the node of the user's model that it is a part of."""
+
+
+def is_op(node: ir.Node | None, *op_types: str) -> bool:
+    """Whether a node is one of these standard operators."""
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def is_read(value: ir.Value) -> bool:
+    """Whether a node, of any body, reads a value, or it is an output."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def read_once(value: ir.Value) -> bool:
+    """Whether exactly one node reads a value, and nothing else does."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
+def added_bias(node: ir.Node) -> tuple[ir.Node, int] | None:
+    """The Add of a constant that alone reads a MatMul, and which of its inputs the constant is."""
+    uses = list(node.outputs[0].uses())
+    if node.op_type != "MatMul" or len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    add, index = uses[0].node, 1 - uses[0].idx
+    bias = constant(add.inputs[index])
+    return (add, index) if bias is not None and bias.ndim == 1 else None
+
+
+def dims(value: ir.Value | None) -> list[int | None] | None:
+    """The dimensions of a value, None where they are not fixed; None if the rank is unknown."""
+    if value is None or value.shape is None:
+        return None
+    return [size if isinstance(size, int) else None for size in value.shape]
+
+
+def axes_of(node: ir.Node) -> tuple[int, ...] | None:
+    """The axes of a reduction, Squeeze or Unsqueeze, from its attribute or its constant second input."""
+    if "axes" in node.attributes:
+        return tuple(node.attributes["axes"].as_ints())
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    return None if axes is None else tuple(int(axis) for axis in np.ravel(axes))
+
+
+def redirect(old: ir.Value, new: ir.Value) -> bool:
+    """Make every reader of `old` read `new`, which takes its name where it is an output.
+
+    Returns:
+        False, with nothing done, where `old` is an output and `new` is an input, an initializer or another output.
+    """
+    if old.is_graph_output():
+        if new.producer() is None or new.is_graph_output() or new.graph is not old.graph:
+            return False
+        new.name, old.name = old.name, None
+    if new.type is None:
+        new.type = old.type
+    if new.shape is None:
+        new.shape = old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    return True
+
+
+def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> ir.Node:
+    """Put another op in the place of a node with one output; what only the old one read is removed."""
+    import onnx_ir as ir
+
+    old = node.outputs[0]
+    new = ir.node(op_type, inputs, dict(attributes), name=node.name)
+    new.meta.update(node.meta)
+    new.outputs[0].name, new.outputs[0].type, new.outputs[0].shape = old.name, old.type, old.shape
+    assert node.graph is not None
+    node.graph.insert_before(node, [new])
+    old.replace_all_uses_with(new.outputs[0], replace_graph_outputs=True)
+    prune(node)
+    return new
+
+
+def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any],
+           name: str) -> ir.Value:  # fmt: skip
+    """A new node before another, which it is a part of; its output has its name."""
+    import onnx_ir as ir
+
+    new = ir.node(op_type, inputs, dict(attributes), name=name)
+    new.outputs[0].name = name
+    new.meta[STANDS_FOR] = before.meta.get(STANDS_FOR, before.name)
+    assert before.graph is not None
+    before.graph.insert_before(before, [new])
+    return new.outputs[0]
+
+
+def prune(node: ir.Node) -> None:
+    """Remove a node that nothing reads, and every node before it that then nothing reads."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if node.graph is None or any(is_read(output) for output in node.outputs):
+            continue
+        producers = {value.producer() for value in node.inputs if value is not None}
+        graph = node.graph
+        graph.remove(node, safe=True)
+        stack += [producer for producer in producers if producer is not None and producer.graph is graph]
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Drop nodes, constants, functions and imports of domains that nothing uses any more."""
+    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+    for step in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):  # type: ignore[no-untyped-call]
+        step(model)
+
+
+def new_initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
+    """A new initializer; the name gets a suffix where it is taken."""
+    import onnx_ir as ir
+
+    return add_initializer(graph, name, ir.tensor(array))
+
+
+def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """An initializer of a tensor, which may be another's: it is neither copied nor renamed."""
+    import onnx_ir as ir
+
+    while name in graph.initializers:
+        name += "_"
+    own = ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=fixed_shape(tensor), name=name)
+    value = ir.Value(name=name, const_value=own, type=ir.TensorType(tensor.dtype), shape=fixed_shape(tensor))
+    graph.register_initializer(value)
+    return value
+
+
+def fixed_shape(tensor: ir.TensorProtocol) -> ir.Shape:
+    """The shape of a tensor as that of a value."""
+    import onnx_ir as ir
+
+    return ir.Shape([int(size) for size in tensor.shape.numpy()])
+
+
+def set_initializer(value: ir.Value, array: Array) -> None:
+    """Give an initializer new values under its name."""
+    import onnx_ir as ir
+
+    value.const_value = ir.tensor(array, name=value.name)
+    value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)

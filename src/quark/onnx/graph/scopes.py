@@ -1,0 +1,103 @@
+"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error.
+
+They speak of the model that the user knows: `pin` resolves them to names before the passes change the graph. A node
+that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quark.core.patterns import matches, require_matches
+from quark.errors import ConfigError
+from quark.onnx.config.settings import Scope, Settings
+from quark.onnx.graph.edit import STANDS_FOR
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:
+    """The nodes that the scopes name.
+
+    Raises:
+        ConfigError: A scope matches no node; names the nearest.
+    """
+    nodes = {node.name or "": node for node in model.graph}
+    found: set[ir.Node] = set()
+    for scope in scopes:
+        if isinstance(scope, frozenset):
+            found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
+        elif isinstance(scope, str):
+            pattern = _pattern(scope)
+            require_matches([pattern], nodes, where)
+            found |= {node for name, node in nodes.items() if matches(name, pattern)}
+        else:
+            found |= _between(scope, nodes, where)
+    return found
+
+
+def pin(settings: Settings, model: ir.Model) -> Settings:
+    """Settings whose scopes are the names of the nodes that they match in this model.
+
+    Raises:
+        ConfigError: A scope matches no node.
+    """
+
+    def names(scopes: tuple[Scope, ...], where: str) -> tuple[Scope, ...]:
+        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where)),)
+
+    require_matches(settings.nodes, [node.name or "" for node in model.graph], "NodesToQuantize")
+    by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.by_name)
+    return replace(settings, exclude=names(settings.exclude, "exclude"), by_name=by_name)
+
+
+def drop_removed(settings: Settings, model: ir.Model) -> Settings:
+    """Settings whose NodesToQuantize are those that the passes left.
+
+    Raises:
+        ConfigError: There were some, and none is left.
+    """
+    names = {name: node.name or "" for node in model.graph for name in (node.name, node.meta.get(STANDS_FOR)) if name}
+    left = tuple(node for name, node in names.items() if name in settings.nodes)
+    if settings.nodes and not left:
+        raise ConfigError(
+            f"NodesToQuantize: the graph passes removed {', '.join(settings.nodes)}. Possible: SkipPreprocess=True."
+        )
+    return replace(settings, nodes=left)
+
+
+def _pattern(scope: str) -> str:
+    """A scope as a pattern of core.patterns: documented regular expressions start with ^ and hold ".*"."""
+    if scope.startswith("re:"):
+        return scope
+    if scope.startswith("^") and ".*" in scope:
+        return "re:" + scope + ("" if scope.endswith("$") else ".*")
+    return "re:" + re.escape(scope)
+
+
+def _between(scope: tuple[tuple[str, ...], tuple[str, ...]], nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
+    starts, ends = scope
+    for name in (*starts, *ends):
+        require_matches(["re:" + re.escape(name)], nodes, where)
+    after = _reach({nodes[name] for name in starts}, forward=True)
+    before = _reach({nodes[name] for name in ends}, forward=False)
+    return after & before
+
+
+def _reach(start: set[ir.Node], forward: bool) -> set[ir.Node]:
+    seen, todo = set(start), list(start)
+    while todo:
+        node = todo.pop()
+        if forward:
+            near = [use.node for value in node.outputs for use in value.uses()]
+        else:
+            near = [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
+        for other in near:
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen

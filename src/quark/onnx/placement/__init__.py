@@ -1,0 +1,1 @@
+"""Which tensors carry Q/DQ, and which of them share a scale."""

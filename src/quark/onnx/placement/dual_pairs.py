@@ -1,0 +1,88 @@
+"""Dual pairs: where two precisions meet, a tensor is quantized as it is written, then once more as it is read.
+
+    x -> Q/DQ of the writer -> Q/DQ of the reader -> reader
+
+A tensor that no quantized node writes has the widest type that is asked for first. Until both pairs are written an
+Identity stands between them: what it gives has a spec and a scale of its own like any tensor. What only moves data
+and shares the scale of its input has no border before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quark.core.spec import TensorSpec
+from quark.onnx.operators import rule_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quark.onnx.placement.place import Placement
+
+BORDER = "quark.border"
+"""Key in `meta` of an Identity: the name of the tensor that is quantized twice."""
+
+
+def widen_sources(placement: Placement) -> None:
+    """Give what no quantized node writes the widest of the types that its readers ask for."""
+    quantized, asked = set(placement.nodes), dict[Any, list[TensorSpec]]()
+    for (node, index), spec in placement.reads.items():
+        value = node.inputs[index]
+        if value in placement.activations and value is not None and value.producer() not in quantized:
+            asked.setdefault(value, []).append(spec)
+    for value, specs in asked.items():
+        placement.activations[value] = max(specs, key=lambda spec: spec.dtype.bits)
+
+
+def split_borders(placement: Placement) -> None:
+    """Put an Identity before every node that reads another type than its input has."""
+    import onnx_ir as ir
+
+    made: dict[tuple[ir.Value, TensorSpec], ir.Value] = {}
+    for (node, index), spec in placement.reads.items():
+        value = node.inputs[index]
+        actual = placement.activations.get(value) if value is not None else None
+        if value is None or actual is None or actual.dtype == spec.dtype or _moves(node, value, placement):
+            continue
+        if (value, spec) not in made:
+            border = ir.node("Identity", [value], name=_free_name(node, value))
+            border.meta[BORDER] = value.name
+            output = border.outputs[0]
+            output.name, output.type, output.shape = border.name, value.type, value.shape
+            assert node.graph is not None
+            node.graph.insert_before(node, [border])
+            placement.nodes.append(border)
+            placement.activations[output] = spec
+            made[value, spec] = output
+        node.replace_input_with(index, made[value, spec])
+
+
+def drop_borders(graph: ir.Graph) -> None:
+    """Remove the Identities again."""
+    for node in [node for node in graph if BORDER in node.meta]:
+        source = node.inputs[0]
+        assert source is not None
+        for use in list(node.outputs[0].uses()):
+            use.node.replace_input_with(use.idx, source)
+        graph.remove(node, safe=True)
+
+
+def source_name(value: ir.Value) -> str:
+    """The name of the tensor of the user's model that holds these values."""
+    producer = value.producer()
+    return str(producer.meta[BORDER]) if producer is not None and BORDER in producer.meta else value.name or ""
+
+
+def _moves(node: ir.Node, value: ir.Value, placement: Placement) -> bool:
+    """Whether a node gives what it reads under the same scale."""
+    root = placement.root(value)
+    return rule_of(node.op_type).shares_scale and any(placement.root(output) is root for output in node.outputs)
+
+
+def _free_name(node: ir.Node, value: ir.Value) -> str:
+    assert node.graph is not None
+    taken = {output.name for other in node.graph for output in other.outputs} | {other.name for other in node.graph}
+    name, count = f"{value.name}_dual", 1
+    while name in taken:
+        name, count = f"{value.name}_dual_{count}", count + 1
+    return name

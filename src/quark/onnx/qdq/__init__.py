@@ -1,0 +1,1 @@
+"""Writing what was decided: Q/DQ pairs, dynamic and weight-only nodes, extended operators."""

@@ -1,0 +1,146 @@
+"""The extended operators: a node, and the ONNX function that computes it where no library is registered.
+
+An operator has one name and several bodies: the element type, and where it matters the kind of scale and the
+rounding, are the `overload` of the node and of its function (IR version 10). The function declares every attribute, so
+that a registered library, which knows nothing of overloads, can take the node instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+
+from quark.core.dtypes import DTYPES, MICRO_EXPONENT
+from quark.core.granularity import PerGroup
+from quark.core.rounding import RoundType
+from quark.core.scales import ScaleRule
+from quark.core.spec import TensorSpec
+from quark.onnx_ops.blocks import block_body
+from quark.onnx_ops.linear import linear_body
+
+DOMAIN, VERSION = "com.amd.quark", 1
+BLOCK_OPSET, MINIMUM_IR = 14, 10  # Reshape with allowzero; overloads
+QUANTIZE, DEQUANTIZE = "ExtendedQuantizeLinear", "ExtendedDequantizeLinear"
+MX, BFP = "MXQuantizeDequantize", "BFPQuantizeDequantize"
+ANY = "QuantizeDequantize"
+LINEAR_TYPES = ("bfloat16", "float16", "int8", "uint8", "int16", "uint16", "int32", "uint32")
+ATTRIBUTES: dict[str, dict[str, int | str]] = {
+    QUANTIZE: {"axis": 1},
+    DEQUANTIZE: {"axis": 1},
+    MX: {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 0},
+    BFP: {
+        "bfp_method": "to_bfp",
+        "axis": 1,
+        "bit_width": 16,
+        "block_size": 8,
+        "rounding_mode": 0,
+        "sub_block_size": 2,
+        "sub_block_shift_bits": 1,
+        "convert_to_bfloat_before_bfp": 0,
+        "use_compiler_version_cpu_kernel": 0,
+    },
+    ANY: {"axis": -1, "block_size": 32},
+}
+"""Operator -> attributes and their defaults."""
+
+ROUNDING_MODES = {RoundType.round: 0, RoundType.half_even: 2}
+"""Those of the documented operators."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One node's operator, and the body that it stands for.
+
+    Attributes:
+        name: Op type.
+        overload: Which body.
+        body: Text of the body for an opset, in ONNX's textual syntax.
+        attributes: Those that the node carries.
+        inputs: Names that the body gives to them.
+    """
+
+    name: str
+    overload: str
+    body: str = field(repr=False)
+    attributes: Mapping[str, int | str]
+    inputs: tuple[str, ...] = ("x",)
+
+
+def linear(dtype: str, kind: str, axis: int | None = None) -> tuple[Operator, Operator]:
+    """The operators that quantize to `dtype` and dequantize; `kind` is "cast", "tensor" or "axis"."""
+    attributes = {} if axis is None else {"axis": axis}
+    quantizer, dequantizer = (linear_body(DTYPES[dtype], kind, quantizes) for quantizes in (True, False))
+    overload = f"{dtype}_{kind}"
+    inputs = ("x", "scale", "zero_point")
+    return (
+        Operator(QUANTIZE, overload, quantizer, attributes, inputs),
+        Operator(DEQUANTIZE, overload, dequantizer, attributes, inputs),
+    )
+
+
+def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -> Operator:
+    """The operator that fake-quantizes in blocks of `spec`.
+
+    Args:
+        spec: Block format, axis, block size, rounding.
+        opset: Of the model.
+        shape: Of the tensor, as far as known (integers): blocks that fill their axis have a shorter body.
+    """
+    assert isinstance(spec.granularity, PerGroup)
+    dtype, size, axis = spec.dtype, spec.granularity.size, spec.granularity.axis
+    split: dict[str, int | str] = {"axis": axis, "block_size": size}
+    inner = behind(spec.granularity, shape)
+    view = "" if inner is None else f"_{size}x{inner}"
+    micro = dtype.name == "bfp16" or dtype.name in MICRO_EXPONENT
+    rule = ScaleRule.floor if micro else spec.scale_rule
+    body = block_body(dtype, spec.rounding, opset, size, inner, rule)
+    element = "int8" if dtype.name == "mxint8" else dtype.name
+    if rule is not ScaleRule.floor or spec.rounding not in ROUNDING_MODES:
+        # The documented operators know neither: a registered library must not take such a node.
+        return Operator(ANY, f"{dtype}_{rule.value}_{spec.rounding.name}{view}", body, split)
+    mode = ROUNDING_MODES[spec.rounding]
+    attributes = {**split, "rounding_mode": mode}
+    if micro:
+        method = "to_bfp" if dtype.name == "bfp16" else "to_bfp_prime"
+        bits = 8 + dtype.bits
+        overload = f"{method}_{bits}_{mode}{view}"
+        return Operator(BFP, overload, body, {"bfp_method": method, "bit_width": bits, **attributes})
+    return Operator(MX, f"{element}_{mode}{view}", body, {"element_dtype": element, **attributes})
+
+
+def behind(split: PerGroup, shape: Sequence[object] | None) -> int | None:
+    """How many values lie behind the axis; None where that is not known, or where the last block is not full."""
+    if shape is None or not -len(shape) <= split.axis < len(shape):
+        return None
+    length, *behind = shape[split.axis % len(shape) :]
+    known = [n for n in (length, *behind) if isinstance(n, int) and n > 0]
+    if len(known) <= len(behind) or known[0] % split.size:
+        return None
+    return math.prod(known[1:])
+
+
+def function(operator: Operator, opset: int) -> onnx.FunctionProto:
+    """The function of an operator, for a model of this opset."""
+    declared = ", ".join(
+        f'{name}: string = "{value}"' if isinstance(value, str) else f"{name}: int = {value}"
+        for name, value in ATTRIBUTES[operator.name].items()
+    )
+    head = f'<domain: "{DOMAIN}", overload: "{operator.overload}", opset_import: ["": {opset}]>'
+    text = f"{head}\n{operator.name} <{declared}> ({', '.join(operator.inputs)}) => (y) {{\n{operator.body}}}"
+    proto = onnx.parser.parse_function(text)
+    _prune(proto)
+    return proto
+
+
+def _prune(proto: onnx.FunctionProto) -> None:
+    """Drop the constants and steps that this body does not need."""
+    needed, kept = set(proto.output), []
+    for node in reversed(proto.node):
+        if needed & set(node.output):
+            kept.append(node)
+            needed |= set(node.input)
+    del proto.node[:]
+    proto.node.extend(reversed(kept))

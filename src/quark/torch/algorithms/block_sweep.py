@@ -1,0 +1,204 @@
+"""The sweep: accuracy algorithms, block by block, each block's inputs being what the blocks before it really give.
+
+    for each block:   for each algorithm in the order given:   one forward in lockstep, with a stop at each layer group
+                      static scales of the activations are observed in the last forward
+                      its outputs are the inputs of the next block
+
+Only one block's inputs are in memory. Algorithms that change the float model without changing its function (smoothing,
+rotation) and those that solve weights (GPTQ, ...) follow the same form.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
+from quark.log import progress
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.layer_inputs import input_groups, lockstep, no_tokens
+from quark.torch.calibration.calibrate import naming, needs_range, quantizers_off
+from quark.torch.calibration.distributed import agree, merge_observers, part_of, world
+from quark.torch.calibration.experts import settle_experts
+from quark.torch.layers import QuantLayer
+from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.model.blocks import Call, evaluating, find_blocks, record_calls
+
+
+def sweep(
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    algorithms: Sequence[Algorithm],
+    data: Iterable[Any] | None,
+    shared_scale_groups: Sequence[Sequence[str]] = (),
+    sync_experts: bool = False,
+) -> None:
+    """Run the algorithms on a model whose layers are replaced and not yet calibrated.
+
+    Args:
+        model: Changed in place.
+        layers: Full name -> quantized layer.
+        algorithms: In the order in which they run.
+        data: Calibration batches; may be None if no algorithm needs activations.
+        shared_scale_groups: Leaf names of layers with one second-level weight scale.
+        sync_experts: Whether the experts of a mixture share the range of their inputs.
+
+    Raises:
+        ConfigError: No data for an algorithm that needs it.
+        StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
+    """
+    refuse_processes(algorithms)
+    names = find_blocks(model, blocks_path(model, algorithms))
+    for algorithm in algorithms:
+        algorithm.prepare(model, names, layers)
+    stages = [algorithm for algorithm in algorithms if algorithm.visits]
+    if not stages:
+        return
+    if data is None:
+        raise ConfigError(
+            f"{', '.join(type(a).__name__ for a in stages)} needs calibration data: pass a dataloader to "
+            "quantize_model."
+        )
+    with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
+        calls = record_calls(model, names, part_of(data))
+        needs_float = any(stage.needs_float for stage in stages)
+        hidden: list[torch.Tensor] | None = None
+        float_hidden: list[torch.Tensor] | None = None
+        for name in progress(names, "blocks", total=len(names)):
+            own = calls.pop(name)
+            module = model.get_submodule(name)
+            block = Block(
+                name, module, with_hidden(own, hidden), with_hidden(own, float_hidden or hidden), shared_scale_groups
+            )
+            with _saying_what_changed(name):
+                hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
+
+
+@contextmanager
+def _saying_what_changed(block: str) -> Iterator[None]:
+    """Add to an error that the weights before this block are not what they were: no second copy of them is kept."""
+    try:
+        yield
+    except QuarkError as error:
+        where = f"up to the block {block!r}" if block else "of the model"
+        raise type(error)(f"{error} Weights {where} may have changed: load the model again.") from error
+
+
+def sweep_block(
+    block: Block,
+    layers: Mapping[str, QuantLayer],
+    stages: Sequence[Algorithm],
+    needs_float: bool = False,
+    sync_experts: bool = False,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Run the algorithms on one block; its outputs and, if `needs_float`, those of the float block."""
+    block.groups = quantized_groups(block, layers)
+    hidden: list[torch.Tensor] = []
+    float_hidden: list[torch.Tensor] = []
+    original: nn.Module | None = None
+    for index, stage in enumerate(stages):
+        if stage.needs_float and original is None:
+            # After the transforms, which change what the layers read but not what the block computes.
+            original = copy.deepcopy(block.module)
+        last = index == len(stages) - 1
+        watch = _observing_inputs(block, layers, sync_experts) if last else nullcontext()
+        hidden, beside = _run(block, stage, original, watch)
+        float_hidden = beside or float_hidden
+    return hidden, float_hidden
+
+
+def _run(
+    block: Block, stage: Algorithm, original: nn.Module | None, watch: AbstractContextManager[None]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """One algorithm on one block; `watch` is around the forward, not around what the algorithm runs before."""
+    stage.enter(block)
+    with watch:
+        outputs = lockstep(
+            block.name,
+            block.module,
+            block.calls,
+            block.groups,
+            lambda stop: stage.visit(stop, block),
+            original,
+            block.float_calls if original is not None else (),
+            (lambda stops: stage.visit_experts(stops, block)) if stage.batches_experts else None,
+        )
+    stage.leave(block)
+    agree(block.module)
+    return outputs
+
+
+@contextmanager
+def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_experts: bool) -> Iterator[None]:
+    """Within: the block's static input quantizers collect what their layers really get; then their scales are fixed.
+
+    A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
+    """
+    inside = {name: layer for name, layer in layers.items() if is_inside(name, block.name)}
+    waiting = {
+        f"{name}.input": quantizer
+        for name, layer in inside.items()
+        if isinstance(quantizer := layer.quantizer("input"), FakeQuantize) and needs_range(quantizer)
+    }
+    for quantizer in waiting.values():
+        quantizer.start_observing()
+    yield
+    merge_observers(waiting)
+    settle_experts(waiting, sync_experts)
+    for name, quantizer in waiting.items():
+        with naming(name):
+            quantizer.finish_observing()
+
+
+def is_inside(name: str, block: str) -> bool:
+    """Whether a tensor or layer belongs to a block."""
+    return not block or name.startswith(f"{block}.")
+
+
+def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tuple[str, ...]]:
+    """Groups of linear layers with quantized weights that read one tensor, in running order.
+
+    Raises CalibrationError where no batch runs all of them (experts that are called only with tokens).
+    """
+    linear = [
+        leaf
+        for leaf, module in block.module.named_modules()
+        if isinstance(module, nn.Linear) and block.full(leaf) in layers and layers[block.full(leaf)].spec.weight
+    ]
+    fewest = set(linear)
+    for call in block.calls:
+        groups = input_groups(block.module, linear, call)
+        idle = set(linear) - {leaf for group in groups for leaf in group}
+        if not idle:
+            return groups
+        fewest = min(fewest, idle, key=len)
+    names = ", ".join(block.full(leaf) for leaf in linear if leaf in fewest)
+    raise CalibrationError(f"{no_tokens(names)} One batch at least must reach all layers of a block.")
+
+
+def refuse_processes(algorithms: Sequence[Algorithm]) -> None:
+    """Raise NotSupportedError for an algorithm that would learn from a part of the data only."""
+    for algorithm in algorithms:
+        if world() > 1 and not algorithm.sums:
+            raise NotSupportedError(
+                f"{type(algorithm).__name__} needs all calibration data in one process, of which there are {world()}. "
+                "Possible: one process, or an algorithm that reads second moments (GPTQ, AWQ, SmoothQuant, ...)."
+            )
+
+
+def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
+    """Where the algorithms say that the blocks are; None: they are found."""
+    paths = {path for algorithm in algorithms if (path := algorithm.blocks_path(model))}
+    if len(paths) > 1:
+        raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
+    return paths.pop() if paths else None
+
+
+def with_hidden(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
+    """The calls on other hidden states, if there are any."""
+    return list(calls) if hidden is None else [c.with_hidden(h) for c, h in zip(calls, hidden, strict=True)]

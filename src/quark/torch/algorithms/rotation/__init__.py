@@ -1,0 +1,1 @@
+"""Rotations of the residual stream and of what layers read."""

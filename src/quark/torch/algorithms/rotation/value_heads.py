@@ -1,0 +1,82 @@
+"""The way of the values through attention: which rows of which layer become which inputs of the output projection.
+
+With a single token, attention returns the values as they are: softmax of one score is 1. So each input of the output
+projection is then equal to one output of the layer that makes the values, whatever that layer is called, however it
+is fused with queries and keys, and whichever query heads share a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.calibration.calibrate import quantizers_off
+from quark.torch.model.record_forward import is_linear, quantized_modules
+
+
+@dataclass(frozen=True)
+class ValuePath:
+    """Two linear layers between which values only move.
+
+    Attributes:
+        value, output: Their names.
+        rows: For each input of `output`, the row of `value` that it comes from; shape (in_features of output,).
+    """
+
+    value: str
+    output: str
+    rows: torch.Tensor
+
+    def heads(self, size: int) -> list[torch.Tensor] | None:
+        """The rows of `value`, one tensor for each value head of `size`; None if heads of this size would overlap."""
+        if len(self.rows) % size:
+            return None
+        heads = {tuple(head.tolist()) for head in self.rows.reshape(-1, size)}
+        rows = [row for head in heads for row in head]
+        return [torch.tensor(head) for head in sorted(heads)] if len(set(rows)) == len(rows) else None
+
+
+def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath]:
+    """The value paths of a block.
+
+    Args:
+        block: In float64, so that equal numbers come from the same row.
+        run: Calls it on a single token with random values.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+            if result.numel() == result.shape[-1]:
+                inputs[name], outputs[name] = args[0].reshape(-1), result.reshape(-1)
+
+        return hook
+
+    handles = [m.register_forward_hook(note(name)) for name, m in block.named_modules() if is_linear(m)]
+    try:
+        with torch.no_grad(), quantizers_off(quantized_modules(block)):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = []
+    for output, given in inputs.items():
+        for value, made in outputs.items():
+            rows = _places(made, given) if value != output else None
+            if rows is not None:
+                found.append(ValuePath(value, output, rows))
+    return found
+
+
+def _places(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
+    """Where each of `given` stands in `made`; None if one is not there."""
+    ordered, order = made.sort()
+    at = torch.searchsorted(ordered, given).clamp(max=len(made) - 1)
+    at = torch.where((ordered[at] - given).abs() <= (ordered[at - 1] - given).abs(), at, at - 1)
+    near = (ordered[at] - given).abs() <= 1e-9 * given.abs()
+    return order[at].cpu() if bool(near.all()) and bool((given != 0).all()) else None

@@ -1,0 +1,21 @@
+"""Importance-weighted scales: the second moment of each input channel weighs the error of the weights that read it."""
+
+from __future__ import annotations
+
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.algorithms.rounding.weights import chosen_layers, fix_scales
+from quark.torch.calibration.calibrate import naming
+
+
+class ImportanceScale(Algorithm):
+    """Scales under which sum_i E[x_i^2] (w_i - Q(w_i))^2 is least; see `core/solvers/importance.py`.
+
+    A solver named after it (GPTQ) rounds on these scales.
+    """
+
+    def visit(self, stop: Stop, block: Block) -> None:
+        layers = chosen_layers(stop, block, self.config.inside_layer_modules)
+        if layers:
+            with naming(", ".join(layers)):
+                fix_scales(layers, block, dict.fromkeys(layers, stop.gram.diagonal()))

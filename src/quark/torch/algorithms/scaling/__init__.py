@@ -1,0 +1,1 @@
+"""Algorithms that move scale from activations to weights, folded where that is exact."""

@@ -1,0 +1,154 @@
+"""AWQ: scales that protect the weights that matter, then the step of each group of weights.
+
+The algebra is in `core/solvers/smooth.py`: every candidate is scored by the second moments of the input, which is
+exact, so the block runs once. Scales are kept where they pay; then the ranges of the weights' groups ("clipping") are
+chosen together, in place of a grid for each group alone, and stored with the layer's weight quantizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.quantize import fake_quantize, quantize_scales, range_of
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.solvers import smooth
+from quark.core.spec import TensorSpec
+from quark.torch.algorithms.base import Block
+from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.algorithms.scaling.base import Folding, Moments, float_weight, relative
+from quark.torch.algorithms.scaling.fold import Fold
+from quark.torch.calibration.calibrate import naming, share_scales, tensor_qparams
+from quark.torch.layers import QuantLayer
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+
+ROWS = 512
+"""Rows of a weight on which scales are compared, evenly taken."""
+
+
+class AWQ(Folding):
+    """AWQ (Lin et al. 2023); see `AWQConfig`."""
+
+    needs = ("gram", "mean_abs")
+    waiting: dict[tuple[str, ...], torch.Tensor]
+    """Layers of one stop whose steps are still to be chosen -> second moments of their input."""
+
+    def enter(self, block: Block) -> None:
+        self.waiting = {}
+        super().enter(block)
+
+    def _found(self, block: Block) -> list[Fold]:
+        folds = super()._found(block)
+        if self.config.scaling_layers:
+            return folds
+        # Rows of very different sizes under one scale lose more than the readers gain.
+        return [fold for fold in folds if not _has_one_range(block.module.get_submodule(fold.producer))]
+
+    def visit(self, stop: Stop, block: Block) -> None:
+        gram = stop.gram
+        s = self.fold_at(stop, block)
+        self.waiting[tuple(stop.layers)] = gram if s is None else gram / s / s.unsqueeze(-1)
+        self._settle(block)
+
+    def leave(self, block: Block) -> None:
+        self.folds = {}
+        self._settle(block)
+
+    def scale(self, fold: Fold, layers: dict[str, QuantLayer], moments: Moments) -> torch.Tensor | None:
+        assert moments.gram is not None and moments.mean_abs is not None
+        weights = [_some_rows(layer) for layer in layers.values()]
+        rounders = [_rounder(_spec(layer)) for layer in layers.values()]
+        mean_abs = fold.shared(moments.mean_abs, "mean")
+        return smooth.best_scale(weights, rounders, moments.gram, mean_abs, fold.feasible)
+
+    def _settle(self, block: Block) -> None:
+        """Choose the steps of the layers that no fold to come will change."""
+        pending = {block.full(fold.producer) for fold in self.folds.values()}
+        for names in [names for names in self.waiting if not pending & set(names)]:
+            _choose_steps({name: block.layer(relative(name, block)) for name in names}, self.waiting.pop(names), block)
+
+
+def _choose_steps(layers: dict[str, QuantLayer], gram: torch.Tensor, block: Block) -> None:
+    """Store the scales of the weights of one stop, those of a second level shared among them as the plan says."""
+    layers = {name: layer for name, layer in layers.items() if _groups(layer) and _quantizer(layer).params is None}
+    for name, layer in layers.items():
+        with naming(f"{name}.weight"):
+            store(layer, tensor_qparams(float_weight(layer), _spec(layer)))
+    share_scales(layers, block.shared_scale_groups)
+    for layer in layers.values():
+        store(layer, stepped(layer, gram))
+
+
+def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
+    """Scales of a layer's weight whose ranges are chosen by the second moments of its input."""
+    weight, spec = float_weight(layer), _spec(layer)
+    low, high = range_of(weight, spec)
+    second = cast(QParams, _quantizer(layer).params).second
+    groups = _groups(layer)
+
+    def params(factors: torch.Tensor, rows: slice) -> QParams:
+        shape = low[rows].shape
+        first = replace(spec, scale_spec=None)
+        ranged = qparams_from_range(
+            low[rows] * factors.view(shape), high[rows] * factors.view(shape), first, _dtype(layer)
+        )
+        return ranged if second is None or spec.scale_spec is None else quantize_scales(ranged, second, spec.scale_spec)
+
+    def quantize(factors: torch.Tensor, rows: slice) -> torch.Tensor:
+        return fake_quantize(weight[rows].contiguous(), params(factors, rows), spec)
+
+    return params(smooth.best_steps(weight, gram.to(weight.device), quantize, groups), slice(None))
+
+
+def store(layer: QuantLayer, params: QParams) -> None:
+    """Keep the scales of a weight that is still float: the algorithms that follow, and calibration, take them."""
+    quantizer = _quantizer(layer)
+    quantizer.store(params)
+    quantizer.mode = Mode.off
+
+
+def _groups(layer: QuantLayer) -> int:
+    """Ranges in a row of the weight; 0 where a range spans rows or the codes are quantized once more."""
+    spec = _spec(layer)
+    split, width = spec.split, cast(torch.Tensor, layer.weight).shape[1]
+    if spec.is_cast or spec.dtype.is_block or spec.code_spec is not None:
+        return 0
+    if isinstance(split, PerChannel):
+        return int(split.axis % 2 == 0)
+    if isinstance(split, PerGroup) and split.axis in (-1, 1):
+        groups, size = split.split(width)
+        return groups if groups * size == width else 0
+    return 0
+
+
+def _has_one_range(producer: nn.Module) -> bool:
+    """Whether one scale serves the whole weight of a module."""
+    spec = producer.spec.weight if isinstance(producer, QuantLayer) else None
+    return spec is not None and isinstance(spec.split, PerTensor) and not spec.is_cast
+
+
+def _some_rows(layer: QuantLayer) -> torch.Tensor:
+    """About ROWS rows of the weight; all of them where they share ranges."""
+    weight = float_weight(layer)
+    return weight[:: -(-len(weight) // ROWS)] if _groups(layer) else weight
+
+
+def _rounder(spec: TensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda weight: fake_quantize(weight, None, spec)
+
+
+def _dtype(layer: QuantLayer) -> str:
+    return str(cast(torch.Tensor, layer.weight).dtype).removeprefix("torch.")
+
+
+def _spec(layer: QuantLayer) -> TensorSpec:
+    return cast(TensorSpec, layer.spec.weight)
+
+
+def _quantizer(layer: QuantLayer) -> FakeQuantize:
+    return cast(FakeQuantize, layer.quantizer("weight"))

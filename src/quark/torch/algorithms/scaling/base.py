@@ -1,0 +1,221 @@
+"""Folding: what SmoothQuant, AutoSmoothQuant and AWQ have in common.
+
+They choose a scale for the input channels of layers that read one tensor, and fold it into what makes that tensor. At a
+stop all batches wait before those layers, so the scale is known, the weights are changed and the waiting inputs divided
+in the same forward. Where a fold reaches beyond one stop (all experts behind a norm, a router that stays in float) a
+forward before that one collects the statistics.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from quark.log import logger
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.layer_inputs import Stop, flat, lockstep
+from quark.torch.algorithms.scaling.find_folds import Discovery
+from quark.torch.algorithms.scaling.fold import Fold, Refusal
+from quark.torch.calibration.calibrate import quantizers_off
+from quark.torch.layers import QuantLayer
+from quark.torch.model.blocks import Call
+from quark.torch.model.record_forward import quantized_modules
+
+TOKENS = 16
+"""Tokens of one batch on which folds are found and proved."""
+
+SAMPLE = 512
+"""Tokens of `Moments.sample` that one stop gives, about."""
+
+
+@dataclass
+class Moments:
+    """Statistics of the input of layers that share a fold. What an algorithm does not need is None.
+
+    Attributes:
+        count: Tokens.
+        gram: Second moments, (in, in).
+        mean_abs, max_abs: Mean and largest |x| of each channel, (in,).
+        sample: Some tokens, evenly taken, (tokens, in); float32.
+    """
+
+    count: int
+    gram: torch.Tensor | None = None
+    mean_abs: torch.Tensor | None = None
+    max_abs: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, stop: Stop, needs: Sequence[str]) -> Moments:
+        """The statistics of one stop."""
+        found = {name: _sample(stop) if name == "sample" else getattr(stop, name) for name in needs}
+        return cls(stop.count, **found)
+
+    def merged(self, other: Moments) -> Moments:
+        """The statistics of both inputs together."""
+
+        def mean(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+            return None if a is None or b is None else torch.lerp(a, b, other.count / (self.count + other.count))
+
+        return Moments(
+            self.count + other.count,
+            mean(self.gram, other.gram),
+            mean(self.mean_abs, other.mean_abs),
+            None if self.max_abs is None or other.max_abs is None else torch.maximum(self.max_abs, other.max_abs),
+            None if self.sample is None or other.sample is None else torch.cat([self.sample, other.sample]),
+        )
+
+
+def _sample(stop: Stop) -> torch.Tensor:
+    rows = [flat(x) for x in stop.inputs]
+    step = max(1, stop.count // SAMPLE)
+    return torch.cat([part[::step] for part in rows]).float()
+
+
+class Folding(Algorithm):
+    """Base of the algorithms that fold scales.
+
+    Attributes:
+        needs: Fields of Moments that `scale` reads.
+        folds: Layer of the present block, by its relative name -> the fold of its input, if that is still to be done.
+    """
+
+    needs: ClassVar[tuple[str, ...]]
+    discovery: Discovery
+    tied: set[str]
+    folds: dict[str, Fold]
+
+    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        self.discovery = Discovery()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        holders = Counter(map(id, parameters.values()))
+        # By name: a model that is loaded block by block has other objects by then.
+        self.tied = {name for name, parameter in parameters.items() if holders[id(parameter)] > 1}
+
+    def enter(self, block: Block) -> None:
+        """Find the folds; do those that reach beyond one stop."""
+        # No quantizer may observe the inputs of these forwards, which are not the final ones.
+        with quantizers_off(quantized_modules(block.module)):
+            folds = self._found(block)
+            groups = {frozenset(group) for group in block.groups}
+            wide = [fold for fold in folds if fold.others or frozenset(fold.layers) not in groups]
+            self.folds = {layer: fold for fold in folds if fold not in wide for layer in fold.layers}
+            if wide:
+                self._fold_ahead(block, wide)
+
+    def visit(self, stop: Stop, block: Block) -> None:
+        self.fold_at(stop, block)
+
+    def fold_at(self, stop: Stop, block: Block) -> torch.Tensor | None:
+        """Fold the input of a stop, and divide what waits there; the scale, or None if it was left."""
+        fold = self.folds.get(relative(next(iter(stop.layers)), block))
+        if fold is None:
+            return None
+        s = self._apply(fold, block, Moments.of(stop, self.needs))
+        self.folds = {layer: other for layer, other in self.folds.items() if other is not fold}
+        if s is not None:
+            stop.rescale(s)
+        return s
+
+    @abstractmethod
+    def scale(self, fold: Fold, layers: dict[str, QuantLayer], moments: Moments) -> torch.Tensor | None:
+        """The scale of the input of the quantized layers of a fold, feasible for it; None to leave it."""
+
+    def _found(self, block: Block) -> list[Fold]:
+        call = small_call(block.module, block.calls[0])
+        items = self.config.scaling_layers
+        if items:
+            found = self.discovery.explicit(block.module, call.args, call.kwargs, items)
+        else:
+            found = self.discovery.folds(block.module, call.args, call.kwargs)
+        folds = []
+        for item in found:
+            reason = item.reason if isinstance(item, Refusal) else self._tied(item, block)
+            if reason:
+                logger.info(f"{block.full(item.layers[0])}: its input keeps its scale: {reason}.")
+            elif isinstance(item, Fold) and _quantized(item, block):
+                folds.append(item)
+        return folds
+
+    def _tied(self, fold: Fold, block: Block) -> str:
+        """Why a fold would change more than its block."""
+        for name in (fold.producer, *fold.layers, *fold.others):
+            own = block.module.get_submodule(name).named_parameters(block.full(name), recurse=False)
+            if any(parameter in self.tied for parameter, _ in own):
+                return f"{name!r} shares a parameter with another module"
+        return ""
+
+    def _apply(self, fold: Fold, block: Block, moments: Moments) -> torch.Tensor | None:
+        s = self.scale(fold, _quantized(fold, block), moments)
+        if s is not None:
+            fold.apply(block.module, s)
+        return s
+
+    def _fold_ahead(self, block: Block, folds: Sequence[Fold]) -> None:
+        """Collect in a forward of its own, then fold: the forward that follows is that of the changed block."""
+        seen: dict[int, Moments] = {}
+
+        def collect(stop: Stop) -> None:
+            leaf = relative(next(iter(stop.layers)), block)
+            for index, fold in enumerate(folds):
+                if leaf in fold.layers and stop.count:
+                    moments = Moments.of(stop, self.needs)
+                    seen[index] = seen[index].merged(moments) if index in seen else moments
+
+        lockstep(block.name, block.module, block.calls, block.groups, collect)
+        for index, moments in seen.items():
+            self._apply(folds[index], block, moments)
+
+
+def relative(name: str, block: Block) -> str:
+    """The name of a layer within its block."""
+    return name.removeprefix(f"{block.name}.") if block.name else name
+
+
+def float_weight(layer: QuantLayer) -> torch.Tensor:
+    """The weight of a linear layer, (out, in), float32."""
+    return cast(torch.Tensor, layer.weight).detach().float()
+
+
+def _quantized(fold: Fold, block: Block) -> dict[str, QuantLayer]:
+    found = {leaf: block.layer(leaf) for group in block.groups for leaf in group}
+    return {leaf: found[leaf] for leaf in fold.layers if leaf in found}
+
+
+def small_call(module: nn.Module, call: Call, tokens: int = TOKENS) -> Call:
+    """The call for the first tokens of its first row: enough to see what a block does.
+
+    Every axis of an argument that is as long as the sequence is cut; if the module does not take that, the call stays.
+    """
+    hidden = call.hidden
+    axis = -2 if hidden.is_floating_point() else -1
+    if hidden.ndim != (3 if axis == -2 else 2):
+        return call
+    batch, length = hidden.shape[0], hidden.shape[axis]
+    for keep_last in (False, True):
+
+        def cut(x: Any, keep_last: bool = keep_last) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            axes = range(x.ndim - (1 if keep_last and x.is_floating_point() else 0))
+            whole = [slice(tokens) if x.shape[i] == length and i in axes else slice(None) for i in range(x.ndim)]
+            whole[:1] = [slice(1)] if x.ndim > 1 and x.shape[0] == batch else whole[:1]
+            return x[tuple(whole)]
+
+        args, kwargs = tree_map(cut, (call.args, dict(call.kwargs)))
+        head = hidden[:1, :tokens]
+        shorter = Call(args, kwargs, call.key).with_hidden(head)
+        try:
+            output = tree_leaves(shorter.run(module))[0]
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        if output.shape[:2] == head.shape[:2] and bool(torch.isfinite(output).all()):
+            return shorter
+    return call

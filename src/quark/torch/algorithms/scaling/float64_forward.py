@@ -1,0 +1,151 @@
+"""A module's forward in float64, with scales put on chosen tensors: the ground on which folds are proved.
+
+Parameters are converted one operation at a time, so a proof needs no second copy of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from quark.torch.calibration.calibrate import quantizers_off
+from quark.torch.model.record_forward import quantized_modules
+
+Tensors = Mapping[str, torch.Tensor]
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Float64(TorchFunctionMode):
+    """Within: every floating-point operation is done in float64, whatever casts the code asks for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return func(*args, **(kwargs or {}))
+        if name in ("float", "half", "bfloat16"):
+            func = torch.Tensor.double
+        if name.endswith("grouped_mm"):
+            func = _grouped_mm  # torch has none for float64
+        args, kwargs = tree_map(_widened, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Exact:
+    """Repeated float64 forwards of one module on the same inputs.
+
+    Args:
+        module: Usually a decoder block; never changed.
+        args, kwargs: What it is called with; any dtype.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, tuple(args), dict(kwargs)
+
+    def run(
+        self,
+        parameters: Tensors | None = None,
+        inputs: Tensors | None = None,
+        outputs: Tensors | None = None,
+        watch: Sequence[str] = (),
+        instead: Tensors | None = None,
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """One forward.
+
+        Args:
+            parameters: Full name -> value to use instead.
+            inputs, outputs: Name of a submodule -> factors that its first input (its output) is multiplied by.
+            watch: Submodules whose first input is wanted (of several calls, the rows of all).
+            instead: Watched submodule -> the rows that it reads instead of its input.
+
+        Returns:
+            All floating-point tensors that the module returns, and the watched inputs as (rows, channels).
+        """
+        seen: dict[str, list[torch.Tensor]] = {name: [] for name in watch}
+        # A cache among the arguments would remember the run before.
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        with ExitStack() as stack:
+            for name, factors in (inputs or {}).items():
+                stack.enter_context(_on_input(self.module, name, partial(torch.mul, factors)))
+            for name, factors in (outputs or {}).items():
+                stack.enter_context(_on_output(self.module, name, partial(torch.mul, factors)))
+            for name, rows in seen.items():
+                stack.enter_context(_on_input(self.module, name, _watcher(rows, (instead or {}).get(name))))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(quantizers_off(quantized_modules(self.module)))
+            stack.enter_context(_default_float64())
+            stack.enter_context(Float64())
+            result = functional_call(self.module, dict(parameters or {}), args, kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return made, {name: torch.cat(rows) for name, rows in seen.items() if rows}
+
+
+def in_float64(module: nn.Module, parameters: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """The output of a module of one tensor, computed in float64 with some parameters replaced."""
+    return Exact(module, (x,), {}).run(parameters)[0][0]
+
+
+def difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    """Largest deviation between two sets of outputs, relative to the largest value."""
+    if len(a) != len(b):
+        return float("inf")
+    return max(
+        (float((x - y).abs().max() / x.abs().max().clamp_min(1e-300)) for x, y in zip(a, b, strict=True)), default=0.0
+    )
+
+
+def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def watch(x: torch.Tensor) -> torch.Tensor | None:
+        start = sum(map(len, rows))
+        rows.append(x.flatten(0, -2))
+        given = None if instead is None else instead[start : start + len(rows[-1])]
+        return given.view_as(x) if given is not None and given.shape == rows[-1].shape else None
+
+    return watch
+
+
+def _grouped_mm(x: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """x[offs[i - 1] : offs[i]] @ matrices[i], one below the other: experts that are kept in one tensor."""
+    rows = [end - start for start, end in zip([0, *offs.tolist()], offs.tolist(), strict=False)]
+    made = [part @ matrix for part, matrix in zip(torch.split(x[: sum(rows)], rows), matrices, strict=True)]
+    return torch.cat([*made, x.new_zeros(len(x) - sum(rows), matrices.shape[-1])])
+
+
+def _widened(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.double() if x.dtype in NARROW else x
+    return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
+
+
+@contextmanager
+def _default_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _on_input(module: nn.Module, name: str, act: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    def before(m: nn.Module, args: tuple[Any, ...]) -> Any:
+        changed = act(args[0])
+        return None if changed is None else (changed, *args[1:])
+
+    with module.get_submodule(name).register_forward_pre_hook(before):
+        yield
+
+
+@contextmanager
+def _on_output(module: nn.Module, name: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    with module.get_submodule(name).register_forward_hook(lambda m, args, result: act(result)):
+        yield

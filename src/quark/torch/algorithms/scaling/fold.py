@@ -1,0 +1,95 @@
+"""Folds: per-channel scales moved from the input of linear layers into what makes that input.
+
+    W x = (W diag(s)) (x / s)        the columns of the readers times s, the channels of the producer divided by s
+
+The producer is a norm (weight and bias; also where its gain is 1 + weight) or a linear layer (rows of weight and bias),
+with anything in between that passes a positive factor on: products, reshapes, attention over its values, ReLU. Names
+decide nothing. `quark.torch.algorithms.scaling.find_folds` finds folds and proves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from quark.torch.model.record_forward import is_linear
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """A proved way to scale the input channels of some linear layers. Names are relative to the block.
+
+    Attributes:
+        producer: Module that makes the input.
+        layers: Linear layers that read it.
+        others: Further modules with a weight (out, channels) that read it and are scaled along (a router).
+        rows: For each input channel the channel of the producer that feeds it, -1 for none: its s must be 1. Several
+            channels may share one (grouped-query attention).
+        offsets: For a norm: name of each parameter that is divided -> c, where it acts as (c + parameter).
+    """
+
+    producer: str
+    layers: tuple[str, ...]
+    others: tuple[str, ...]
+    rows: torch.Tensor
+    offsets: dict[str, float] = field(default_factory=dict)
+
+    def shared(self, statistic: torch.Tensor, reduce: str = "amax") -> torch.Tensor:
+        """A statistic of each input channel, combined ("amax" or "mean") over channels that must have one s.
+
+        Shape in and out: (channels,).
+        """
+        rows = self.rows.to(statistic.device)
+        index = torch.where(rows >= 0, rows, rows.amax() + 1)
+        combined = statistic.new_zeros(int(index.amax()) + 1)
+        return combined.scatter_reduce(0, index, statistic, reduce, include_self=False)[index]
+
+    def feasible(self, s: torch.Tensor) -> torch.Tensor:
+        """The nearest s that the fold allows: the geometric mean where channels share one, 1 where it must be."""
+        return torch.where(self.rows.to(s.device) >= 0, self.shared(s.log(), "mean").exp(), 1.0)
+
+    def apply(self, block: nn.Module, s: torch.Tensor) -> None:
+        """Multiply the columns of the readers by s and divide the producer's channels by it, in place.
+
+        Args:
+            block: The block that the names belong to.
+            s: Positive, (channels,), as `feasible` returns.
+        """
+        with torch.no_grad():
+            for name, value in (self.divided(block, s.float()) | self.multiplied(block, s.float())).items():
+                block.get_parameter(name).copy_(value)
+
+    def divided(self, block: nn.Module, s: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Full name -> value of the producer's parameters after the division, in the dtype of s."""
+        producer, factor = block.get_submodule(self.producer), self.factor(block, s)
+        result = {}
+        for name, parameter in producer.named_parameters(recurse=False):
+            value, by = parameter.detach().to(s.dtype), factor.to(parameter.device)
+            if is_linear(producer):
+                result[name] = value / (by.unsqueeze(-1) if value.ndim == 2 else by)
+            elif name in self.offsets:
+                result[name] = (value + self.offsets[name]) / by - self.offsets[name]
+        return {f"{self.producer}.{name}": value for name, value in result.items()}
+
+    def factor(self, block: nn.Module, s: torch.Tensor) -> torch.Tensor:
+        """What each channel of the producer's output is divided by."""
+        rows = self.rows.to(s.device)
+        channels = next(p.shape[0] for p in block.get_submodule(self.producer).parameters(recurse=False))
+        return s.new_ones(channels).scatter(0, rows[rows >= 0], s[rows >= 0])
+
+    def multiplied(
+        self, block: nn.Module, s: torch.Tensor, names: tuple[str, ...] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Full name -> weights of the readers (all, or those named) with their columns times s, in the dtype of s."""
+        weights = {f"{n}.weight": block.get_parameter(f"{n}.weight") for n in names or (*self.layers, *self.others)}
+        return {name: weight.detach().to(s.dtype) * s.to(weight.device) for name, weight in weights.items()}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the input of some linear layers cannot be scaled."""
+
+    layers: tuple[str, ...]
+    reason: str

@@ -1,0 +1,1 @@
+"""Calibration of a model: ranges of activations, experts, several processes."""

@@ -1,0 +1,276 @@
+"""Runs the calibration: scales of the weights from the weights, ranges of the activations from data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.observers import OBSERVERS
+from quark.core.quantize import compute_qparams, quantize_scales, range_of, second_level
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError, NonFiniteError, QuarkError
+from quark.log import progress
+from quark.torch.calibration.distributed import merge_observers, part_of
+from quark.torch.calibration.experts import settle_experts
+from quark.torch.config.config import QConfig
+from quark.torch.layers import QuantLayer
+from quark.torch.layers.attention import probability_quantizers
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.kv_cache import floor_cache_scales, share_cache_ranges
+
+FROM_OWN_RANGE = frozenset({"min_max", "block"})
+"""Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
+
+
+def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
+    """Find the scales of all weights and biases.
+
+    Raises:
+        NonFiniteError: A weight or bias holds NaN or Inf; names it.
+    """
+    for name, layer in progress(layers.items(), "weights", total=len(layers)):
+        for role in ("weight", "bias"):
+            quantizer = layer.quantizer(role)
+            if isinstance(quantizer, FakeQuantize):
+                calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
+
+
+def calibrate_tensor(name: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
+    """Find the scale of one known tensor, unless it has one. Raises NonFiniteError, which names it."""
+    if quantizer.spec.dynamic or quantizer.params is not None:
+        return
+    if x.is_meta:
+        raise CalibrationError(f"{name} is on the meta device (offloaded or not loaded): load it first.")
+    if not quantizer.spec.is_cast:
+        with naming(name):
+            quantizer.store(tensor_qparams(x, quantizer.spec))
+
+
+def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+    """Scale and zero point of one known tensor, by the observer of its spec.
+
+    Raises:
+        NonFiniteError: x holds NaN or Inf.
+    """
+    if spec.observer not in FROM_OWN_RANGE:
+        observer = OBSERVERS[spec.observer](spec)
+        observer.update(x)
+        return observer.qparams()
+    low, high = range_of(x, spec)
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+    params = qparams_from_range(low, high, spec, str(x.dtype).removeprefix("torch."))
+    return second_level(params, x, spec)
+
+
+def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str]]) -> None:
+    """Give siblings whose leaf names are in one group the largest second-level weight scale among them.
+
+    A runtime that fuses q, k and v (or gate and up) into one matrix has one such scale for it (NVFP4).
+    """
+    quantizers = {
+        name: quantizer
+        for name, layer in layers.items()
+        # Solved weights lie on scales that were shared before.
+        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.mode is not Mode.baked
+    }
+    specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
+    for members in sharing_scales(specs, groups):
+        found = torch.stack([s for n in members if (s := quantizers[n].scale_2) is not None])
+        largest = found.amax(0)
+        if bool((found == largest).all()):
+            continue  # shared already, perhaps by an algorithm that chose the first level for it
+        for name in members:
+            weight: torch.Tensor = layers[name].weight.detach()  # type: ignore[operator]
+            quantizers[name].store(qparams_under(largest.clone(), weight, specs[name]))
+
+
+def sharing_scales(specs: Mapping[str, TensorSpec], groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Names of layers that share a second-level weight scale: siblings, at least two, with leaf names in one group."""
+    families: dict[tuple[str, int], list[str]] = {}
+    for name, spec in specs.items():
+        parent, _, leaf = name.rpartition(".")
+        for index, group in enumerate(groups):
+            if leaf in group and spec.scale_spec is not None:
+                families.setdefault((parent, index), []).append(name)
+    return [members for members in families.values() if len(members) > 1]
+
+
+def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec) -> QParams:
+    """Scales of a weight whose second-level scale is given."""
+    assert spec.scale_spec is not None
+    first = compute_qparams(weight, replace(spec, scale_spec=None))
+    return quantize_scales(first, QParams(largest), spec.scale_spec)
+
+
+def calibrate_activations(
+    model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None, config: QConfig
+) -> None:
+    """Run the data through the float model and fix the static scales of inputs and outputs.
+
+    Args:
+        model, layers: The model and its quantized layers.
+        data: The batches.
+        config: Of the model: it says which of them share a range.
+
+    Raises:
+        CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
+        NonFiniteError: An activation held NaN or Inf; names the layer.
+    """
+    quantizers = {
+        f"{name}.{role}": quantizer
+        for name, layer in layers.items()
+        for role in ("input", "output")
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize)
+    } | probability_quantizers(model)
+    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
+    calibrate_tensors(model, quantizers, everything, data, config)
+
+
+def calibrate_tensors(
+    model: nn.Module,
+    quantizers: Mapping[str, FakeQuantize],
+    everything: Sequence[FakeQuantize],
+    data: Iterable[Any] | None,
+    config: QConfig,
+) -> None:
+    """Fix the static scales of live tensors.
+
+    Args:
+        model: Holds the quantizers; runs in float.
+        quantizers: Those of live tensors, by the names that messages have.
+        everything: These and those of the weights.
+        data: Batches.
+        config: Which quantizers share a range or have a least scale.
+    """
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if needs_range(quantizer)}
+    if not quantizers:
+        return
+    if data is None:
+        raise CalibrationError(
+            f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
+            "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
+        )
+    with observing(everything, quantizers):
+        if run_batches(model, part_of(data)) == 0:
+            raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
+    finish_ranges(quantizers, config)
+
+
+def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> None:
+    """Fix the scales of quantizers that have observed, on all ranks."""
+    merge_observers(quantizers)
+    settle_experts(quantizers, config.sync_moe_expert_input_amax)
+    share_cache_ranges(config, quantizers)
+    for name, quantizer in quantizers.items():
+        with naming(name):
+            quantizer.finish_observing()
+    floor_cache_scales(config, quantizers)
+
+
+def waiting_activations(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuantize]:
+    """The static activation quantizers that have no scale yet, by the names of their tensors."""
+    return {
+        f"{name}.{role}": quantizer
+        for name, layer in layers.items()
+        for role in ("input", "output")
+        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and needs_range(quantizer)
+    }
+
+
+def needs_range(quantizer: FakeQuantize) -> bool:
+    """Whether a quantizer waits for calibration data."""
+    missing = quantizer.scale_2 if quantizer.spec.dynamic else quantizer.scale
+    return quantizer.spec.needs_calibration and missing is None
+
+
+@contextmanager
+def observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
+    """Within: the quantizers given observe, all others are off, so that the float model runs."""
+    with _off(everything):
+        for quantizer in quantizers.values():
+            quantizer.start_observing()
+        yield
+
+
+@contextmanager
+def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
+    """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
+    with _off([m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]):
+        yield
+
+
+@contextmanager
+def _off(everything: Sequence[FakeQuantize]) -> Iterator[None]:
+    modes = [(quantizer, quantizer.mode) for quantizer in everything]
+    for quantizer in everything:
+        if quantizer.mode is not Mode.baked:
+            quantizer.mode = Mode.off
+    try:
+        yield
+    finally:
+        for quantizer, mode in modes:
+            if quantizer.mode in (Mode.off, Mode.observe):
+                quantizer.mode = mode
+
+
+def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
+    """Forward every batch without gradients, in evaluation mode; return how many there were."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    count = 0
+    try:
+        with torch.no_grad():
+            for batch in progress(data, "calibration", total=len(data) if isinstance(data, Sized) else None):
+                _calibration_step(model, batch, device)
+                count += 1
+    finally:
+        for module, training in modes:
+            module.training = training
+    return count
+
+
+def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
+    try:
+        forward_batch(model, batch, device)
+    except (TypeError, AssertionError) as error:
+        # An exported graph asserts the shapes that it was exported with.
+        raise CalibrationError(
+            f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
+        ) from error
+
+
+def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
+    """Call the model on a tensor, a mapping (dict, BatchEncoding) or a tuple or list of arguments."""
+    if isinstance(batch, torch.Tensor):
+        return model(batch.to(device))
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return model(**{key: _to(batch[key], device) for key in batch.keys()})  # noqa: SIM118 (BatchEncoding)
+    if isinstance(batch, (tuple, list)) and batch:
+        if len(batch) == 1 and isinstance(batch[0], Mapping):
+            return forward_batch(model, batch[0], device)
+        return model(*(_to(item, device) for item in batch))
+    raise CalibrationError(
+        f"A calibration batch is a {type(batch).__name__}; possible: a torch.Tensor, a dict or BatchEncoding of "
+        "keyword arguments, or a tuple or list of positional arguments."
+    )
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Prefix the message of a quark error with the tensor it is about."""
+    try:
+        yield
+    except QuarkError as error:
+        raise type(error)(f"{name}: {error}") from None

@@ -1,0 +1,1 @@
+"""Folders of checkpoints: shards, tensors, quantization_config, loading into modules."""

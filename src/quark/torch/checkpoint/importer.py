@@ -1,0 +1,244 @@
+"""Reads a quantized checkpoint back into a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import ConfigError, FormatError, MissingDependencyError
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
+from quark.torch.checkpoint.shards import read_names, read_tensors, shard_files
+from quark.torch.config.config import QConfig
+from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
+from quark.torch.formats.format import layers_in
+from quark.torch.layers import ROLES, layer_class
+from quark.torch.model.published_names import published_names
+from quark.torch.model.roles import set_submodule, tying_configs
+from quark.torch.quantizer import quantized_layers
+
+
+def import_model_from_safetensors(
+    model: nn.Module | None,
+    model_dir: str | os.PathLike[str],
+    multi_device: bool = False,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "eager",
+    device: str | torch.device | None = None,
+    multi_gpu: bool = False,
+) -> nn.Module:
+    """Load a checkpoint written by `export_safetensors`, or one of these formats by another program.
+
+    The format is what its config.json names: quark, awq, fp8 or compressed-tensors.
+
+    Args:
+        model: The float model to load into (its layers are replaced in place; on any error it is as it was), or None
+            to build one with transformers.
+        model_dir: The folder.
+        multi_device, multi_gpu: With model=None, spread the model over the devices (accelerate's "auto").
+        trust_remote_code, attn_implementation: For transformers, with model=None.
+        device: Where to; default: CUDA if there is one, else the CPU (model=None), or where the model is.
+
+    Returns:
+        The model, computing with the stored weights.
+
+    Raises:
+        FormatError: The folder is of none of these formats, or a tensor is corrupt, missing or of another shape.
+    """
+    folder = Path(model_dir)
+    stored = read_quantization_config(folder)
+    form = FORMATS[stored["quant_method"]]
+    if model is None and form.name == "quark":
+        return _with_transformers(folder, multi_device or multi_gpu, trust_remote_code, attn_implementation, device)
+    if model is None:
+        model = _float_model(folder, trust_remote_code, attn_implementation)
+    files = shard_files(folder)
+    load_stored(model, form, _resolved(form, stored, files, model), read_tensors(files))
+    return model if device is None else model.to(device)
+
+
+def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], model: nn.Module) -> Stored:
+    """The config of a checkpoint. In formats of other programs the tensors say which layers are quantized."""
+    if not form.marker:
+        return form.read(stored, set(), model)
+    present, publish = layers_in(read_names(files), form.marker), published_names(model)
+    result = form.read(stored, present, model)
+    candidates = [name for name, module in model.named_modules() if layer_class(module)]
+    absent = [name for name in candidates if name not in present and publish(name) not in present]
+    return replace(result, config=replace(result.config, exclude=absent))
+
+
+def read_quantization_config(folder: Path) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint folder. Raises FormatError for one of another quantizer."""
+    path = folder / "config.json"
+    try:
+        stored = json.loads(path.read_text()).get("quantization_config")
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise FormatError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(stored, dict):
+        raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
+    if stored.get("quant_method") not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; can be imported: {known}.")
+    return stored
+
+
+def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: list[Path]) -> None:
+    """Replace layers of a float model by those of the `quark` format and fill them from the files."""
+    pack_method, weight_format = export.get("pack_method", "reorder"), export.get("weight_format") or REAL_QUANTIZED
+    load_stored(model, FORMATS["quark"], Stored(config, pack_method, weight_format), read_tensors(files))
+
+
+def load_stored(model: nn.Module, form: Format, stored: Stored, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace layers of a float model by stored ones and fill them with the tensors; on any error it is as it was.
+
+    Args:
+        model: The float model.
+        form: Format that the tensors are in.
+        stored: What is quantized.
+        tensors: Names in the file and tensors.
+    """
+    config = stored.config
+    originals = map_to_stored(model, config, stored.pack_method, stored.weight_format, form)
+    try:
+        _fill(model, form, tensors)
+    except BaseException:
+        for name, module in originals.items():
+            set_submodule(model, name, module)
+        raise
+    model.quant_config = config  # type: ignore[assignment]
+    model.quark_quantized = True  # type: ignore[assignment]
+
+
+def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    layers = quantized_layers(model)
+    own = dict(model.state_dict(keep_vars=True))
+    publish = published_names(model)
+    # A checkpoint may use the names of the module or the published ones.
+    names = {name: name for name in own} | {publish(name): name for name in own}
+    loaded: dict[str, torch.Tensor] = {}
+    for stored, held in tensors:
+        received = form.received(stored, held)
+        name = _module_name(received[0], names) if received else None
+        if received is None or name is None:
+            continue
+        tensor = received[1]
+        if own[name].shape != tensor.shape:
+            raise FormatError(
+                f"{stored} has shape {tuple(tensor.shape)} in the checkpoint; the model needs {tuple(own[name].shape)}."
+            )
+        loaded[name] = tensor
+    pointers = {own[name].data_ptr() for name in loaded if not own[name].is_meta}
+    absent = [n for n in own if n not in loaded and own[n].data_ptr() not in pointers]
+    if absent:
+        raise FormatError(f"The checkpoint lacks {len(absent)} tensors of the model: {', '.join(absent[:5])}.")
+    _untie(model, own, loaded)
+    for name, tensor in loaded.items():
+        parent, _, leaf = name.rpartition(".")
+        _assign(model.get_submodule(parent), leaf, tensor, quantized=parent in layers)
+
+
+def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    """Give parameters that share memory, and differ in the checkpoint (a rotated head), memory of their own."""
+    first: dict[int, torch.Tensor] = {}
+    for name in (name for name in loaded if own[name].numel() and not own[name].is_meta):
+        before = first.setdefault(own[name].data_ptr(), loaded[name])
+        if before is not loaded[name] and not torch.equal(before.float(), loaded[name].float()):
+            parent, _, leaf = name.rpartition(".")
+            module = model.get_submodule(parent)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(own[name].detach().clone(), own[name].requires_grad)
+                for config in tying_configs(model):
+                    config.tie_word_embeddings = False
+
+
+def _module_name(stored: str, names: dict[str, str]) -> str | None:
+    """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
+    if stored in names:
+        return names[stored]
+    for role in (*ROLES, "prob_output"):
+        for kind in ("scale", "zero_point"):
+            parent, found, rest = stored.rpartition(f".{role}_{kind}")
+            candidate = f"{parent}.{role}_quantizer.{kind}"
+            if found and not rest and candidate in names:
+                return names[candidate]
+    return None
+
+
+def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool) -> None:
+    present: torch.Tensor = getattr(module, leaf)
+    device = torch.device("cpu") if present.is_meta else present.device
+    stays = tensor.dtype if quantized or not tensor.is_floating_point() else present.dtype
+    tensor = tensor.to(device, stays)
+    if leaf in module._parameters and (present.is_meta or quantized):
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    elif present.is_meta or leaf in ("scale", "zero_point"):
+        module._buffers[leaf] = tensor
+    else:
+        # In place, so that a tied weight stays tied.
+        with torch.no_grad():
+            present.copy_(tensor)
+
+
+def _float_model(folder: Path, trust_remote_code: bool, attention: str) -> nn.Module:
+    """The float model that the config.json of a folder describes, empty."""
+    transformers = _transformers()
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    del config.quantization_config
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=config.dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+    )
+    return model.eval()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers  # imported when a model is really built: it costs seconds
+    except ImportError:
+        raise MissingDependencyError(
+            "Building a model from a folder needs transformers: pip install 'openquark[torch]'. "
+            "Possible without: pass the float model."
+        ) from None
+    return transformers
+
+
+def _with_transformers(
+    folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
+) -> nn.Module:
+    where: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
+        folder,
+        device_map="auto" if spread else where,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attention,
+    )
+    return model
+
+
+class ModelImporter:
+    """The importer of the documented generations before `import_model_from_safetensors`.
+
+    Args:
+        model_info_dir: The exported folder.
+        saved_format: "hf_format" or "safetensors" (one and the same), or "quark_format".
+        multi_device: For the documented signature.
+    """
+
+    def __init__(
+        self, model_info_dir: str | os.PathLike[str], saved_format: str = "quark_format", multi_device: bool = False
+    ) -> None:
+        if saved_format not in ("quark_format", "hf_format", "safetensors"):
+            raise ConfigError(f"saved_format={saved_format!r}; possible: 'quark_format', 'hf_format', 'safetensors'.")
+        self.model_info_dir = Path(model_info_dir)
+
+    def import_model_info(self, model: nn.Module) -> nn.Module:
+        """Load the folder into a float model; see `import_model_from_safetensors`."""
+        return import_model_from_safetensors(model, self.model_info_dir)

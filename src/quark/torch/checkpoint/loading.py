@@ -1,0 +1,232 @@
+"""Turns a float model into the modules that hold a quantized checkpoint, before its tensors are loaded.
+
+After loading, a layer computes with `weight_quantizer(weight)`, which decodes the stored tensors in each forward: the
+model needs the memory of the checkpoint, not of the float model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerTensor
+from quark.core.scales import QParams
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import NotSupportedError
+from quark.torch.algorithms.rotation.online import hold_rotations
+from quark.torch.config.config import QConfig
+from quark.torch.formats import FORMATS, Format
+from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.formats.quark.layout import QuarkLayout
+from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.layers.attention import probability_quantizers, quantize_attention
+from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
+from quark.torch.model.passes import prepare, undo
+from quark.torch.model.roles import set_submodule
+from quark.torch.plan import Plan, chooser, make_plan
+
+REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
+
+
+class StoredTensor(nn.Module):
+    """Decodes a stored weight or bias.
+
+    Args:
+        layout: Reads the stored tensors.
+        shape: Shape of the float tensor.
+        tensors: What the file will hold, for the shapes and dtypes of the buffers.
+    """
+
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], tensors: Tensors) -> None:
+        super().__init__()
+        self.layout = layout
+        self.shape = shape
+        for name in ("scale", "zero_point"):
+            self.register_buffer(name, tensors.get(name))
+
+    def forward(self, stored: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
+        """The float tensor; `extras` are the stored tensors that live on the layer."""
+        return self.layout.load({"": stored, **self._params(extras)}, self.shape)
+
+    def _params(self, extras: Extras | None) -> Tensors:
+        own = {"scale": self.scale, "zero_point": self.zero_point}
+        return {**{k: v for k, v in own.items() if v is not None}, **(extras or {})}
+
+    def params(self, extras: Extras | None = None) -> QParams | None:
+        """Scale and zero point; None for a plain cast.
+
+        Raises:
+            NotSupportedError: The checkpoint holds float values in place of codes.
+        """
+        return None if self.spec.is_cast else self._quark().load_params(self._params(extras), self.shape)
+
+    def codes(self, stored: torch.Tensor) -> torch.Tensor:
+        """The codes, as floats that hold their values."""
+        return stored.float() if self.spec.is_cast else self._quark().load_codes(stored, self.shape)
+
+    def _quark(self) -> QuarkLayout:
+        if not self.layout.real:
+            raise NotSupportedError("A fake_quantized checkpoint holds no codes: export from a real_quantized one.")
+        if type(self.layout) is not QuarkLayout:
+            name = type(self.layout).__name__
+            raise NotSupportedError(f"{name} gives no codes for export: export from a checkpoint in quark's format.")
+        return self.layout
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of the decoded tensor."""
+        return self.layout.spec
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, stored"
+
+
+def map_to_stored(
+    model: nn.Module,
+    config: QConfig,
+    pack_method: str = "reorder",
+    weight_format: str = REAL_QUANTIZED,
+    form: Format = FORMATS["quark"],
+) -> dict[str, nn.Module]:
+    """Replace the layers that a checkpoint quantizes by modules with its tensors' shapes, on the device of the model.
+
+    Args:
+        model: Float model, on the meta device where memory matters; its values are not used.
+        config: The config stored in the checkpoint; its excludes are resolved names.
+        pack_method: Nibble order of the checkpoint.
+        weight_format: "real_quantized" (codes) or "fake_quantized" (float values).
+        form: Format of the checkpoint.
+
+    Returns:
+        The float layers that were replaced, by name.
+    """
+    originals = prepare(model, chooser(config, model).wanted)
+    try:
+        real = weight_format == REAL_QUANTIZED
+        _hold_layers(model, make_plan(config, model, strict=False), form, pack_method, real, originals)
+        _hold_attention(model, config, form)
+        rotation = config.get_rotation_config()
+        if rotation is not None:
+            hold_rotations(model, rotation)
+    except BaseException:
+        undo(model, originals)
+        raise
+    return originals
+
+
+def _hold_layers(
+    model: nn.Module, plan: Plan, form: Format, pack_method: str, real: bool, originals: dict[str, nn.Module]
+) -> None:
+    for name, spec in plan.layers.items():
+        module = model.get_submodule(name)
+        quantized = layer_class(module)
+        assert quantized is not None
+        layer = quantized.from_float(module, spec)
+        for role in ("weight", "bias"):
+            _hold_stored(layer, role, form, pack_method, real)
+        for role in ("input", "output"):
+            _hold_activation(layer, role, form)
+        set_submodule(model, name, layer)
+        if not any(name == done or name.startswith(f"{done}.") for done in originals):
+            originals[name] = module
+
+
+def _hold_attention(model: nn.Module, config: QConfig, form: Format) -> None:
+    """Add what acts inside attention, with buffers for its scales."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+    quantize_attention(model, config, layers)
+    for name, quantizer in probability_quantizers(model).items():
+        device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
+        params = empty_params(quantizer.spec, ())
+        assert params is not None
+        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+        tensors = _on_device(layout.store_params(params), device)
+        quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
+        quantizer.mode = Mode.quantize
+
+
+def _hold_stored(layer: QuantLayer, role: str, form: Format, pack_method: str, real: bool) -> None:
+    quantizer = layer.quantizer(role)
+    if not isinstance(quantizer, FakeQuantize):
+        return
+    parameter: torch.Tensor = getattr(layer, role)
+    layout = form.make_layout(quantizer.spec, layer.spec, parameter.dtype, pack_method, real)
+    tensors = _empty_tensors(layout, parameter)
+    setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
+    layer.add_module(f"{role}_quantizer", StoredTensor(layout, tuple(parameter.shape), tensors))
+    _register_extras(layer, role, tensors)
+
+
+def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:
+    quantizer = layer.quantizer(role)
+    if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
+        return
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    layout = form.make_layout(quantizer.spec, layer.spec, _float_dtype(layer, weight), "reorder", True)
+    tensors = _on_device(empty_activation(layer, role, layout), weight.device)
+    if not quantizer.spec.dynamic:
+        quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
+    _register_extras(layer, role, tensors)
+
+
+def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
+    for suffix in ("scale_2", "zero_point_2", "shift"):
+        if suffix in tensors:
+            layer.register_buffer(f"{role}_{suffix}", tensors[suffix])
+
+
+def _empty_tensors(layout: Layout, parameter: torch.Tensor) -> Tensors:
+    """What `layout` stores for a tensor like `parameter`: the store itself runs on the meta device."""
+    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return _on_device(layout.store(meta, empty_params(layout.spec, tuple(parameter.shape))), parameter.device)
+
+
+def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
+    """Parameters of the right shapes for a tensor of `shape`, on the meta device."""
+    if spec.is_cast:
+        return None
+    # float32 whatever the default dtype is: transformers sets that to the dtype of the model while it loads.
+    scale = torch.empty(spec.split.scale_shape(shape), dtype=torch.float32, device="meta")
+    zero = torch.empty_like(scale) if spec.has_zero_point else None
+    second = None
+    if spec.scale_spec is not None:
+        second = empty_params(spec.scale_spec, tuple(scale.shape))
+    elif spec.code_spec is not None:
+        second = empty_params(spec.code_spec, shape)
+    return QParams(scale, zero, second)
+
+
+def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
+    """What `layout` stores for a static activation, on the meta device."""
+    spec = layout.spec
+    if spec.dynamic:
+        # Only the scale of the scales is static.
+        assert spec.scale_spec is not None
+        return {"scale_2": torch.empty((), dtype=torch.float32, device="meta")}
+    features = activation_features(layer, role)
+    params = empty_params(replace(spec, granularity=PerTensor()) if features is None else spec, features or ())
+    assert params is not None
+    return layout.store_params(params)
+
+
+def activation_features(layer: QuantLayer, role: str) -> tuple[int, ...] | None:
+    """A shape that stands for the activations of a layer: channels where the layer has them, other axes 1."""
+    names = ("in_features", "in_channels") if role == "input" else ("out_features", "out_channels", "embedding_dim")
+    count = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    if count is None:
+        return None
+    return (1, count, 1, 1) if hasattr(layer, "in_channels") else (1, 1, count)
+
+
+def _float_dtype(layer: QuantLayer, weight: torch.Tensor) -> torch.dtype:
+    quantizer = layer.quantizer("weight")
+    return quantizer.layout.model_dtype if isinstance(quantizer, StoredTensor) else weight.dtype
+
+
+def _on_device(tensors: Tensors, device: torch.device) -> Tensors:
+    return {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}

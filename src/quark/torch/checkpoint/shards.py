@@ -1,0 +1,227 @@
+"""The tensors of a quantized model under their names in a checkpoint, and folders of safetensors shards.
+
+Names: `<layer>.weight`, then `.weight_scale`, `.weight_zero_point`, `.weight_scale_2`, ..., and the same of input,
+output and bias. Shards are planned from shapes alone, and each is filled, written and released before the next, so
+memory holds one shard beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quark.core.solvers.hadamard import Rotation
+from quark.core.spec import LayerSpec
+from quark.errors import FormatError
+from quark.log import progress
+from quark.torch.algorithms.rotation.online import BUFFER, input_rotations, stored_matrix
+from quark.torch.calibration.calibrate import needs_range
+from quark.torch.checkpoint.loading import empty_activation, empty_params
+from quark.torch.checkpoint.safetensors_file import Place, TensorFile, create_file, write_tensor
+from quark.torch.formats import FORMATS, Format
+from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.formats.quark.layout import QuarkLayout
+from quark.torch.layers import ROLES, QuantLayer
+from quark.torch.layers.attention import probability_quantizers
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.model.published_names import published_names
+from quark.torch.plan import Plan
+from quark.torch.quantizer import quantized_layers
+
+INDEX = "model.safetensors.index.json"
+Entry = tuple[str, Callable[[], Tensors], Tensors]
+"""Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
+Naming = Callable[[str, str], str]
+"""Name in the file of a source tensor and a suffix."""
+
+
+def entries(
+    model: nn.Module,
+    pack_method: str,
+    real: bool,
+    form: Format = FORMATS["quark"],
+    only: Container[str] | None = None,
+) -> Iterator[Entry]:
+    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once.
+
+    Args:
+        model: A quantized model.
+        pack_method: Order of 4-bit codes in a word.
+        real: Store codes; False stores float values that were quantized.
+        form: The format.
+        only: Names of the source tensors to make entries for, where not all are wanted.
+    """
+    layers = quantized_layers(model)
+    probabilities = probability_quantizers(model)
+    quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
+    quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
+    seen: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.startswith(quantizer_names) or (only is not None and name not in only):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        layer = layers.get(parent)
+        quantizer = layer.quantizer(leaf) if layer is not None and leaf in ("weight", "bias") else None
+        if isinstance(quantizer, FakeQuantize) and layer is not None:
+            layout = form.make_layout(quantizer.spec, layer.spec, tensor.dtype, pack_method, real)
+            yield _quantized_entry(name, tensor.detach(), quantizer, layout)
+            continue
+        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in seen:
+            continue
+        seen[key] = name
+        yield plain_entry(name, tensor.detach())
+    for name, layer in layers.items():
+        for entry in _activation_entries(name, layer, form):
+            if only is None or entry[0] in only:
+                yield entry
+    for name, quantizer in probabilities.items() if only is None else ():
+        assert quantizer.params is not None
+        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+        yield _entry(name, layout.store_params(quantizer.params))
+    for name, rotation in input_rotations(model) if only is None else ():
+        yield _rotation_entry(f"{name}.{BUFFER}", rotation)
+
+
+def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
+    """A tensor that is stored as it is."""
+    return _entry(name, {"": tensor})
+
+
+def _entry(name: str, tensors: Tensors) -> Entry:
+    return name, lambda: tensors, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
+
+
+def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout: Layout) -> Entry:
+    def make() -> Tensors:
+        return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
+
+    return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
+
+
+def _rotation_entry(name: str, rotation: Rotation) -> Entry:
+    return name, lambda: {"": stored_matrix(rotation)}, {"": stored_matrix(rotation, "meta")}
+
+
+def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[Entry]:
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    for role in ("input", "output"):
+        quantizer = layer.quantizer(role)
+        if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
+            continue
+        layout = form.make_layout(quantizer.spec, layer.spec, weight.dtype, "reorder", True)
+        if needs_range(quantizer):
+            tensors = empty_activation(layer, role, layout)
+        elif quantizer.spec.dynamic:
+            assert quantizer.scale_2 is not None
+            tensors = layout.store_second(quantizer.scale_2)
+        else:
+            assert quantizer.params is not None
+            tensors = layout.store_params(quantizer.params)
+        yield _entry(f"{name}.{role}", tensors)
+
+
+def predicted_bytes(model: nn.Module, plan: Plan | None) -> int:
+    """Bytes of all tensors of the checkpoint that the plan gives (None: of the float model). Reads no value."""
+    specs = plan.layers if plan else {}
+    total = 0
+    for name, parameter in model.named_parameters():
+        parent, _, leaf = name.rpartition(".")
+        spec = getattr(specs.get(parent, LayerSpec()), leaf, None) if leaf in ("weight", "bias") else None
+        tensors: Tensors = {"": parameter}
+        if spec is not None:
+            params = empty_params(spec, tuple(parameter.shape))
+            tensors = QuarkLayout(spec, parameter.dtype).store(parameter.detach().to("meta"), params)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return total
+
+
+def stored_name(source: str, suffix: str) -> str:
+    """Name in the file: "layer.weight" and "scale" give "layer.weight_scale"."""
+    return f"{source}_{suffix}" if suffix else source
+
+
+def published_naming(model: nn.Module) -> Naming:
+    """Names in the file for the tensors of a model: those of its published checkpoints."""
+    publish = published_names(model)
+    return lambda source, suffix: stored_name(publish(source), suffix)
+
+
+def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False) -> dict[str, Place]:
+    """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written.
+
+    With `keep` the files are there already, partly filled.
+    """
+    # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    places: dict[str, Place] = {}
+    for file, names in split.filename_to_tensors.items():
+        places |= create_file(folder / file, {name: tensors[name] for name in names}, keep)
+    if split.is_sharded:
+        where = {name: place.file.name for name, place in sorted(places.items())}
+        index = {"metadata": {"total_size": sum(p.length for p in places.values())}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return places
+
+
+def stored_shapes(items: Iterable[Entry], named: Naming = stored_name) -> Tensors:
+    """The tensors of the entries under their names in the file, on the meta device."""
+    return {named(name, suffix): tensor for name, _, shapes in items for suffix, tensor in shapes.items()}
+
+
+def write_entry(name: str, tensors: Tensors, places: Mapping[str, Place], named: Naming = stored_name) -> None:
+    """Write the stored tensors of a source tensor to their places."""
+    for suffix, tensor in tensors.items():
+        write_tensor(tensor, places[named(name, suffix)])
+
+
+def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB", named: Naming = stored_name) -> None:
+    """Write the entries as model.safetensors, or as shards with an index."""
+    places = create_shards(folder, stored_shapes(items, named), max_shard_size)
+    for name, make, _ in progress(items, "write", total=len(items)):
+        write_entry(name, make(), places, named)
+
+
+def save_tensors(tensors: Tensors, file: Path) -> None:
+    """Write one safetensors file. Raises OSError."""
+    places = create_file(file, tensors)
+    for name, tensor in tensors.items():
+        write_tensor(tensor, places[name])
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder. Raises FormatError if there are none or one is absent."""
+    index = folder / INDEX
+    if not index.exists():
+        single = folder / "model.safetensors"
+        if not single.exists():
+            raise FormatError(f"{folder} holds neither model.safetensors nor {INDEX}.")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise FormatError(f"{index} is not a safetensors index: {error}.") from None
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise FormatError(f"{index} names {missing[0]}, which is not there.")
+    return [folder / name for name in names]
+
+
+def read_names(files: list[Path]) -> Iterator[str]:
+    """Name of everything in the files. Raises FormatError for a corrupt file."""
+    for path in files:
+        yield from TensorFile(path).names
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the files, one at a time. Raises FormatError for a corrupt file."""
+    for path in files:
+        file = TensorFile(path)
+        for name in file.names:
+            yield name, file.read(name)

@@ -1,0 +1,81 @@
+"""What transformers' quark integration calls before it loads a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import NotSupportedError
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
+from quark.torch.config.config import QConfig
+from quark.torch.model.passes import UnfusedExperts
+from quark.torch.model.published_names import merged_names
+
+
+def _map_to_quark(
+    model: nn.Module, quantization_config: QConfig, pack_method: str = "reorder", custom_mode: str = "quark"
+) -> nn.Module:
+    """Replace layers of a (meta) model by the modules that hold the checkpoint's tensors.
+
+    The name is the one that transformers imports.
+    """
+    if custom_mode != "quark":
+        raise NotSupportedError(f"custom_mode={custom_mode!r} checkpoints are loaded by transformers' own quantizers.")
+    map_to_stored(model, quantization_config, pack_method, quantization_config.weight_format or REAL_QUANTIZED)
+    blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
+    for name in merged_names(model, blocks):
+        ReceivingExperts.stack(blocks[name])
+    return model
+
+
+MERGED = ("gate_up_proj", "up_proj", "down_proj")
+"""What transformers calls the merged weights."""
+
+
+class ReceivingExperts(UnfusedExperts):
+    """Unfused experts that take their weights from transformers' loader, which merges those of all experts.
+
+    `gate_up_proj` holds the stored rows of gate and up of each expert, `down_proj` those of down: whatever their
+    encoding, merging stacks and concatenates rows. What arrives is handed out to the experts as views.
+    """
+
+    @classmethod
+    def stack(cls, experts: UnfusedExperts) -> None:
+        """Turn experts on the meta device into receiving ones.
+
+        Raises:
+            NotSupportedError: The experts are not stored alike, so that their rows cannot be merged.
+        """
+        experts.__class__ = cls
+        gate, up, down = experts.names
+        for target, leaves in {"gate_up_proj" if gate else "up_proj": (gate, up), "down_proj": (down,)}.items():
+            layers = [expert.get_submodule(leaf) for leaf in leaves if leaf for expert in experts.children()]
+            weights = [layer._parameters.pop("weight") for layer in layers]
+            stored = {(tuple(weight.shape), weight.dtype) for weight in weights if weight is not None}
+            if len(stored) > 1:
+                raise NotSupportedError(
+                    f"transformers merges the experts of this model when it loads them, and these are not stored "
+                    f"alike: {sorted(map(str, stored))}. Possible: import_model_from_safetensors with the float model."
+                )
+            ((shape, dtype),) = stored
+            rows = shape[0] * len(layers) // experts.count
+            merged = torch.empty(experts.count, rows, *shape[1:], dtype=dtype, device="meta")
+            experts.register_parameter(target, nn.Parameter(merged, requires_grad=False))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in MERGED and isinstance(value, nn.Parameter) and not value.is_meta:
+            self._hand_out(name, value)
+
+    def _hand_out(self, name: str, merged: nn.Parameter) -> None:
+        leaves = [leaf for leaf in (self.names[2:] if name == "down_proj" else self.names[:2]) if leaf]
+        for index, rows in enumerate(merged.detach()):
+            for leaf, part in zip(leaves, rows.chunk(len(leaves)), strict=True):
+                weight = nn.Parameter(part, requires_grad=False)
+                weight._is_hf_initialized = True  # type: ignore[attr-defined]
+                self.get_submodule(f"{index}.{leaf}")._parameters["weight"] = weight
+        del self._parameters[name]
+        if not self._parameters:
+            self.__class__ = UnfusedExperts  # type: ignore[assignment]

@@ -1,0 +1,372 @@
+"""The documented config classes: QTensorConfig (a tensor), QLayerConfig (a layer), QConfig (a model).
+
+They are the door: everything wrong is a ConfigError here, and lowering.py turns what passed into core specs.
+Objects are frozen; lists and dicts given to them are copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark import __version__
+from quark.checked import checked, known_keys
+from quark.errors import ConfigError, did_you_mean
+from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
+from quark.torch.config.enums import (
+    DeviceType,
+    Dtype,
+    QSchemeType,
+    QuantFlow,
+    QuantizationMode,
+    RoundType,
+    ScaleType,
+    ZeroPointType,
+)
+from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_of_scheme
+from quark.torch.config.rules import check_layer, check_tensor
+
+SELECTORS = ("@output_head", "@router", "@non_text")
+"""Entries of `exclude` that name a role instead of a pattern; they may match nothing."""
+
+
+@checked
+@dataclass(frozen=True)
+class QTensorConfig:
+    """How one tensor is quantized.
+
+    Attributes:
+        dtype: Element type.
+        observer_cls: Finds the range; a class of quark.torch.config.observer_classes, a subclass of one's own, or
+            its name.
+        is_dynamic: Scales from each live tensor instead of from calibration.
+        qscheme: Which values share a scale.
+        ch_axis: Axis of per_channel and per_group.
+        group_size: Values in a group; -1 is the whole axis.
+        block_size: (rows, columns) of a per_block tile.
+        symmetric: Zero point fixed.
+        round_method: Rounding of the codes.
+        scale_type: Type of the scale; `float` is the model's dtype.
+        scale_format: Type of the scale of a float group: "e8m0", "e4m3", "e5m3" or "float32".
+        scale_calculation_mode: Rule of the e8m0 exponent: "even", "floor" or "ceil".
+        qat_spec: A TQTSpec, which says where TQTObserver starts; LSQObserver needs none.
+        mx_element_dtype: Element type of Dtype.mx.
+        zero_point_type: Type of the zero point.
+        is_scale_quant: Second of two configs: it quantizes the scales of the first.
+        enable_buffer_reuse, max_input_numel: Accepted and recorded; they change nothing here.
+
+    Raises:
+        ConfigError: a field is unknown, missing, of the wrong type, or contradicts another.
+    """
+
+    dtype: Dtype
+    observer_cls: type[ObserverBase] | None = None
+    is_dynamic: bool | None = None
+    qscheme: QSchemeType | None = None
+    ch_axis: int | None = None
+    group_size: int | None = None
+    block_size: tuple[int, int] | None = None
+    symmetric: bool | None = None
+    round_method: RoundType | None = None
+    scale_type: ScaleType | None = None
+    scale_format: str | None = None
+    scale_calculation_mode: str | None = None
+    qat_spec: Any = None
+    mx_element_dtype: Dtype | None = None
+    zero_point_type: ZeroPointType | None = ZeroPointType.int32
+    is_scale_quant: bool = False
+    enable_buffer_reuse: bool = False
+    max_input_numel: int = 4194304
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        if isinstance(values.get("observer_cls"), str):
+            values["observer_cls"] = OBSERVER_CLASSES[values["observer_cls"]]
+        if isinstance(values.get("block_size"), list):
+            values["block_size"] = tuple(values["block_size"])
+
+    def _check(self) -> None:
+        check_tensor(self)
+
+    def set_group_size(self, group_size: int) -> None:
+        """Change the group size of this config: the one documented setter."""
+        changed = dataclasses.replace(self, group_size=group_size)
+        object.__setattr__(self, "group_size", changed.group_size)
+
+    def is_ocp_mxfp4(self) -> bool:
+        """Whether this is OCP MXFP4: fp4 in groups of 32 under an E8M0 scale."""
+        ocp = (Dtype.fp4, QSchemeType.per_group, 32, "e8m0")
+        element = (Dtype.mx, None, 32, None) if self.mx_element_dtype is Dtype.fp4 else ocp
+        return (self.dtype, self.qscheme, self.group_size, self.scale_format) in (ocp, element)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The 17 keys of the checkpoint format, in its order; enums by name."""
+
+        def name(value: Any) -> Any:
+            return None if value is None else value.name
+
+        return {
+            "dtype": name(self.dtype),
+            "is_dynamic": self.is_dynamic,
+            "qscheme": name(self.qscheme),
+            "ch_axis": self.ch_axis,
+            "group_size": self.group_size,
+            "block_size": None if self.block_size is None else list(self.block_size),
+            "symmetric": self.symmetric,
+            "round_method": name(self.round_method),
+            "scale_type": name(self.scale_type),
+            "zero_point_type": name(self.zero_point_type),
+            "scale_format": self.scale_format,
+            "scale_calculation_mode": self.scale_calculation_mode,
+            "mx_element_dtype": name(self.mx_element_dtype),
+            "observer_cls": None if self.observer_cls is None else self.observer_cls.__name__,
+            "is_scale_quant": self.is_scale_quant,
+            "enable_buffer_reuse": self.enable_buffer_reuse,
+            "max_input_numel": self.max_input_numel,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> QTensorConfig:
+        """Read what `to_dict` wrote, or an older version: `dynamic`, `axis`, keys that did not exist yet."""
+        legacy = {"dynamic": "is_dynamic", "axis": "ch_axis"}
+        values = known_keys({legacy.get(key, key): value for key, value in data.items()}, cls)
+        if values.get("observer_cls") is None and values.get("qscheme") is not None:
+            values["observer_cls"] = observer_of_scheme(values["qscheme"])
+        return cls(**values)
+
+
+TensorConfigs = QTensorConfig | list[QTensorConfig] | None
+
+
+@checked
+@dataclass(frozen=True)
+class QLayerConfig:
+    """What happens to the tensors of a layer; None leaves a tensor in float.
+
+    A list of two quantizes in sequence: the second the scales (`is_scale_quant`) or else the codes of the first.
+    The shorthand specs (`Int8PerTensorSpec(...)`) are accepted as they are.
+    """
+
+    input_tensors: TensorConfigs = None
+    output_tensors: TensorConfigs = None
+    weight: TensorConfigs = None
+    bias: TensorConfigs = None
+    target_device: DeviceType | None = None
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        for name in ("input_tensors", "output_tensors", "weight", "bias"):
+            values[name] = _as_configs(values.get(name))
+
+    def _check(self) -> None:
+        check_layer(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The LAYER object of the checkpoint format."""
+        tensors = ("input_tensors", "output_tensors", "weight", "bias")
+        device = None if self.target_device is None else self.target_device.name
+        return {**{name: _to_json(getattr(self, name)) for name in tensors}, "target_device": device}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> QLayerConfig:
+        """Read what `to_dict` wrote."""
+        values = known_keys(data, cls)
+        device = values.pop("target_device", None)
+        return cls(**{name: _from_json(value) for name, value in values.items()}, target_device=device)
+
+
+@checked
+@dataclass(frozen=True)
+class QConfig:
+    """The quantization of a model. Priority: exclude > layer_quant_config > layer_type_quant_config > global.
+
+    Attributes:
+        global_quant_config: For every supported layer that nothing below names.
+        exclude: fnmatch patterns ("re:" for regular expressions) on full module names, and SELECTORS.
+        algo_config: Algorithms in the order in which they run; a single one may be given without a list.
+        log_severity_level: Log from this level on while quantizing (0 debug, 1 info: no change, 2 warning, 3 error).
+        version: Of quark; written to checkpoints.
+        layer_type_quant_config: Module class -> config.
+        layer_quant_config: Pattern -> config; the first match counts.
+        kv_cache_quant_config: Pattern of k/v projections -> config; its `output_tensors` is the cache.
+        kv_cache_group: Patterns whose members share the largest scale.
+        min_kv_scale: Smallest scale of the cache.
+        kv_cache_post_rope: Quantize in the cache instead of at the projections.
+        shared_scale_groups: Names of sibling layers that share one global scale (NVFP4).
+        softmax_quant_spec: For attention probabilities.
+        quant_mode: Modules or a graph.
+        quant_flow: standard; per_block: one block at a time on the GPU; file2file: no model in memory.
+        gpu_resident_blocks: With per_block, so many blocks stay on the GPU.
+        sync_moe_expert_input_amax: Experts share the range of their inputs.
+        keep_prequantized_layers: Layers that are quantized already stay as they are.
+        weight_format: How the checkpoint that this config was read from stores weights; None for a config of one's own.
+
+    Raises:
+        ConfigError: a field is unknown, missing or of the wrong type.
+    """
+
+    global_quant_config: QLayerConfig
+    exclude: list[str] = field(default_factory=list)
+    algo_config: list[AlgoConfig] | None = None
+    log_severity_level: int | None = 1
+    version: str | None = __version__
+    layer_type_quant_config: dict[type[nn.Module], QLayerConfig] = field(default_factory=dict)
+    layer_quant_config: dict[str, QLayerConfig] = field(default_factory=dict)
+    kv_cache_quant_config: dict[str, QLayerConfig] = field(default_factory=dict)
+    kv_cache_group: list[str] = field(default_factory=list)
+    min_kv_scale: float = 0.0
+    kv_cache_post_rope: bool = False
+    shared_scale_groups: list[list[str]] = field(default_factory=list)
+    softmax_quant_spec: QTensorConfig | None = None
+    quant_mode: QuantizationMode = QuantizationMode.eager_mode
+    quant_flow: QuantFlow = QuantFlow.standard
+    gpu_resident_blocks: int = 0
+    sync_moe_expert_input_amax: bool = False
+    keep_prequantized_layers: bool = True
+    weight_format: str | None = None
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        for name in ("exclude", "algo_config", "kv_cache_group"):
+            if isinstance(values.get(name), tuple):
+                values[name] = list(values[name])
+        if isinstance(values.get("algo_config"), AlgoConfig):
+            values["algo_config"] = [values["algo_config"]]
+        if hasattr(values.get("softmax_quant_spec"), "to_quantization_spec"):
+            values["softmax_quant_spec"] = values["softmax_quant_spec"].to_quantization_spec()
+
+    def _check(self) -> None:
+        for pattern in self.exclude:
+            if pattern.startswith("@") and pattern not in SELECTORS:
+                raise ConfigError(f"QConfig.exclude: unknown selector {pattern!r}. {did_you_mean(pattern, SELECTORS)}")
+        if self.gpu_resident_blocks < 0 or (self.gpu_resident_blocks and self.quant_flow is not QuantFlow.per_block):
+            raise ConfigError(
+                f"QConfig.gpu_resident_blocks={self.gpu_resident_blocks} is for quant_flow=QuantFlow.per_block, and at "
+                "least 0."
+            )
+
+    def get_rotation_config(self) -> RotationConfig | None:
+        """The rotation among the algorithms, if any."""
+        return next((algo for algo in self.algo_config or [] if isinstance(algo, RotationConfig)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`quantization_config` of config.json, without "export", which the exporter adds.
+
+        It describes the quantized model: fields that only say how quantization ran are not in it.
+        """
+        types = self.layer_type_quant_config.items()
+        return {
+            "quant_method": "quark",
+            "quant_mode": self.quant_mode.name,
+            "version": self.version,
+            "global_quant_config": self.global_quant_config.to_dict(),
+            "exclude": list(self.exclude),
+            "layer_quant_config": {key: layer.to_dict() for key, layer in self.layer_quant_config.items()},
+            "layer_type_quant_config": {key.__name__: layer.to_dict() for key, layer in types},
+            "kv_cache_quant_config": {key: layer.to_dict() for key, layer in self.kv_cache_quant_config.items()},
+            "kv_cache_post_rope": self.kv_cache_post_rope,
+            "softmax_quant_spec": _to_json(self.softmax_quant_spec),
+            "algo_config": [algo.to_dict() for algo in self.algo_config] if self.algo_config else None,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> QConfig:
+        """Read a `quantization_config` of this or an older version; absent and null collections are empty.
+
+        Raises ConfigError for a key that neither is a field nor was ever written.
+        """
+        known = known_keys(data, cls, _CHECKPOINT_KEYS)
+        values = {name: value for name, value in known.items() if value is not None}
+        export = data.get("export") or {}
+        values = {
+            **{k: export[k] for k in ("kv_cache_group", "min_kv_scale", "weight_format") if export.get(k)},
+            **values,
+        }
+        values["global_quant_config"] = QLayerConfig.from_dict(values.get("global_quant_config", {}))
+        for name in ("layer_quant_config", "kv_cache_quant_config"):
+            values[name] = {key: QLayerConfig.from_dict(layer) for key, layer in values.get(name, {}).items()}
+        types = values.get("layer_type_quant_config", {})
+        values["layer_type_quant_config"] = {_layer_type(k): QLayerConfig.from_dict(v) for k, v in types.items()}
+        if "softmax_quant_spec" in values:
+            values["softmax_quant_spec"] = _from_json(values["softmax_quant_spec"])
+        if "algo_config" in values:
+            algos = values["algo_config"]
+            values["algo_config"] = [recorded_algo_config(a) for a in (algos if isinstance(algos, list) else [algos])]
+        return cls(**values)
+
+    @staticmethod
+    def with_llm_template(
+        template: Any,
+        scheme: str,
+        algorithm: str | list[str] | None = None,
+        kv_cache_scheme: str | None = None,
+        min_kv_scale: float = 0.0,
+        attention_scheme: str | None = None,
+        layer_config: dict[str, str] | None = None,
+        layer_type_config: dict[type[nn.Module], str] | None = None,
+        exclude_layers: list[str] | None = None,
+    ) -> QConfig:
+        """`template.get_config(...)`, under its older address."""
+        config: QConfig = template.get_config(
+            scheme,
+            algorithm,
+            kv_cache_scheme,
+            min_kv_scale,
+            attention_scheme,
+            layer_config,
+            layer_type_config,
+            exclude_layers,
+        )
+        return config
+
+
+QuantizationSpec = QTensorConfig
+QuantizationConfig = QLayerConfig
+Config = QConfig
+
+_CHECKPOINT_KEYS = frozenset(
+    {
+        "quant_method",
+        "export",
+        "exclude_patterns",
+        "custom_mode",
+        "pack_method",
+        "weight_format",
+        "weight_merge_groups",
+    }
+    | {"pre_quant_opt_config", "target_device"}
+)
+"""Keys of checkpoints of 0.8 to 0.13 that are no fields."""
+
+
+def _as_configs(value: Any) -> Any:
+    """A tensor field with shorthand specs turned into configs; anything else as it came."""
+    if hasattr(value, "to_quantization_spec"):
+        return value.to_quantization_spec()
+    return [_as_configs(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _to_json(value: TensorConfigs) -> Any:
+    if isinstance(value, list):
+        return [config.to_dict() for config in value]
+    return None if value is None else value.to_dict()
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [QTensorConfig.from_dict(item) for item in value]
+    return None if value is None else QTensorConfig.from_dict(value)
+
+
+def _layer_type(name: str) -> type[nn.Module]:
+    """The class of torch.nn with this name."""
+    found = getattr(torch.nn, name, None)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return found
+    names = [key for key, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    raise ConfigError(f"layer_type_quant_config: torch.nn has no layer {name!r}. {did_you_mean(name, names)}")

@@ -1,0 +1,257 @@
+"""LLMTemplate: a QConfig from the name of a scheme, for any model.
+
+What to exclude is said by role (`SELECTORS`) and found in the model when the plan is made. Tabulated is only which
+families make keys and values in one layer: checkpoints name that layer by a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from quark.core.registry import Registry
+from quark.core.schemes import SCHEMES
+from quark.errors import ConfigError, did_you_mean
+from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
+from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig, QTensorConfig
+from quark.torch.config.lowering import lower_layer, raise_layer
+from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+
+_NAMES = (
+    "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "
+    "gemma3 gemma3_text gemma4 gemma4_unified glm4_moe glm4_moe_lite glm_moe_dsa glm5_next gptj gpt_oss "
+    "granitemoehybrid grok-1 hunyuan_v1_dense instella kimi_k2 kimi_k25 kimi_k3 lfm2 llama llama4 "
+    "minimax_m2 minimax_m3_vl mistral mixtral mllama muse_glimmer olmo opt phi phi3 qwen qwen2 qwen2_moe "
+    "qwen3 qwen3_moe qwen3_next qwen3_vl_moe qwen3_5_moe qwen3_5 qwen4_exp qwen4_exp_text"
+)
+MODEL_TYPES = tuple(_NAMES.split())
+"""The documented names. Any other name works as well."""
+
+OLD_SCHEMES = {
+    "w_uint4_per_group_asym": "uint4_wo_128",
+    "w_uint4_per_channel_asym": "uint4_wo_per_channel",
+    "w_int4_per_group_sym": "int4_wo_128",
+    "w_int4_per_channel_sym": "int4_wo_per_channel",
+    "w_int8_a_int8_per_tensor_sym": "int8",
+    "w_fp8_a_fp8": "fp8",
+    "w_mxfp4": "mxfp4_weight_only",
+    "w_mxfp4_a_mxfp4": "mxfp4",
+    "w_mxfp4_a_fp8": "mxfp4_fp8",
+    "w_mxfp4_a_mxfp6_e2m3": "mxfp4_mxfp6_e2m3",
+    "w_mxfp6_e3m2_a_mxfp6_e3m2": "mxfp6_e3m2",
+    "w_mxfp6_e2m3_a_mxfp6_e2m3": "mxfp6_e2m3",
+    "w_mx6_a_mx6": "mx6",
+    "w_mx9_a_mx9": "mx9",
+    "w_bfp16_a_bfp16": "bfp16",
+}
+"""Names of schemes up to version 0.10."""
+
+SHARED_SCALE_SCHEMES = ("nvfp4", "fp4_block16_scale_e4m3")
+"""Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
+
+
+CACHE_SCHEMES: dict[str, type[FP8E4M3PerTensorSpec] | type[Int8PerTensorSpec]] = {
+    "fp8": FP8E4M3PerTensorSpec,
+    "int8": Int8PerTensorSpec,
+}
+"""How a cache may be quantized, by name."""
+
+
+FUSED_NAMES = {
+    "*qkv_proj": ("phi3",),
+    "*query_key_value": ("chatglm", "gpt_neox", "bloom"),
+    "*c_attn": ("gpt2", "qwen"),
+    "*Wqkv": ("dbrx", "mpt"),
+    "*kv_b_proj": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2"),
+}
+"""Layers that make keys and values together -> the families that have them; all others have `k_proj` and `v_proj`."""
+
+
+class LLMTemplate:
+    """How the layers of a family of language models are called, and configs for it.
+
+    Args:
+        model_type: `model.config.model_type`; any string.
+        kv_layers_name: Patterns of the key and value projections. Default `*k_proj`, `*v_proj`.
+        q_layer_name: Pattern or patterns of the query projection. Default `*q_proj`.
+        gate_up_layers_name: Names of the gate and up projections. Default `gate_proj`, `up_proj`.
+        exclude_layers_name: Patterns left in float. Default: the roles output head, router, not text.
+        algorithm_configs: Algorithm name -> config, in place of the defaults.
+        f2f_weight_converters: Recorded for file-to-file quantization.
+        **legacy: `awq_config=`, `gptq_config=` ...: the older form of `algorithm_configs`.
+    """
+
+    _registered: ClassVar[dict[str, LLMTemplate]] = {}
+    _schemes: ClassVar[Registry[QLayerConfig]] = Registry("scheme")
+
+    def __init__(
+        self,
+        model_type: str,
+        kv_layers_name: list[str] | None = None,
+        q_layer_name: str | list[str] | None = None,
+        gate_up_layers_name: list[str] | None = None,
+        exclude_layers_name: list[str] | None = None,
+        algorithm_configs: Mapping[str, AlgoConfig | None] | None = None,
+        f2f_weight_converters: list[Any] | None = None,
+        **legacy: AlgoConfig | None,
+    ) -> None:
+        self.model_type = model_type
+        self.kv_layers_name = _strings(kv_layers_name, ["*k_proj", "*v_proj"])
+        self.q_layer_name = _strings(q_layer_name, ["*q_proj"])
+        self.gate_up_layers_name = _strings(gate_up_layers_name, ["gate_proj", "up_proj"])
+        self.exclude_layers_name = _strings(exclude_layers_name, list(SELECTORS))
+        self.f2f_weight_converters = f2f_weight_converters
+        algorithms = dict(algorithm_configs or {})
+        for name, config in legacy.items():
+            algorithm = name.removesuffix("_config")
+            if algorithm == name or algorithm not in ALGO_CONFIGS:
+                known = [*(f"{algo}_config" for algo in ALGO_CONFIGS), *_ARGUMENTS]
+                raise ConfigError(f"LLMTemplate has no argument {name!r}. {did_you_mean(name, known)}")
+            algorithms[algorithm] = config
+        self.algo_config = {name: config for name, config in algorithms.items() if config is not None}
+        for name in self.algo_config:
+            ALGO_CONFIGS[name]
+
+    @classmethod
+    def list_available(cls) -> list[str]:
+        """The documented model types and the registered ones; `get` takes any other name too."""
+        return [*MODEL_TYPES, *(name for name in cls._registered if name not in MODEL_TYPES)]
+
+    @classmethod
+    def get(cls, model_type: str) -> LLMTemplate:
+        """The registered template of a model type, or one that finds the roles in the model."""
+        if model_type in cls._registered:
+            return cls._registered[model_type]
+        fused = next((pattern for pattern, families in FUSED_NAMES.items() if model_type in families), None)
+        if fused is None:
+            return cls(model_type)
+        return cls(model_type, [fused], "*q_b_proj" if fused == "*kv_b_proj" else fused)
+
+    @classmethod
+    def register_template(cls, template: LLMTemplate) -> None:
+        """Use `template` for its model type from now on."""
+        cls._registered[template.model_type] = template
+
+    @classmethod
+    def register_scheme(cls, scheme_name: str, config: QLayerConfig) -> None:
+        """Add a scheme. Raises ConfigError for a name that is taken or a config that cannot be lowered."""
+        if scheme_name in SCHEMES or scheme_name in OLD_SCHEMES:
+            raise ConfigError(f"The scheme {scheme_name!r} is built in; choose another name.")
+        lower_layer(config)
+        cls._schemes.register(scheme_name, config)
+
+    @classmethod
+    def unregister_scheme(cls, scheme_name: str) -> None:
+        """Remove a scheme that `register_scheme` added."""
+        cls._schemes.unregister(scheme_name)
+
+    @classmethod
+    def get_supported_schemes(cls) -> list[str]:
+        """The names that `get_config` takes."""
+        return [*SCHEMES, *cls._schemes]
+
+    @classmethod
+    def scheme(cls, name: str | QLayerConfig) -> QLayerConfig:
+        """The layer config of a scheme. Raises ConfigError with the nearest names."""
+        if isinstance(name, QLayerConfig):
+            return name
+        if name in cls._schemes:
+            return cls._schemes[name]
+        built_in = OLD_SCHEMES.get(name, name)
+        if built_in not in SCHEMES:
+            raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name), cls.get_supported_schemes())}")
+        return raise_layer(SCHEMES[built_in])
+
+    def get_config(
+        self,
+        scheme: str,
+        algorithm: str | list[str] | None = None,
+        kv_cache_scheme: str | None = None,
+        min_kv_scale: float = 0.0,
+        attention_scheme: str | None = None,
+        layer_config: Mapping[str, str] | None = None,
+        layer_type_config: Mapping[type[nn.Module], str] | None = None,
+        exclude_layers: list[str] | None = None,
+        algo_configs: Mapping[str, AlgoConfig] | None = None,
+        shared_scale_groups: list[list[str]] | None = None,
+    ) -> QConfig:
+        """The config of a model under a scheme.
+
+        Args:
+            scheme: For every linear layer that nothing below names.
+            algorithm: Name or names of algorithms, in order.
+            kv_cache_scheme: "fp8" or "int8" quantizes the cache.
+            min_kv_scale: Smallest scale of the cache.
+            attention_scheme: "fp8" quantizes queries and attention probabilities.
+            layer_config: Pattern -> scheme.
+            layer_type_config: Module class -> scheme.
+            exclude_layers: Replaces the template's exclude.
+            algo_configs: Algorithm name -> config, in place of the template's.
+            shared_scale_groups: Replaces the groups of layers that share a global scale.
+
+        Raises:
+            ConfigError: an unknown scheme or algorithm; the nearest names are listed.
+        """
+        base = self.scheme(scheme)
+        layers = {pattern: self.scheme(name) for pattern, name in (layer_config or {}).items()}
+        cache: dict[str, QLayerConfig] = {}
+        softmax = None
+        if kv_cache_scheme is not None:
+            stored = _tensor_scheme("kv_cache_scheme", kv_cache_scheme, CACHE_SCHEMES)
+            cache = {p: replace(layers.get(p, base), output_tensors=stored) for p in self.kv_layers_name}
+            # Readers of checkpoints look for these patterns among the layers, too.
+            layers.update(cache)
+        if attention_scheme is not None:
+            softmax = _tensor_scheme("attention_scheme", attention_scheme, ("fp8",))
+            layers.update({p: replace(layers.get(p, base), output_tensors=softmax) for p in self.q_layer_name})
+        shared = any(name in SHARED_SCALE_SCHEMES for name in (scheme, *(layer_config or {}).values()))
+        if shared_scale_groups is None:
+            shared_scale_groups = self._siblings() if shared else []
+        return QConfig(
+            global_quant_config=base,
+            exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
+            algo_config=self._algorithms(algorithm, algo_configs or {}),
+            layer_type_quant_config={kind: self.scheme(name) for kind, name in (layer_type_config or {}).items()},
+            layer_quant_config=layers,
+            kv_cache_quant_config=cache,
+            kv_cache_group=list(cache),
+            min_kv_scale=min_kv_scale,
+            softmax_quant_spec=softmax,
+            shared_scale_groups=shared_scale_groups,
+            sync_moe_expert_input_amax=shared,
+        )
+
+    def _siblings(self) -> list[list[str]]:
+        attention = [*self.q_layer_name, *self.kv_layers_name]
+        return [
+            [name.rsplit(".", 1)[-1].lstrip("*") for name in group] for group in (attention, self.gate_up_layers_name)
+        ]
+
+    def _algorithms(self, names: str | list[str] | None, given: Mapping[str, AlgoConfig]) -> list[AlgoConfig] | None:
+        for name in given:
+            ALGO_CONFIGS[name]
+        chosen = [names] if isinstance(names, str) else names or []
+        # Without parameters an algorithm finds the structure in the model.
+        return [given.get(n) or self.algo_config.get(n) or ALGO_CONFIGS[n]() for n in chosen] or None
+
+
+_ARGUMENTS = (
+    "kv_layers_name",
+    "q_layer_name",
+    "gate_up_layers_name",
+    "exclude_layers_name",
+    "algorithm_configs",
+)
+
+
+def _strings(value: str | list[str] | None, default: list[str]) -> list[str]:
+    return default if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _tensor_scheme(option: str, name: str, known: Iterable[str]) -> QTensorConfig:
+    if name not in known:
+        raise ConfigError(f"{option}: unknown scheme {name!r}. Possible: {', '.join(map(repr, known))}.")
+    return CACHE_SCHEMES[name]().to_quantization_spec()

@@ -1,0 +1,399 @@
+"""The documented shorthand specs: `Int8PerTensorSpec().to_quantization_spec()` is a QTensorConfig.
+
+A family holds the arguments; a class is a dtype, and the defaults that differ. Argument names, order and
+defaults are the documented system's, uneven as they are: code gives them by position.
+"""
+
+# ruff: noqa: D101, N801 - the names are the documented ones, and say what the classes are
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from typing_extensions import dataclass_transform
+
+from quark.checked import checked
+from quark.errors import ConfigError, did_you_mean
+from quark.torch.config import observer_classes as obs
+from quark.torch.config.config import QTensorConfig
+from quark.torch.config.enums import Dtype, TQTThresholdInitMeth
+
+T = TypeVar("T")
+Fixed = Mapping[str, Any]
+
+OBSERVER_METHODS: dict[str, type[obs.ObserverBase]] = {
+    "min_max": obs.PerTensorMinMaxObserver,
+    "histogram": obs.PerTensorHistogramObserver,
+    "histogrampro": obs.PerTensorHistogramObserverPro,
+    "MSE": obs.PerTensorMSEObserver,
+    "percentile": obs.PerTensorPercentileObserver,
+    "entropy": obs.PerTensorEntropyObserver,
+    "layerwise_percentile": obs.PerTensorLayerwisePercentileObserver,
+    "distribution": obs.PerTensorDistributionObserver,
+    "moving_average": obs.PerTensorMovingAverageMinMaxObserver,
+}
+
+
+@dataclass_transform(frozen_default=True)
+def _spec(cls: type[T]) -> type[T]:
+    return checked(dataclass(frozen=True)(cls))
+
+
+@_spec
+class DataTypeSpec:
+    """Base of the shorthand specs."""
+
+    dtype: ClassVar[Dtype]
+    fixed: ClassVar[Fixed] = {}
+
+    def to_quantization_spec(self) -> QTensorConfig:
+        """The full config."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if "observer_method" in values:
+            method = values.pop("observer_method")
+            if method not in OBSERVER_METHODS:
+                raise ConfigError(f"unknown observer_method {method!r}. {did_you_mean(str(method), OBSERVER_METHODS)}")
+            values["observer_cls"] = OBSERVER_METHODS[method]
+        if "block_size" in values:
+            values["group_size"] = values.pop("block_size")
+        if self.dtype is Dtype.mx:
+            del values["is_dynamic"]
+        return QTensorConfig(self.dtype, **{**self.fixed, **values})
+
+    def _check(self) -> None:
+        if not hasattr(self, "dtype"):
+            return
+        try:
+            self.to_quantization_spec()
+        except ConfigError as error:
+            raise ConfigError(f"{type(self).__name__}: {error}") from None
+
+
+@_spec
+class _PerTensor(DataTypeSpec):
+    fixed: ClassVar[Fixed] = {"qscheme": "per_tensor"}
+    observer_method: str | None = "min_max"
+    symmetric: bool | None = True
+    scale_type: str | None = "float"
+    round_method: str | None = "half_even"
+    is_dynamic: bool | None = False
+
+
+@_spec
+class _PerChannel(DataTypeSpec):
+    fixed: ClassVar[Fixed] = {"qscheme": "per_channel", "observer_cls": obs.PerChannelMinMaxObserver}
+    ch_axis: int
+    symmetric: bool | None = True
+    scale_type: str | None = "float"
+    round_method: str | None = "half_even"
+    is_dynamic: bool | None = False
+
+
+_GROUP: Fixed = {"qscheme": "per_group", "observer_cls": obs.PerGroupMinMaxObserver}
+
+
+@_spec
+class _PerGroup(DataTypeSpec):
+    fixed: ClassVar[Fixed] = _GROUP
+    ch_axis: int
+    group_size: int
+    symmetric: bool | None = True
+    scale_type: str | None = "float"
+    round_method: str | None = "half_even"
+    is_dynamic: bool | None = False
+
+
+@_spec
+class _PerGroup4Bit(DataTypeSpec):
+    """The group family of int4 and uint4, whose is_dynamic comes earlier."""
+
+    fixed: ClassVar[Fixed] = _GROUP
+    ch_axis: int
+    group_size: int
+    symmetric: bool = True
+    is_dynamic: bool | None = False
+    scale_type: str | None = "float"
+    round_method: str | None = "half_even"
+
+
+@_spec
+class _FP8PerTensor(DataTypeSpec):
+    fixed: ClassVar[Fixed] = {"qscheme": "per_tensor", "symmetric": True, "round_method": "half_even"}
+    observer_method: str | None = "min_max"
+    scale_type: str | None = None
+    is_dynamic: bool | None = False
+
+
+_BLOCK: Fixed = {
+    "qscheme": "per_group",
+    "observer_cls": obs.PerBlockMXObserver,
+    "round_method": "half_even",
+    "scale_type": "float",
+}
+
+
+@_spec
+class _FloatGroup(DataTypeSpec):
+    fixed: ClassVar[Fixed] = _BLOCK
+    ch_axis: int
+    group_size: int
+    scale_format: str | None = "float32"
+    scale_calculation_mode: str | None = None
+    is_dynamic: bool | None = True
+
+
+@_spec
+class OCP_MXSpec(DataTypeSpec):
+    """Base of OCP MX: groups of 32 under an E8M0 scale."""
+
+    fixed: ClassVar[Fixed] = {**_BLOCK, "group_size": 32, "scale_format": "e8m0"}
+    ch_axis: int
+    is_dynamic: bool | None = True
+    scale_calculation_mode: str | None = "even"
+
+
+@_spec
+class _MicroExponent(DataTypeSpec):
+    ch_axis: int
+    block_size: int
+    scale_calculation_mode: str | None = "even"
+
+
+@_spec
+class Uint4PerTensorSpec(_PerTensor):
+    dtype = Dtype.uint4
+    symmetric: bool | None = False
+
+
+@_spec
+class Uint4PerChannelSpec(_PerChannel):
+    """`is_dynamic` must be given."""
+
+    dtype = Dtype.uint4
+    symmetric: bool | None = False
+    is_dynamic: bool | None = None
+    zero_point_type: str | None = "int32"
+
+
+@_spec
+class Uint4PerGroupSpec(_PerGroup4Bit):
+    dtype = Dtype.uint4
+    symmetric: bool = False
+
+
+class Int3PerGroupSpec(_PerGroup):
+    dtype = Dtype.int3
+
+
+@_spec
+class Int3PerChannelSpec(_PerChannel):
+    dtype = Dtype.int3
+    symmetric: bool | None = False
+
+
+class Int2PerGroupSpec(_PerGroup):
+    dtype = Dtype.int2
+
+
+class Int4PerTensorSpec(_PerTensor):
+    dtype = Dtype.int4
+
+
+class Int4PerChannelSpec(_PerChannel):
+    dtype = Dtype.int4
+
+
+class Int4PerGroupSpec(_PerGroup4Bit):
+    dtype = Dtype.int4
+
+
+@_spec
+class Uint8PerTensorSpec(_PerTensor):
+    dtype = Dtype.uint8
+    symmetric: bool | None = False
+
+
+class Uint8PerChannelSpec(_PerChannel):
+    dtype = Dtype.uint8
+
+
+@_spec
+class Uint8PerGroupSpec(_PerGroup):
+    dtype = Dtype.uint8
+    symmetric: bool | None = False
+
+
+class Int8PerTensorSpec(_PerTensor):
+    dtype = Dtype.int8
+
+
+@_spec
+class Int8PerChannelSpec(_PerChannel):
+    dtype = Dtype.int8
+    symmetric: bool | None = False
+
+
+class Int8PerGroupSpec(_PerGroup):
+    dtype = Dtype.int8
+
+
+class FP8E4M3PerTensorSpec(_FP8PerTensor):
+    dtype = Dtype.fp8_e4m3
+
+
+class FP8E5M3PerTensorSpec(_FP8PerTensor):
+    dtype = Dtype.fp8_e5m3
+
+
+class FP8E4M3PerChannelSpec(_PerChannel):
+    dtype = Dtype.fp8_e4m3
+
+
+class FP8E4M3PerGroupSpec(_FloatGroup):
+    dtype = Dtype.fp8_e4m3
+
+
+class FP8E5M2PerTensorSpec(_PerTensor):
+    dtype = Dtype.fp8_e5m2
+
+
+class FP8E5M2PerChannelSpec(_PerChannel):
+    dtype = Dtype.fp8_e5m2
+
+
+class FP8E5M2PerGroupSpec(_FloatGroup):
+    dtype = Dtype.fp8_e5m2
+
+
+@_spec
+class FP4PerGroupSpec(_FloatGroup):
+    dtype = Dtype.fp4
+    scale_type: str | None = "float"
+
+
+@_spec
+class AmdFP4Spec(DataTypeSpec):
+    """FP4 groups of 16 or 32 under an E5M3 scale."""
+
+    dtype = Dtype.fp4
+    fixed: ClassVar[Fixed] = {**_BLOCK, "scale_type": "float8_e5m3", "scale_format": "e5m3"}
+    ch_axis: int
+    group_size: int
+    is_dynamic: bool = True
+
+    def to_quantization_spec(self) -> QTensorConfig:
+        if self.group_size not in (16, 32):
+            raise ConfigError(f"group_size must be 16 or 32, got {self.group_size}.")
+        return DataTypeSpec.to_quantization_spec(self)
+
+
+class FP6E2M3PerGroupSpec(_FloatGroup):
+    dtype = Dtype.fp6_e2m3
+
+
+class FP6E3M2PerGroupSpec(_FloatGroup):
+    dtype = Dtype.fp6_e3m2
+
+
+class Float16Spec(DataTypeSpec):
+    dtype = Dtype.float16
+    fixed: ClassVar[Fixed] = {"observer_cls": obs.PlaceholderObserver}
+
+
+class Bfloat16Spec(DataTypeSpec):
+    dtype = Dtype.bfloat16
+    fixed: ClassVar[Fixed] = {"observer_cls": obs.PlaceholderObserver}
+
+
+class OCP_MXFP8E4M3Spec(OCP_MXSpec):
+    dtype = Dtype.fp8_e4m3
+
+
+class OCP_MXFP8E5M2Spec(OCP_MXSpec):
+    dtype = Dtype.fp8_e5m2
+
+
+class OCP_MXFP6E3M2Spec(OCP_MXSpec):
+    dtype = Dtype.fp6_e3m2
+
+
+class OCP_MXFP6E2M3Spec(OCP_MXSpec):
+    dtype = Dtype.fp6_e2m3
+
+
+class OCP_MXFP4Spec(OCP_MXSpec):
+    dtype = Dtype.fp4
+
+
+class OCP_MXINT8Spec(OCP_MXSpec):
+    """`is_dynamic` is accepted; the format itself decides: weights static, activations dynamic."""
+
+    dtype = Dtype.mx
+    fixed: ClassVar[Fixed] = {"group_size": 32, "mx_element_dtype": "int8"}
+
+
+@_spec
+class OCP_MXFP4DiffsSpec(OCP_MXSpec):
+    """MXFP4 whose exponent is chosen by error: the ceil exponent or the one below."""
+
+    dtype = Dtype.fp4
+    fixed: ClassVar[Fixed] = {**OCP_MXSpec.fixed, "observer_cls": obs.PerBlockMXDiffsObserver}
+    is_dynamic: bool | None = False
+
+
+class MX6Spec(_MicroExponent):
+    dtype = Dtype.mx6
+
+
+class MX9Spec(_MicroExponent):
+    dtype = Dtype.mx9
+
+
+@_spec
+class BFP16Spec(DataTypeSpec):
+    """Blocks of 8 with 8-bit mantissas."""
+
+    dtype = Dtype.bfp16
+    fixed: ClassVar[Fixed] = {"group_size": 8}
+    ch_axis: int
+    scale_calculation_mode: str | None = "even"
+
+
+@_spec
+class TwoStageSpec:
+    """Base of two configs in sequence; each a spec or a QTensorConfig."""
+
+    first_stage: DataTypeSpec | QTensorConfig
+    second_stage: DataTypeSpec | QTensorConfig
+    scales: ClassVar[bool] = False
+
+    def to_quantization_spec(self) -> list[QTensorConfig]:
+        """Both stages."""
+        stages = (self.first_stage, self.second_stage)
+        first, second = (s if isinstance(s, QTensorConfig) else s.to_quantization_spec() for s in stages)
+        return [first, dataclasses.replace(second, is_scale_quant=self.scales)]
+
+
+class ProgressiveSpec(TwoStageSpec):
+    """The second stage quantizes the codes of the first (int4 of FP8)."""
+
+
+class ScaleQuantSpec(TwoStageSpec):
+    """The second stage quantizes the scales of the first (NVFP4)."""
+
+    scales = True
+
+
+@_spec
+class QATSpec:
+    """Base of the values of `qat_spec`."""
+
+
+@_spec
+class TQTSpec(QATSpec):
+    """Trained quantization thresholds."""
+
+    threshold_init_meth: TQTThresholdInitMeth | None = None

@@ -1,0 +1,293 @@
+"""Safetensors shards in, quantized safetensors shards out, without a model that holds weights.
+
+A skeleton on the meta device says which tensor belongs to which layer; from it come the plan, the shards, their headers
+and the place of every tensor. Then each tensor is read, quantized and written to its place on its own, in any order, by
+any number of processes. The files are those that `quantize_model` and `export_safetensors` write.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError, FormatError, NotSupportedError, QuarkError
+from quark.log import logger, progress
+from quark.torch.calibration.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
+from quark.torch.calibration.distributed import first_then_all, rank, shared_folder, world
+from quark.torch.calibration.experts import sibling_groups
+from quark.torch.checkpoint.loading import REAL_QUANTIZED
+from quark.torch.checkpoint.quantization_config import quantization_config
+from quark.torch.checkpoint.safetensors_file import Place, write_tensor
+from quark.torch.checkpoint.shards import (
+    Entry,
+    Naming,
+    create_shards,
+    entries,
+    plain_entry,
+    published_naming,
+    shard_files,
+    stored_name,
+    stored_shapes,
+)
+from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.config.config import QConfig
+from quark.torch.formats.layout import Tensors
+from quark.torch.formats.quark.layout import QuarkLayout
+from quark.torch.layers import QuantLayer
+from quark.torch.model.meta_model import build_skeleton, read_config, source_names, tied_names
+from quark.torch.model.passes import prepare
+from quark.torch.model.passes.conv1d import is_conv1d
+from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.quantizer import quantized_layers, replaced
+from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor to convert.
+
+    Attributes:
+        name: In the model.
+        source: Its name in the source checkpoint.
+        dtype, shape: Of the float tensor in the model.
+        spec: How it is quantized; None: it is stored as it is.
+        places: Where its stored tensors go, by their suffixes.
+    """
+
+    name: str
+    source: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spec: TensorSpec | None
+    places: dict[str, Place]
+
+
+Family = tuple[Item, ...]
+"""Tensors that share a second-level scale, or one alone: what a worker takes at once."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What every worker needs: where tensors come from and how they are stored."""
+
+    files: list[Path]
+    quantization: dict[str, Any] | None
+    pack_method: str
+    real: bool
+
+
+def quantize_files(
+    config: QConfig,
+    source: Path,
+    output: Path,
+    *,
+    devices: list[str],
+    workers: int = 1,
+    weight_format: str = REAL_QUANTIZED,
+    pack_method: str = "reorder",
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Quantize a checkpoint folder into another.
+
+    Args:
+        config: Weights, and activations that are dynamic or float.
+        source: Folder of a float, FP8-block or compressed-tensors checkpoint.
+        output: Folder to make; it appears when all of it is written.
+        devices: Where the arithmetic runs; each gets `workers` processes.
+        workers: Processes per device; 1 on one device stays in this process.
+        weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
+
+    Raises:
+        ConfigError: An activation is static, or an algorithm was asked for: both need data.
+        FormatError: The source is incomplete or corrupt.
+        NonFiniteError, ShapeError: See there; each names the tensor.
+    """
+    check_options("quark", weight_format, pack_method, max_shard_size)
+    stored_config = read_config(source)
+    conversion = Conversion(
+        shard_files(source), quantization_of(stored_config, source), pack_method, weight_format == REAL_QUANTIZED
+    )
+    checkpoint = Source(conversion.files, conversion.quantization)
+    model = build_skeleton(source, checkpoint.dtype())
+    take_apart(config, model)
+    plan = make_plan(config, model)
+    _refuse_data(config, plan)
+    with shared_folder(output, overwrite) as folder, replaced(model, plan):
+        own = list(entries(model, pack_method, conversion.real))
+        stored = source_names(model, checkpoint.names())
+        sources = sources_of(own, stored, tied_names(model))
+        dropped = [plain_entry(name, checkpoint.meta(name)) for name in dropped_names(model, checkpoint.names())]
+        named = published_naming(model)
+        shapes = stored_shapes(own, named) | stored_shapes(dropped)
+        places = first_then_all(lambda first: create_shards(folder, shapes, max_shard_size, keep=not first))
+        layers = quantized_layers(model)
+        items = [_item(entry, sources[entry[0]], layers, places, named) for entry in own]
+        items += [_item(entry, entry[0], {}, places, stored_name) for entry in dropped]
+        groups = sibling_groups(model, config.shared_scale_groups)
+        _run(conversion, _families(items, groups)[rank() :: world()], devices, workers)
+        if rank() == 0:
+            write_config(model, quantization_config(model, config, weight_format, pack_method), folder)
+            write_companions(model, source, None, folder)
+    logger.info("Quantized %s to %s.", source, output)
+
+
+def take_apart(config: QConfig, model: torch.nn.Module) -> None:
+    """Take fused experts of a skeleton apart: checkpoints hold one tensor for each projection of each expert.
+
+    Raises NotSupportedError for Conv1D, whose weights a checkpoint holds transposed.
+    """
+    taken = prepare(model, chooser(config, model).wanted)
+    for name, module in taken.items():
+        if is_conv1d(module):
+            raise NotSupportedError(
+                f"{name} (Conv1D) holds its weight transposed, which needs the model in memory. "
+                "Possible: quantize_model, or exclude it."
+            )
+
+
+def _refuse_data(config: QConfig, plan: Plan) -> None:
+    """Raise ConfigError for what needs the model to run."""
+    why = "file to file never runs the model. Possible: a weight-only or dynamic scheme, or quantize_model with data."
+    if config.algo_config:
+        names = ", ".join(type(algorithm).__name__ for algorithm in config.algo_config)
+        raise ConfigError(f"algo_config ({names}) needs calibration data, and {why}")
+    for name in ("kv_cache_quant_config", "softmax_quant_spec"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} needs calibration data, and {why}")
+    for name, spec in plan.layers.items():
+        for role in ("input", "output"):
+            tensor = getattr(spec, role)
+            if tensor is not None and tensor.needs_calibration:
+                raise ConfigError(f"{name}.{role} ({tensor}) has a static scale, which needs calibration data: {why}")
+
+
+def sources_of(own: Iterable[Entry], stored: Mapping[str, str], ties: Mapping[str, list[str]]) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint. Raises FormatError for tensors that the checkpoint lacks."""
+    found = {}
+    for name, _, _ in own:
+        found[name] = next((stored[alias] for alias in ties[name] if alias in stored), None)
+    missing = [name for name, source in found.items() if source is None]
+    if missing:
+        raise FormatError(
+            f"The checkpoint lacks {len(missing)} of the {len(found)} tensors that its config.json calls for: "
+            f"{', '.join(missing[:5])}."
+        )
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def _item(
+    entry: Entry, source: str, layers: Mapping[str, QuantLayer], places: Mapping[str, Place], named: Naming
+) -> Item:
+    name, _, shapes = entry
+    parent, _, leaf = name.rpartition(".")
+    stored = {suffix: places[named(name, suffix)] for suffix in shapes}
+    layer = layers.get(parent)
+    if layer is None:
+        return Item(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)
+    x: torch.Tensor = getattr(layer, leaf)
+    return Item(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)
+
+
+def _families(items: list[Item], groups: Sequence[Sequence[str]]) -> list[Family]:
+    """The items, those together that share a scale, in the order of the model."""
+    weights = {item.name.removesuffix(".weight"): item for item in items if item.spec and item.name.endswith(".weight")}
+    specs = {name: item.spec for name, item in weights.items() if item.spec}
+    sharing = [[weights[name] for name in names] for names in sharing_scales(specs, groups)]
+    first = {members[0].name: tuple(members) for members in sharing}
+    rest = {item.name for members in sharing for item in members[1:]}
+    return [first.get(item.name, (item,)) for item in items if item.name not in rest]
+
+
+def _run(conversion: Conversion, families: list[Family], devices: list[str], workers: int) -> None:
+    """Convert all families, in this process or in workers."""
+    total = len(families)
+    if workers * len(devices) == 1:
+        convert = Converter(conversion, devices[0])
+        for family in progress(families, "tensors", total=total):
+            convert(family)
+        return
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    for device in devices * workers:
+        queue.put(device)
+    threads = max(1, torch.get_num_threads() // (workers * len(devices)))
+    pool = ProcessPoolExecutor(workers * len(devices), context, _start_worker, (conversion, queue, threads))
+    try:
+        done = [pool.submit(_work, family) for family in families]
+        for future in progress(done, "tensors", total=total):
+            future.result()
+    except BrokenProcessPool as error:
+        raise QuarkError(
+            "A worker process ended before its work was done: it was killed or ran out of memory, or the script that "
+            'starts it does so without `if __name__ == "__main__":`.'
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Converter:
+    """Reads, quantizes and writes families of tensors."""
+
+    def __init__(self, conversion: Conversion, device: str) -> None:
+        self.conversion = conversion
+        self.device = torch.device(device)
+        self.source = Source(conversion.files, conversion.quantization)
+
+    def __call__(self, family: Family) -> None:
+        """Convert and write one family."""
+        largest = None
+        if len(family) > 1:
+            largest = torch.stack([self._second_scale(item) for item in family]).amax(0)
+        for item in family:
+            for suffix, tensor in self._convert(item, largest).items():
+                write_tensor(tensor, item.places[suffix])
+            self.source.release(item.source)
+
+    def _convert(self, item: Item, largest: torch.Tensor | None) -> Tensors:
+        x = self._read(item)
+        if item.spec is None:
+            return {"": x}
+        layout = QuarkLayout(item.spec, item.dtype, self.conversion.pack_method, self.conversion.real)
+        with naming(item.name):
+            if item.spec.is_cast:
+                return layout.store(x, None)
+            if largest is not None:
+                return layout.store(x, qparams_under(largest, x, item.spec))
+            return layout.store(x, tensor_qparams(x, item.spec))
+
+    def _second_scale(self, item: Item) -> torch.Tensor:
+        assert item.spec is not None
+        with naming(item.name):
+            params = tensor_qparams(self._read(item), item.spec)
+        assert params.second is not None
+        self.source.release(item.source)
+        scale: torch.Tensor = params.second.scale
+        return scale
+
+    def _read(self, item: Item) -> torch.Tensor:
+        x = self.source.read(item.source, item.dtype, item.shape)
+        return x.to(self.device) if item.spec else x
+
+
+_converter: Converter | None = None
+"""The converter of a worker process."""
+
+
+def _start_worker(conversion: Conversion, devices: Any, threads: int) -> None:
+    global _converter
+    torch.set_num_threads(threads)
+    _converter = Converter(conversion, devices.get())
+
+
+def _work(family: Family) -> None:
+    assert _converter is not None
+    _converter(family)

@@ -1,0 +1,282 @@
+"""Quantizes a checkpoint folder block by block from disk: memory holds the embeddings, two blocks and their inputs.
+
+Shards are made with their headers and full size, and each finished block is written to its places. After each block a
+manifest says what is done, and the inputs of the next block lie beside it: the same call after a run that was killed
+goes on there, and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import QuarkError
+from quark.files import refuse_existing, replace_folder
+from quark.log import logger, severity
+from quark.torch.algorithms import algorithms_of
+from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.block_sweep import blocks_path, is_inside
+from quark.torch.calibration.calibrate import calibrate_weights
+from quark.torch.calibration.distributed import first_then_all, rank, wait, world
+from quark.torch.checkpoint.loading import REAL_QUANTIZED
+from quark.torch.checkpoint.quantization_config import quantization_config
+from quark.torch.checkpoint.shards import (
+    create_shards,
+    entries,
+    plain_entry,
+    published_naming,
+    shard_files,
+    stored_shapes,
+    write_entry,
+)
+from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.config.config import QConfig
+from quark.torch.flows.file2file import sources_of, take_apart
+from quark.torch.flows.per_block import State, quantize_blocks, refuse_attention, refuse_whole
+from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files
+from quark.torch.layers import QuantLayer
+from quark.torch.model.blocks import find_blocks
+from quark.torch.model.meta_model import build_skeleton, fill_buffers, read_config, source_names, tied_names
+from quark.torch.plan import make_plan
+from quark.torch.quantizer import replaced
+from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
+
+
+def stream(
+    config: QConfig,
+    source: Path,
+    output: Path,
+    data: Iterable[Any] | None = None,
+    *,
+    device: str = "cpu",
+    weight_format: str = REAL_QUANTIZED,
+    pack_method: str = "reorder",
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+    work: Path | None = None,
+) -> None:
+    """Quantize a checkpoint folder into another.
+
+    Args:
+        config: As for `ModelQuantizer`.
+        source: Folder of a float, FP8-block or compressed-tensors checkpoint.
+        output: Folder to make; it appears when all of it is written.
+        data: Calibration batches, where activations are static or an algorithm needs them.
+        device: Where blocks run.
+        weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
+        work: Folder of the unfinished run; default: `output` with ".partial" behind its name. If it is there, the run
+            goes on where it stopped.
+
+    Raises:
+        ConfigError: `work` belongs to a run with other settings; says which differs.
+        FormatError: The source, or what `work` holds, is incomplete or corrupt.
+        CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
+    """
+    check_options("quark", weight_format, pack_method, max_shard_size)
+    refuse_existing(output, overwrite)
+    files, quantization = shard_files(source), quantization_of(read_config(source), source)
+    checkpoint = Source(files, quantization)
+    model = build_skeleton(source, checkpoint.dtype())
+    take_apart(config, model)
+    plan = make_plan(config, model)
+    batches = None if data is None else list(data)
+    export = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
+    settings = _settings(config, export, [source / "config.json", *files], batches)
+    refuse_attention(config)
+    refuse_whole(algorithms_of(config.algo_config or []))
+    work = work or output.with_name(f"{output.name}.partial")
+    with (
+        replaced(model, plan) as layers,
+        severity(config.log_severity_level if config.log_severity_level != 1 else None),
+    ):
+        manifest = first_then_all(lambda first: Manifest.open(work, settings))
+        run = _Run(model, layers, checkpoint, manifest, export, torch.device(device))
+        with _kept_if_begun(manifest):
+            run.quantize(config, algorithms_of(config.algo_config or []), batches)
+        wait()
+        if rank() == 0:
+            write_config(model, quantization_config(model, config, weight_format, pack_method), run.folder)
+            write_companions(model, source, None, run.folder)
+            replace_folder(run.folder, output)
+            manifest.remove()
+        wait()
+    logger.info("Quantized %s to %s.", source, output)
+
+
+@contextmanager
+def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
+    """Remove the folder of a run that is refused before a block is finished: there is nothing to go on from."""
+    try:
+        yield
+    except QuarkError:
+        if rank() == 0 and not manifest.begun:
+            manifest.remove()
+        raise
+
+
+def _settings(
+    config: QConfig, export: Mapping[str, str], files: Sequence[Path], batches: list[Any] | None
+) -> dict[str, Any]:
+    """What a run that goes on must share with the one that began."""
+    return {
+        "config": {**config.to_dict(), "shared_scale_groups": config.shared_scale_groups},
+        **export,
+        "model": fingerprint_of_files(files),
+        "calibration data": fingerprint_of_data(batches),
+        "processes": world(),
+    }
+
+
+class _Run:
+    """One run: the skeleton, where its tensors come from, and where they go."""
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Mapping[str, QuantLayer],
+        checkpoint: Source,
+        manifest: Manifest,
+        export: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
+        self.model, self.layers, self.manifest = model, layers, manifest
+        self.folder = manifest.folder / "model"
+        self.form = (export["pack_method"], export["weight_format"] == REAL_QUANTIZED)
+        planned = list(entries(model, *self.form))
+        names = source_names(model, checkpoint.names())
+        ties = tied_names(model)
+        tensors = [entry for entry in planned if entry[0] in ties]
+        extra = [plain_entry(n, checkpoint.meta(n)) for n in dropped_names(model, checkpoint.names())]
+        self.weights = FromDisk(model, checkpoint, sources_of(tensors, names, ties), ties, device)
+        self.extra = [name for name, _, _ in extra]
+        self.named = published_naming(model)
+        shapes = stored_shapes(planned, self.named) | stored_shapes(extra)
+        size, begun = export["max_shard_size"], manifest.begun
+        self.places = first_then_all(lambda first: create_shards(self.folder, shapes, size, keep=begun or not first))
+        self.planned = {name: [self.named(name, suffix) for suffix in made] for name, _, made in planned}
+        self.planned |= {name: [name] for name in self.extra}
+        if rank() == 0:
+            manifest.verify(self.places)
+        fill_buffers(model)
+
+    def quantize(self, config: QConfig, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
+        """Quantize and write everything that is not written yet."""
+        state = self.manifest.state()
+        quantize_blocks(self.model, self.layers, algorithms, data, config, self.weights, self._finish, state)
+        names = find_blocks(self.model, blocks_path(self.model, algorithms))
+        if rank() > 0:
+            return
+        outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in outside):
+            own = {name for name in outside if name.rpartition(".")[0] == parent}
+            if own <= set(self.extra):
+                for name in own:
+                    write_entry(name, {"": self.weights.checkpoint.stored(name)}, self.places)
+                continue
+            self.weights.bring(parent, recurse=False)
+            if parent in self.layers:
+                calibrate_weights({parent: self.layers[parent]})
+            self._write(own)
+            self.weights.take(parent)
+
+    def _finish(self, block: str, state: State) -> None:
+        own = {name for name in self.planned if is_inside(name, block)}
+        self._write(own)
+        written = [stored for name in own for stored in self.planned[name]]
+        self.manifest.finish(block, {name: self.places[name] for name in written}, state)
+
+    def _write(self, names: set[str]) -> None:
+        if rank() > 0:
+            return
+        for name, make, _ in entries(self.model, *self.form, only=names):
+            write_entry(name, make(), self.places, self.named)
+
+
+class FromDisk:
+    """Brings the weights of a module from the checkpoint; takes them away with all that quantizing left there."""
+
+    whole = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Source,
+        sources: Mapping[str, str],
+        ties: Mapping[str, list[str]],
+        device: torch.device,
+    ) -> None:
+        self.model, self.checkpoint, self.device = model, checkpoint, device
+        self.sources = {alias: source for name, source in sources.items() for alias in ties[name]}
+        self.empty = dict(model.state_dict(keep_vars=True))
+
+    def bring(self, name: str, recurse: bool = True, device: torch.device | None = None) -> None:
+        """Put the weights of the module in place."""
+        for full, tensor in self._own(name, recurse):
+            if tensor.is_meta:
+                x = self.checkpoint.read(self.sources[full], tensor.dtype, tuple(tensor.shape))
+                # A copy: what quantizing writes into must not be pages of the file.
+                self._put(full, x.to(device or self.device, copy=True))
+                self.checkpoint.release(self.sources[full])
+
+    def take(self, name: str) -> None:
+        """Leave the module as it was before it was brought."""
+        for full, _ in self._own(name, True):
+            self._put(full, self.empty[full])
+        for layer in self.model.get_submodule(name).modules():
+            if isinstance(layer, QuantLayer):
+                layer.attach(layer.spec)
+        _give_back()
+
+    @contextmanager
+    def around(self, names: Sequence[str]) -> Iterator[None]:
+        """Within: the first block is there, and modules outside the blocks get their weights when they are called."""
+        inside = [m for name in names for m in self.model.get_submodule(name).modules()]
+        outside = {name: m for name, m in self.model.named_modules() if all(m is not other for other in inside)}
+        cpu = torch.device("cpu")
+
+        def bring(name: str) -> Callable[..., None]:
+            return lambda module, args: self.bring(name, recurse=False, device=cpu)
+
+        handles = [m.register_forward_pre_hook(bring(name)) for name, m in outside.items()]
+        self.bring(names[0], device=cpu)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name in (*outside, names[0]):
+                for full, _ in self._own(name, name == names[0]):
+                    self._put(full, self.empty[full])
+
+    def _own(self, name: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of a module that the checkpoint has, by their full names."""
+        module = self.model.get_submodule(name)
+        prefix = f"{name}." if name else ""
+        found = [
+            *module.named_parameters(recurse=recurse, remove_duplicate=False),
+            *module.named_buffers(recurse=recurse),
+        ]
+        return [(prefix + leaf, tensor) for leaf, tensor in found if prefix + leaf in self.sources]
+
+    def _put(self, full: str, tensor: torch.Tensor) -> None:
+        parent, _, leaf = full.rpartition(".")
+        module = self.model.get_submodule(parent)
+        if leaf in module._parameters:
+            given = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+            module._parameters[leaf] = given
+        else:
+            module._buffers[leaf] = tensor
+
+
+def _give_back() -> None:
+    """Return freed memory to the system: glibc keeps it, in pieces that do not fit the next block, and so grows."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,183 @@
+"""The manifest of an unfinished run: with what settings it was begun, what it has finished, and what going on needs.
+
+    work/manifest.json           settings, finished blocks with the hashes of their bytes, the file of inputs
+    work/inputs-3-0.safetensors  inputs of block 3 on rank 0, and the state of the random numbers there
+    work/model/                  shards of full size, filled as far as the manifest says
+
+It is written anew after each block, under another name and then renamed, so what it says is always true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark import __version__
+from quark.errors import ConfigError, FormatError
+from quark.files import atomic_file
+from quark.torch.calibration.distributed import rank, wait
+from quark.torch.checkpoint.safetensors_file import Place, read_place
+from quark.torch.checkpoint.shards import read_tensors, save_tensors
+from quark.torch.flows.per_block import State
+
+SAMPLE, SAMPLES = 1 << 14, 64
+"""Bytes of a sample, and samples of a file, that a fingerprint reads beside its first megabyte."""
+
+
+class Manifest:
+    """What is known of a run.
+
+    Attributes:
+        folder: Where it lies.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], blocks: list[dict[str, Any]]) -> None:
+        self.folder = folder
+        self._settings, self._blocks = settings, blocks
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are finished blocks to go on from."""
+        return bool(self._blocks)
+
+    @classmethod
+    def open(cls, folder: Path, settings: Mapping[str, Any]) -> Manifest:
+        """The manifest in `folder`, which is made if it is not there.
+
+        Raises:
+            ConfigError: The folder holds something else, or a run with other settings.
+            FormatError: It is corrupt.
+        """
+        settings = json.loads(json.dumps({"quark": __version__, **settings}))
+        path = folder / "manifest.json"
+        if not path.exists():
+            if folder.exists() and any(item.name != "model" for item in folder.iterdir()):
+                raise ConfigError(f"{folder} is no folder of an unfinished run. Choose another, or remove it.")
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "model").mkdir(parents=True)
+            manifest = cls(folder, settings, [])
+            manifest._save()
+            return manifest
+        try:
+            stored = json.loads(path.read_text())
+            begun, blocks = stored["settings"], list(stored["blocks"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} is corrupt: {error}. Remove {folder} to begin anew.") from None
+        other = differences(begun, settings)
+        if other:
+            raise ConfigError(
+                f"{folder} was begun with other settings: {'; '.join(other[:3])}. Possible: the same settings, or "
+                "remove the folder to begin anew."
+            )
+        return cls(folder, settings, blocks)
+
+    def state(self) -> State:
+        """Where the run stands. Raises FormatError when the inputs of the next block are absent or corrupt."""
+        done = len(self._blocks)
+        path = self._inputs(done)
+        if done == 0 or not self._blocks[-1]["inputs"]:
+            return State(done)
+        stored = dict(read_tensors([path]))
+        torch.set_rng_state(stored.pop("random"))
+        return State(done, _series(stored, "hidden"), _series(stored, "float"))
+
+    def finish(self, block: str, places: Mapping[str, Place], state: State) -> None:
+        """Note that a block is written, and keep what the next one needs."""
+        series = {"hidden": state.hidden, "float": state.float_hidden}
+        tensors = {f"{key}.{i}": x for key, items in series.items() for i, x in enumerate(items or ())}
+        if tensors:
+            with atomic_file(self._inputs(state.done)) as path:
+                save_tensors({**tensors, "random": torch.get_rng_state()}, path)
+        # What the manifest says is there on all ranks before it says so, and what it said before until it does.
+        wait()
+        if rank() == 0:
+            done = {"name": block, "inputs": bool(tensors), "sha256": _hash(places), "tensors": sorted(places)}
+            self._blocks.append(done)
+            self._save()
+        wait()
+        self._inputs(state.done - 1).unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        with atomic_file(self.folder / "manifest.json") as path:
+            path.write_text(json.dumps({"settings": self._settings, "blocks": self._blocks}, indent=1) + "\n")
+
+    def verify(self, places: Mapping[str, Place]) -> None:
+        """Raise FormatError when the bytes of a finished block are not those that were written."""
+        for block in self._blocks:
+            if _hash({name: places[name] for name in block["tensors"]}) != block["sha256"]:
+                raise FormatError(
+                    f"{self.folder}: the block {block['name']!r} is not as it was written. Remove the folder to begin "
+                    "anew."
+                )
+
+    def remove(self) -> None:
+        """The run is finished."""
+        shutil.rmtree(self.folder)
+
+    def _inputs(self, block: int) -> Path:
+        return self.folder / f"inputs-{block}-{rank()}.safetensors"
+
+
+def differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """What differs between two settings, each as "name: one there, other now"."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other}, key=str)
+        return [d for k in keys for d in differences(one.get(k), other.get(k), f"{name}.{k}".lstrip("."))]
+    return [] if one == other else [f"{name}: {json.dumps(one)} there, {json.dumps(other)} now"]
+
+
+def fingerprint_of_files(files: Sequence[Path]) -> str:
+    """Hash of sizes, first megabytes (headers) and samples of files: other weights of equal shapes differ."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as handle:
+            size = handle.seek(0, 2)
+            digest.update(f"{path.name} {size}".encode())
+            handle.seek(0)
+            digest.update(handle.read(1 << 20))
+            for i in range(SAMPLES):
+                handle.seek(size * i // SAMPLES)
+                digest.update(handle.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def fingerprint_of_data(batches: Sequence[Any] | None) -> str | None:
+    """Hash of calibration batches."""
+    if batches is None:
+        return None
+    digest = hashlib.sha256()
+    _add(digest, list(batches))
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif hasattr(value, "keys"):
+        for key in value.keys():  # noqa: SIM118 (BatchEncoding)
+            digest.update(str(key).encode())
+            _add(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add(digest, item)
+    else:
+        digest.update(repr(value).encode())
+
+
+def _hash(places: Mapping[str, Place]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(places):
+        digest.update(read_place(places[name]))
+    return digest.hexdigest()
+
+
+def _series(stored: Mapping[str, torch.Tensor], kind: str) -> list[torch.Tensor] | None:
+    found = [stored[f"{kind}.{i}"] for i in range(len(stored)) if f"{kind}.{i}" in stored]
+    return found or None

@@ -1,0 +1,179 @@
+"""The `compressed-tensors` format: the folder that transformers (with the package of that name) and vLLM read.
+
+`config_groups` has one entry for each distinct scheme; the only one targets "Linear", several name their layers.
+Each says how weights and inputs are quantized (bits, type, strategy) and how the weights lie in the file:
+
+    pack-quantized         integer weights alone           int-quantized      integer weights and inputs
+    float-quantized        float8 weights and inputs       naive-quantized    float8 weights alone
+    mxfp4-pack-quantized   mxfp6-pack-quantized   mxfp8-quantized   nvfp4-pack-quantized
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerGroup
+from quark.core.patterns import matches_any
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import FormatError, ShapeError
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.formats.compressed_tensors.args import FORMATS_OF_FLOATS, read_args, refuse_args, write_args
+from quark.torch.formats.compressed_tensors.layout import CompressedTensorsLayout, signed
+from quark.torch.formats.format import (
+    POST_ROPE,
+    Folder,
+    FolderFormat,
+    Named,
+    Stored,
+    kv_name,
+    kv_source,
+    require,
+    with_cache,
+)
+from quark.torch.formats.layout import Layout
+from quark.torch.model.passes.conv1d import is_conv1d
+
+GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
+PACKED = ("pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized")
+
+
+class CompressedTensorsFormat(FolderFormat):
+    """Folders with `quant_method` "compressed-tensors"."""
+
+    name = "compressed-tensors"
+    layout = CompressedTensorsLayout
+    cache = ("fp8_e4m3", "int8")
+    marker = (".weight_scale",)
+
+    def refusal(self, spec: LayerSpec) -> str | None:
+        if spec.weight is None:
+            return "layers whose weights stay in float"
+        if spec.bias or spec.output:
+            return "quantized biases or outputs"
+        reason = refuse_args(spec.weight, "weight") or (refuse_args(spec.input, "input") if spec.input else None)
+        return reason or (None if _compression(spec) else f"{spec}")
+
+    def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        super().check(layers, folder)
+        for name, spec in folder.specs.items():
+            columns = layers[name].weight.shape[-1]  # type: ignore[index]
+            split = spec.weight.granularity if spec.weight else None
+            if isinstance(split, PerGroup) and split.size > 0 and columns % split.size:
+                raise ShapeError(
+                    f"{name}: the {self.name} format needs whole groups of {split.size}; a row has {columns} values."
+                )
+
+    def make_layout(
+        self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype, pack_method: str, real: bool
+    ) -> Layout:
+        return CompressedTensorsLayout(spec, dtype, packed=layer.weight is not None and _compression(layer) in PACKED)
+
+    def describe(self, folder: Folder) -> dict[str, Any]:
+        groups: dict[LayerSpec, list[str]] = {}
+        for name, spec in folder.specs.items():
+            groups.setdefault(spec, []).extend(dict.fromkeys((name, folder.published.get(name, name))))
+        entries = {
+            f"group_{i}": _group(s, ["Linear"] if len(groups) == 1 else n) for i, (s, n) in enumerate(groups.items())
+        }
+        kinds = {entry["format"] for entry in entries.values()}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": entries,
+            "ignore": folder.ignored_layers,
+            "kv_cache_scheme": write_args(folder.cache, "output") if folder.cache else None,
+            "global_compression_ratio": None,
+            **({"export": {POST_ROPE: folder.config.kv_cache_post_rope}} if folder.cache else {}),
+        }
+
+    def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
+        groups = require(stored, "config_groups", self.name)
+        configs = {key: raise_layer(_read_group(key, group, stored)) for key, group in groups.items()}
+        modules = dict(model.named_modules())
+        # An expert that is still fused with others in the model has no module of its own.
+        kinds = {name: _kind(modules.get(name)) for name in sorted(quantized)}
+        chosen = {name: _group_of(name, kind, groups) for name, kind in kinds.items()}
+        used = sorted(set(chosen.values()))
+        if len(used) == 1:
+            config = QConfig(global_quant_config=configs[used[0]])
+        else:
+            by_name = {name: configs[key] for name, key in chosen.items()}
+            config = QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=by_name)
+        cache = stored.get("kv_cache_scheme")
+        return Stored(with_cache(config, read_args(cache, "kv_cache_scheme") if cache else None, stored))
+
+    def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
+        name = super().stored_name(source, suffix, spec)
+        parent, _, leaf = name.rpartition(".")
+        if spec is None or leaf not in ("weight", *GLOBAL_SCALES):
+            return kv_name(source, suffix) or name
+        packed = leaf == "weight" and _compression(spec) in PACKED
+        return f"{parent}.weight_packed" if packed else f"{parent}.{GLOBAL_SCALES.get(leaf, leaf)}"
+
+    def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
+        parent, _, leaf = stored.rpartition(".")
+        if leaf == "weight_shape":
+            return None
+        if leaf == "weight_packed":
+            return f"{parent}.weight", tensor
+        if leaf == "input_global_scale":
+            # Live inputs are quantized with the scale itself; a weight's layout divides when it decodes.
+            return f"{parent}.input_scale_2", 1.0 / tensor.float().reshape(())
+        if leaf == "weight_global_scale":
+            return f"{parent}.weight_scale_2", tensor
+        return kv_source(stored) or stored, tensor
+
+
+def _compression(spec: LayerSpec) -> str | None:
+    """How the weights of a layer lie in the file; None where there is no such way."""
+    assert spec.weight is not None
+    if not spec.weight.dtype.is_float:
+        return "pack-quantized" if spec.input is None else "int-quantized" if spec.weight.dtype.bits <= 8 else None
+    if spec.weight.dtype.bits == 8 and not spec.weight.is_block:
+        return "naive-quantized" if spec.input is None else "float-quantized"
+    return FORMATS_OF_FLOATS.get((spec.weight.dtype.name, spec.weight.scale_spec is not None))
+
+
+def _group(spec: LayerSpec, targets: list[str]) -> dict[str, Any]:
+    assert spec.weight is not None
+    return {
+        "targets": targets,
+        "weights": write_args(spec.weight, "weight"),
+        "input_activations": write_args(spec.input, "input") if spec.input else None,
+        "output_activations": None,
+        "format": _compression(spec),
+    }
+
+
+def _read_group(key: str, group: dict[str, Any], stored: dict[str, Any]) -> LayerSpec:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not weights or group.get("output_activations"):
+        raise FormatError(f"{key}: a group without weights, or with quantized outputs, cannot be imported.")
+    spec = LayerSpec(weight=signed(read_args(weights, key)), input=read_args(inputs, key) if inputs else None)
+    form = group.get("format") or stored.get("format")
+    known = _compression(spec)
+    # float-quantized and naive-quantized are the same tensors.
+    if known is None or (form in PACKED) != (known in PACKED):
+        raise FormatError(f"{key}: {spec} in the form {form!r} cannot be imported.")
+    return spec
+
+
+def _kind(module: nn.Module | None) -> str:
+    """The class that a group names: subclasses of Linear and GPT-2's Conv1D are written as the Linear they are."""
+    linear = module is None or isinstance(module, nn.Linear) or is_conv1d(module)
+    return "Linear" if linear else type(module).__name__
+
+
+def _group_of(name: str, kind: str, groups: dict[str, Any]) -> str:
+    """The group that a layer of a class belongs to: by its name, else by its class."""
+    for candidate in (name, kind):
+        for key, group in groups.items():
+            if matches_any(candidate, group.get("targets", [])):
+                return key
+    raise FormatError(f"The layer {name!r} ({kind}) is quantized but in no group of the quantization_config.")

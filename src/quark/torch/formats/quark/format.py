@@ -1,0 +1,55 @@
+"""The `quark` format: the folder around the quark layout. It takes every spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from quark import __version__
+from quark.core.spec import LayerSpec
+from quark.torch.config.config import QConfig
+from quark.torch.formats.format import Folder, FolderFormat, Stored
+from quark.torch.formats.quark.layout import QuarkLayout
+
+
+class QuarkFormat(FolderFormat):
+    """Folders with `quant_method` "quark": what transformers' quark integration, vLLM and SGLang read."""
+
+    name = "quark"
+    layout = QuarkLayout
+    options = True
+
+    def refusal(self, spec: LayerSpec) -> str | None:
+        return None
+
+    def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        """Everything that can be quantized can be stored."""
+
+    def describe(self, folder: Folder) -> dict[str, Any]:
+        """The config with excludes resolved, and what the user wrote beside it."""
+        config, stored = folder.config, folder.written
+        # Readers look for the patterns of the cache among the layers, too.
+        own = config.layer_type_quant_config.get(nn.Linear, config.global_quant_config)
+        for pattern, cache in config.kv_cache_quant_config.items():
+            layer = replace(own, output_tensors=cache.output_tensors)
+            stored["layer_quant_config"].setdefault(pattern, layer.to_dict())
+        patterns = stored["exclude"]
+        return {
+            "quant_method": "quark",
+            "version": __version__,
+            **stored,
+            "exclude": folder.ignored,
+            "exclude_patterns": patterns,
+            "export": folder.export_block(),
+        }
+
+    def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
+        export = stored.get("export") or {}
+        return Stored(
+            QConfig.from_dict(stored),
+            export.get("pack_method", "reorder"),
+            export.get("weight_format") or "real_quantized",
+        )

@@ -1,0 +1,166 @@
+"""FakeQuantize: the module that stands where a tensor is quantized. One class for weights, biases and activations.
+
+Gradients pass; see learned_scales.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerTensor
+from quark.core.observers import OBSERVERS, Observer
+from quark.core.quantize import compute_qparams, fake_quantize, fake_quantize_traceable, quantize_scales
+from quark.core.scales import QParams, qparams_from_range
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError
+from quark.torch.layers.learned_scales import TrainableFakeQuantize, learned_scale, learned_value
+
+Extras = Mapping[str, torch.Tensor]
+"""Tensors of one role beside scale and zero point, by their suffix in the file: "scale_2", "zero_point_2", "shift"."""
+
+
+class Mode(Enum):
+    """What a FakeQuantize does with the tensor that passes."""
+
+    off = "off"
+    """Nothing: the float tensor goes on."""
+    observe = "observe"
+    """Collect statistics; the float tensor goes on."""
+    quantize = "quantize"
+    """Quantize and dequantize."""
+    baked = "baked"
+    """Nothing: the stored tensor holds quantized values already (a frozen weight)."""
+
+
+class FakeQuantize(nn.Module):
+    """Quantizes and dequantizes a tensor as its spec says.
+
+    Args:
+        spec: What to do.
+
+    Attributes:
+        scale, zero_point: Buffers, shaped `spec.split.scale_shape(x.shape)`; None until calibrated, and for ever
+            where the tensor is dynamic or the type has none.
+        scale_2, zero_point_2: The same of the second level.
+        learned: What an optimizer trains where the spec asks for LSQ or TQT, until `settle`; else None.
+    """
+
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+    scale_2: torch.Tensor | None
+    zero_point_2: torch.Tensor | None
+    learned: nn.Parameter | None
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.mode = Mode.quantize
+        self.observer: Observer | None = None
+        for name in ("scale", "zero_point", "scale_2", "zero_point_2"):
+            self.register_buffer(name, None)
+        self.register_parameter("learned", None)
+
+    def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
+        """Return x quantized; `extras` are tensors that a loaded checkpoint keeps on the layer (second level)."""
+        if self.mode in (Mode.off, Mode.baked) or x.numel() == 0:
+            return x
+        if self.mode is Mode.observe:
+            assert self.observer is not None
+            self.observer.update(x.detach())
+            return x
+        params = self.params_for(x, second_level_of(extras or {}))
+        if torch.compiler.is_exporting():
+            return fake_quantize_traceable(x, params, self.spec)
+        if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
+            y: torch.Tensor = TrainableFakeQuantize.apply(x, self.learned, params, self.spec)  # type: ignore[no-untyped-call]
+            return y
+        return fake_quantize(x.detach().contiguous(), params, self.spec)
+
+    def params_for(self, x: torch.Tensor, second: QParams | None = None) -> QParams | None:
+        """The scales that x is quantized with: the stored ones, or those of x itself."""
+        stored = self.params
+        second = second or (stored.second if stored else None) or self._second
+        if not self.spec.dynamic:
+            if stored is None and not self.spec.is_cast:
+                raise CalibrationError("This tensor has no scale yet: run quantize_model with calibration data first.")
+            return replace(stored, second=second) if stored and second else stored
+        if self.spec.scale_spec is None or second is None:
+            return None
+        first = compute_qparams(x.detach(), replace(self.spec, scale_spec=None))
+        return quantize_scales(first, second, self.spec.scale_spec)
+
+    @property
+    def params(self) -> QParams | None:
+        """The stored scale and zero point, or None."""
+        if self.learned is not None:
+            self.scale = learned_scale(self.learned, self.spec)
+        if self.scale is None:
+            return None
+        return QParams(self.scale, self.zero_point, self._second)
+
+    @property
+    def _second(self) -> QParams | None:
+        return None if self.scale_2 is None else QParams(self.scale_2, self.zero_point_2)
+
+    def store(self, params: QParams) -> None:
+        """Keep scale and zero point; from now on the tensor is quantized with them."""
+        self.scale, self.zero_point = params.scale, params.zero_point
+        self._store_second(params.second)
+        if self.spec.learning is not None:
+            self.learned = nn.Parameter(learned_value(params.scale, self.spec))
+            self.scale = learned_scale(self.learned, self.spec)
+        self.mode = Mode.quantize
+
+    def settle(self) -> None:
+        """End training: the scale stays as it is."""
+        if self.learned is not None:
+            self.scale = learned_scale(self.learned, self.spec)
+            self.learned = None
+
+    def _store_second(self, second: QParams | None) -> None:
+        if second is not None:
+            self.scale_2, self.zero_point_2 = second.scale, second.zero_point
+
+    def start_observing(self) -> None:
+        """Collect statistics from now on."""
+        spec = self.spec
+        if spec.dynamic:
+            # Block scales are live; only the scale of the scales is static, and its range is that of the tensor.
+            spec = replace(spec, granularity=PerTensor(), scale_spec=None, dynamic=False, observer="min_max")
+        self.observer = OBSERVERS[spec.observer](spec)
+        self.mode = Mode.observe
+
+    def finish_observing(self) -> None:
+        """Solve the range and quantize from now on. Raises what the observer's range() raises."""
+        assert self.observer is not None
+        if self.spec.dynamic:
+            assert self.spec.scale_spec is not None
+            low, high = self.observer.range()
+            largest = torch.maximum(low.abs(), high.abs()) / self.spec.dtype.max
+            self._store_second(qparams_from_range(largest, largest, self.spec.scale_spec))
+        else:
+            self.store(self.observer.qparams())
+        self.observer, self.mode = None, Mode.quantize
+
+    @staticmethod
+    def share_observed(quantizers: Sequence[FakeQuantize]) -> None:
+        """Let quantizers that observe have one statistic: that of all values that any of them saw."""
+        seen = [quantizer.observer for quantizer in quantizers if quantizer.observer is not None]
+        merged = type(seen[0])(seen[0].spec)
+        for observer in seen:
+            merged.merge(observer)
+        for quantizer in quantizers:
+            quantizer.observer = merged
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, {self.mode.value}"
+
+
+def second_level_of(extras: Extras) -> QParams | None:
+    """The second level among a layer's extra tensors."""
+    return QParams(extras["scale_2"], extras.get("zero_point_2")) if "scale_2" in extras else None

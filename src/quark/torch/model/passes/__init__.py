@@ -1,0 +1,54 @@
+"""Passes: parts of a model that quark has no layer for become parts that it has.
+
+A new one is a file here and a line below.
+A pass changes no output, does nothing the second time, and returns what it replaced so that it can be undone.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quark.core.registry import Registry
+from quark.torch.model.passes.base import Pass, Wanted
+from quark.torch.model.passes.conv1d import conv1d_to_linear, is_conv1d
+from quark.torch.model.passes.unfuse_experts import UnfusedExperts, fused_blocks, other_experts, unfuse_experts
+from quark.torch.model.roles import set_submodule
+
+PASSES: Registry[Pass] = Registry("pass")
+PASSES.register("conv1d_to_linear", conv1d_to_linear)
+PASSES.register("unfuse_experts", unfuse_experts)
+
+
+def prepare(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
+    """Run every pass.
+
+    Args:
+        model: Float model, on the meta device too; changed in place, and on any error as it was.
+        wanted: Whether the linear layer of a name is to be quantized; the others stay as they are.
+
+    Returns:
+        Name -> the module that was replaced; `undo` puts them back.
+    """
+    originals: dict[str, nn.Module] = {}
+    try:
+        for run in PASSES.values():
+            originals.update(run(model, wanted))
+    except BaseException:
+        undo(model, originals)
+        raise
+    return originals
+
+
+def unconverted(model: nn.Module) -> list[str]:
+    """Patterns that name what the passes left alone in a model: a config with them leaves it alone again."""
+    blocks = [pattern for name in (*fused_blocks(model), *other_experts(model)) for pattern in (name, f"{name}.*")]
+    return [name for name, module in model.named_modules() if is_conv1d(module)] + blocks
+
+
+def undo(model: nn.Module, originals: dict[str, nn.Module]) -> None:
+    """Put back what `prepare` replaced."""
+    for name, module in originals.items():
+        set_submodule(model, name, module)
+
+
+__all__ = ["PASSES", "Pass", "UnfusedExperts", "Wanted", "prepare", "unconverted", "undo"]

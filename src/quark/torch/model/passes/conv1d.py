@@ -1,0 +1,33 @@
+"""Conv1D of transformers (GPT-2) to nn.Linear: y = x W + b with W (in, out) is a linear layer of weight W^T."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from quark.torch.model.passes.base import Wanted, linear_of
+from quark.torch.model.roles import set_submodule
+
+
+def conv1d_to_linear(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
+    """Replace the Conv1D layers that are to be quantized; the weights are views of the old ones."""
+    found = {name: module for name, module in model.named_modules() if is_conv1d(module) and wanted(name)}
+    for name, layer in found.items():
+        set_submodule(model, name, _linear(layer))
+    return found
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D."""
+    # A model can only hold one if it is loaded; transformers is not imported for the question.
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    return loaded is not None and type(module) is loaded.Conv1D
+
+
+def _linear(conv: nn.Module) -> nn.Linear:
+    weight, bias = conv.weight, conv.bias
+    assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter)
+    linear = linear_of(weight.detach().t(), bias, weight.requires_grad).train(conv.training)
+    linear.stands_for = type(conv).__name__  # type: ignore[assignment]
+    return linear

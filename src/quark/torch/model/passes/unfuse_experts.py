@@ -1,0 +1,254 @@
+"""Fused experts to one linear layer for each projection of each expert.
+
+    fused      gate_up_proj (E, 2I, H), down_proj (E, H, I): transformers' mixture-of-experts blocks since version 5
+    unfused    experts.0.gate_proj (I, H), experts.0.up_proj (I, H), experts.0.down_proj (H, I), experts.1.gate_proj ...
+
+The weights are views of the fused ones. What a fused block computes is read from its shapes and the attributes that
+transformers gives it, and proved: both forms must agree in float64 on random tokens. The leaf names are those of the
+published checkpoints of the model (w1, w3, w2 for Mixtral), which transformers' conversion mapping knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import NotSupportedError
+from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.model.passes.base import Wanted, linear_of
+from quark.torch.model.published_names import conversions, expert_leaves
+from quark.torch.model.roles import set_submodule
+
+TOLERANCE = 1e-6
+"""Largest difference of the two forms, of the largest value, in float64; a wrong layout differs by about 1."""
+
+Names = tuple[str | None, str, str]
+"""Names of the gate (None for experts without one), up and down projections of an expert."""
+
+IN_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+
+
+class UnfusedExperts(nn.Module):
+    """Experts as children "0", "1", ..., each with its linear layers.
+
+    Every forward calls every layer, with no rows for an expert without tokens, in a fixed order: first gate and up of
+    all experts, then down of all. So hooks see all experts that read the same input side by side.
+
+    Args:
+        fused: The block to stand for; its weights are shared, not copied.
+        names: What its projections are called.
+
+    Attributes:
+        ahead: Called before each expert's turn, if set: (whether it is for the down projection, index of the expert,
+            function from any expert's index to its input of that turn). No input depends on the turns of others.
+    """
+
+    ahead: Callable[[bool, int, Callable[[int], torch.Tensor]], None] | None = None
+
+    def __init__(self, fused: nn.Module, names: Names) -> None:
+        super().__init__()
+        self.names = names
+        self.post_expert_norm: Any = fused.post_expert_norm if getattr(fused, "has_post_expert_norm", False) else None
+        # In a tuple: it is no child. It keeps the gate function with its attributes, and none of the weights.
+        self.origin = (_shell(fused, {}),)
+        for index in range(_leading(fused)):
+            expert = nn.Module()
+            for name, (weight, bias) in zip([n for n in names if n], _projections(fused, index), strict=True):
+                grad = next(fused.parameters()).requires_grad
+                expert.add_module(name, linear_of(weight, bias, grad))
+            self.add_module(str(index), expert)
+        self.count = _leading(fused)
+        self.train(fused.training)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        """Mix the chosen experts' outputs.
+
+        Args:
+            hidden_states: (tokens, H).
+            top_k_index: (tokens, k), which experts; an index outside the experts stands for none.
+            top_k_weights: (tokens, k).
+        """
+        places = self._places(top_k_index)
+        inner = [self._inner(expert, x) for expert, x in self._turns(False, lambda i: hidden_states[places[i][0]])]
+        mixed = torch.zeros_like(hidden_states)
+        for (expert, x), (token, slot) in zip(self._turns(True, inner.__getitem__), places, strict=True):
+            y = getattr(expert, self.names[2])(x)
+            y = y if self.post_expert_norm is None else self.post_expert_norm(y)
+            mixed.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(mixed.dtype))
+        return mixed
+
+    def _turns(self, down: bool, of: Callable[[int], torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Each expert with its input."""
+        for index in range(self.count):
+            if self.ahead is not None:
+                self.ahead(down, index, of)
+            yield self.get_submodule(str(index)), of(index)
+
+    def _places(self, top_k_index: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Token and slot of everything that is routed to each expert, in the order of the tokens."""
+        flat = top_k_index.reshape(-1)
+        # One sort and one wait for the device, not one for each expert.
+        sizes = torch.bincount(flat, minlength=self.count)[: self.count].tolist()
+        order = flat.argsort(stable=True)[: sum(sizes)]
+        slots = top_k_index.shape[-1]
+        return [(part // slots, part % slots) for part in torch.split(order, sizes)]
+
+    def _inner(self, expert: nn.Module, x: torch.Tensor) -> Any:
+        """The activations between the two phases, (rows, I)."""
+        gate_name, up_name, _ = self.names
+        fused: Any = self.origin[0]
+        if gate_name is None:
+            return fused.act_fn(expert.get_submodule(up_name)(x))
+        gate, up = expert.get_submodule(gate_name)(x), expert.get_submodule(up_name)(x)
+        if not hasattr(fused, "_apply_gate"):
+            return fused.act_fn(gate) * up
+        both = torch.cat((gate, up), -1) if _concatenated(fused) else torch.stack((gate, up), -1).flatten(-2)
+        return fused._apply_gate(both)
+
+    def extra_repr(self) -> str:
+        return f"{self.count} experts of {type(self.origin[0]).__name__}"
+
+
+def unfuse_experts(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
+    """Replace the fused experts of which a layer is to be quantized.
+
+    Raises:
+        NotSupportedError: A block is to be quantized whose form is not known; names it.
+    """
+    blocks = fused_blocks(model)
+    found = {name: names for name, names in blocks.items() if any(map(wanted, layer_names(model, name, names)))}
+    _refuse_others(model, wanted)
+    originals = {name: model.get_submodule(name) for name in found}
+    unfused = {name: UnfusedExperts(originals[name], names) for name, names in found.items()}
+    for name, block in unfused.items():
+        _prove(name, originals[name], block)
+    for name, block in unfused.items():
+        set_submodule(model, name, block)
+    return originals
+
+
+def fused_blocks(model: nn.Module) -> dict[str, Names]:
+    """Name of each block of fused experts -> names of the gate, up and down projections of one expert."""
+    blocks = {name: module for name, module in model.named_modules() if _is_fused(module)}
+    known = conversions(model) if blocks else []
+    return {name: _names(known, name, module) for name, module in blocks.items()}
+
+
+def layer_names(model: nn.Module, block: str, names: Names) -> list[str]:
+    """The full names of the linear layers that a fused block would be unfused to."""
+    experts = range(_leading(model.get_submodule(block)))
+    return [f"{block}.{index}.{leaf}" for index in experts for leaf in names if leaf]
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether a module holds all experts of a block in the form that transformers gives them."""
+    up = [name for name in ("gate_up_proj", "up_proj") if isinstance(getattr(module, name, None), nn.Parameter)]
+    down = getattr(module, "down_proj", None)
+    return len(up) == 1 and isinstance(down, nn.Parameter) and down.ndim == getattr(module, up[0]).ndim == 3
+
+
+def _names(known: list[Any], block: str, module: nn.Module) -> Names:
+    """Names of published checkpoints where they are known, else gate_proj, up_proj and down_proj."""
+    (down,) = expert_leaves(known, f"{block}.down_proj") or ("down_proj",)
+    if hasattr(module, "gate_up_proj"):
+        gate, up = expert_leaves(known, f"{block}.gate_up_proj") or ("gate_proj", "up_proj")
+        return gate, up, down
+    (up,) = expert_leaves(known, f"{block}.up_proj") or ("up_proj",)
+    return None, up, down
+
+
+def _leading(fused: nn.Module) -> int:
+    down: torch.Tensor = fused.down_proj  # type: ignore[assignment]
+    return len(down)
+
+
+def _concatenated(fused: nn.Module) -> bool:
+    """Whether the rows of gate come before those of up; else they alternate (GPT-OSS)."""
+    return bool(getattr(fused, "is_concatenated", True))
+
+
+def _projections(fused: nn.Module, index: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weight (out, in) and bias of gate (if there is one), up and down of one expert: views."""
+    out = []
+    for name in ("gate_up_proj" if hasattr(fused, "gate_up_proj") else "up_proj", "down_proj"):
+        weight = getattr(fused, name).detach()[index]
+        bias = getattr(fused, f"{name}_bias", None)
+        bias = None if bias is None else bias.detach()[index]
+        weight = weight.t() if getattr(fused, "is_transposed", False) else weight
+        rows = [slice(None)] if name != "gate_up_proj" else _gate_and_up(fused, len(weight))
+        out += [(weight[r], None if bias is None else bias[r]) for r in rows]
+    return out
+
+
+def _gate_and_up(fused: nn.Module, rows: int) -> list[slice]:
+    if _concatenated(fused):
+        return [slice(0, rows // 2), slice(rows // 2, rows)]
+    return [slice(0, rows, 2), slice(1, rows, 2)]
+
+
+def _shell(fused: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
+    """A shallow copy that holds other parameters."""
+    shell = copy.copy(fused)
+    shell.__dict__ = {**fused.__dict__, "_parameters": parameters}
+    return shell
+
+
+def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
+    """Compare both forms of the first and the last expert on random tokens in float64."""
+    if next(fused.parameters()).is_meta:
+        return  # A checkpoint is being loaded: the proof was made before it was written.
+    ends = [0, _leading(fused) - 1]
+    probe: Any = _shell(
+        fused, {k: nn.Parameter(p.detach()[ends].double()) for k, p in fused._parameters.items() if p is not None}
+    )
+    if hasattr(probe, "num_experts"):
+        probe.num_experts = len(ends)
+    device, hidden = probe.down_proj.device, _projections(fused, 0)[0][0].shape[1]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, hidden, generator=generator, dtype=torch.float64).to(device)
+    index = torch.tensor([[0, 1], [1, 0]] * 4, device=device)
+    weights = torch.rand(8, 2, generator=generator, dtype=torch.float64).to(device)
+    try:
+        with torch.no_grad():
+            # Unwrapped: the plain loop over experts, not the kernel that a config names.
+            expected = inspect.unwrap(type(fused).forward)(probe, x, index, weights)
+            found = UnfusedExperts(probe, unfused.names)(x, index, weights)
+        difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=1e-300))
+    except (TypeError, RuntimeError, AttributeError, IndexError, ValueError) as error:
+        raise _unknown(name, fused, f"its forward on random tokens failed: {error}") from error
+    if not difference <= TOLERANCE:
+        raise _unknown(name, fused, f"separate experts differ from it by {difference:.1e} of the largest output")
+
+
+def other_experts(model: nn.Module) -> dict[str, str]:
+    """Modules that hold several experts in one parameter in a form that no pass knows, and that parameter's name."""
+    found = {}
+    for name, module in model.named_modules():
+        if _is_fused(module) or layer_class(module) or isinstance(module, QuantLayer):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            stacked = parameter.ndim == 3 and "expert" in f"{name}.{leaf}.{type(module).__name__}".lower()
+            if stacked or (parameter.ndim == 2 and IN_EXPERTS.search(name)):
+                found[name] = leaf
+    return found
+
+
+def _refuse_others(model: nn.Module, wanted: Wanted) -> None:
+    for name, leaf in other_experts(model).items():
+        if wanted(name) and wanted(f"{name}.{leaf}"):
+            module = model.get_submodule(name)
+            shape = tuple(getattr(module, leaf).shape)
+            raise _unknown(f"{name}.{leaf}", module, f"its shape {shape} is none that this version knows")
+
+
+def _unknown(name: str, module: nn.Module, why: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"{name} ({type(module).__name__}) holds fused experts that cannot be taken apart: {why}. "
+        "Possible: keep them in float, with '*experts*' in the exclude list."
+    )

@@ -1,0 +1,194 @@
+"""The residual stream of a model: who writes to it, which norms read it, and which layers read those norms.
+
+    stream = embeddings + sum of writers        writers: o_proj, down_proj and what else is added
+    norm(x) = gain * (x - m) / rms(x - m) + b   m: the mean (LayerNorm) or 0 (RMSNorm); gain: weight or 1 + weight
+
+It is read off a recorded forward (`quark.torch.model.dataflow`), for one part of the model at a time: a decoder block,
+or the frame, which is the model with its blocks passing their input through. A norm is known by what it computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quark.errors import StructureError
+from quark.torch.model.dataflow import Node, Stream, Trace
+from quark.torch.model.record_forward import is_linear
+
+ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+"""What a sum may start from."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm on the stream.
+
+    Attributes:
+        name: Full name within its part.
+        readers: Names of the layers with a weight (out, width) that read its result.
+        offset: 1 where the gain is 1 + weight (Gemma), else 0.
+        centred: Whether it subtracts the mean.
+    """
+
+    name: str
+    readers: tuple[str, ...]
+    offset: float
+    centred: bool
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The stream within one part of a model.
+
+    Attributes:
+        writers: Names of linear layers and embeddings whose results are added to it.
+        norms: The norms that read it.
+        readers: Names of linear layers that read it without a norm.
+    """
+
+    writers: tuple[str, ...] = ()
+    norms: tuple[Norm, ...] = ()
+    readers: tuple[str, ...] = ()
+
+    @property
+    def centred(self) -> bool:
+        """Whether a norm subtracts the mean."""
+        return any(norm.centred for norm in self.norms)
+
+
+def find_residual(part: nn.Module, trace: Trace, start: int, end: int | None = None) -> Residual:
+    """The stream that holds the value `start` of a recorded forward of `part`.
+
+    Args:
+        part: The module that was recorded.
+        trace: Its forward.
+        start: The value with which the stream enters or leaves the embeddings.
+        end: The value with which it leaves the part; None: it must end within it, in norms or linear layers.
+
+    Raises:
+        StructureError: Something else reads or writes the stream; names it.
+    """
+    stream = trace.stream(start)
+    if end is not None and end not in stream.values:
+        raise StructureError(
+            "The result of the block is not its input plus something: there is no residual stream through it "
+            "(norms that stand on the stream, as in BERT, have none)."
+        )
+    _refuse_constants(trace, stream, start)
+    writers = tuple(_writer(part, node) for node in stream.writers if node.kind not in ZEROS)
+    norms, readers = [], []
+    for node in stream.readers:
+        module = part.get_submodule(node.module) if node.module else None
+        if node.module and reads_linearly(module, trace.values[start].shape[-1]):
+            readers.append(node.module)
+        else:
+            norms.append(_norm(part, trace, node))
+    if end is None:
+        _refuse_results(trace, stream, norms)
+    return Residual(tuple(dict.fromkeys(writers)), tuple(dict.fromkeys(norms)), tuple(dict.fromkeys(readers)))
+
+
+def hidden_values(trace: Trace, name: str, shape: torch.Size) -> tuple[int, int]:
+    """The values of the hidden state that the module `name` was called with and that it returned."""
+    given, made = trace.spans[name]
+    found = [next((v for v in side if trace.values[v].shape == shape), None) for side in (given, made)]
+    if found[0] is None or found[1] is None:
+        raise StructureError(f"No hidden state of shape {tuple(shape)} enters and leaves {name or 'the block'}.")
+    return found[0], found[1]
+
+
+def reads_linearly(module: nn.Module | None, width: int) -> bool:
+    """Whether a module applies one weight (out, width) to its input: a linear layer, or a router."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or isinstance(module, nn.Embedding):
+        return False
+    return weight.ndim == 2 and weight.shape[-1] == width
+
+
+def _writer(part: nn.Module, node: Node) -> str:
+    module = part.get_submodule(node.module) if node.module else None
+    if node.module is None or not (is_linear(module) or isinstance(module, nn.Embedding)):  # type: ignore[arg-type]
+        raise StructureError(
+            f"{_what(node)} writes to the residual stream; only linear layers and embeddings can be rotated "
+            "(a norm there, as in BERT and Gemma 2, multiplies single channels of the stream)."
+        )
+    return node.module
+
+
+def _norm(part: nn.Module, trace: Trace, node: Node) -> Norm:
+    module = part.get_submodule(node.module) if node.module else None
+    measured = measure_norm(module) if module is not None else None
+    if node.module is None or measured is None:
+        raise StructureError(f"{_what(node)} reads the residual stream; only norms and linear layers are understood.")
+    (made,) = node.outputs
+    readers = []
+    for reader in _consumers(trace, made):
+        inner = part.get_submodule(reader.module) if reader.module else None
+        if reader.module is None or not reads_linearly(inner, trace.values[made].shape[-1]):
+            raise StructureError(f"{_what(reader)} reads the result of {node.module}; only linear layers may.")
+        readers.append(reader.module)
+    return Norm(node.module, tuple(dict.fromkeys(readers)), *measured)
+
+
+def _consumers(trace: Trace, value: int) -> Iterator[Node]:
+    """The nodes that compute with a value or with a reshaped copy of it."""
+    for node in trace.nodes:
+        if any(trace.origin(v) == value for v in node.inputs):
+            copies = [v for v in node.outputs if trace.origin(v) == value]
+            if len(copies) < len(node.outputs):
+                yield node
+
+
+def _refuse_constants(trace: Trace, stream: Stream, start: int) -> None:
+    for value in stream.values - {start}:
+        if trace.values[value].node is None:
+            what = trace.values[value].parameter
+            raise StructureError(
+                f"{f'The parameter {what}' if what else 'A tensor that no layer made'} is added to the residual "
+                "stream; only linear layers and embeddings can be rotated."
+            )
+
+
+def _refuse_results(trace: Trace, stream: Stream, norms: list[Norm]) -> None:
+    """Raise where the part returns the stream or a normalised copy of it: the caller would get rotated values."""
+    made = {norm.name for norm in norms}
+    for value in trace.spans[""][1]:
+        origin = trace.producer(trace.origin(value))
+        if value in stream.values or (origin is not None and origin.module in made):
+            raise StructureError(
+                "The model returns its residual stream (it has no output head): R1 would rotate what it returns."
+            )
+
+
+def _what(node: Node) -> str:
+    return f"{node.module} ({node.kind})" if node.module else f"The operation {node.kind!r} in {node.scope or 'it'}"
+
+
+def measure_norm(module: nn.Module) -> tuple[float, bool] | None:
+    """(offset of the gain, whether the mean is subtracted), or None for what is no norm over the last axis."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if list(module.children()) or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
+        return None
+    twin = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 100 + 30
+    try:
+        with torch.no_grad():
+            y = twin(x)
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+        return None
+    shift = 0 if bias is None else bias.detach().double().cpu()
+    for centred in (False, True):
+        z = x - x.mean(-1, keepdim=True) if centred else x
+        z = z / z.pow(2).mean(-1, keepdim=True).sqrt()
+        for offset in (0.0, 1.0):
+            expected = z * (weight.detach().double().cpu() + offset) + shift
+            if (y - expected).norm() <= 1e-5 * expected.norm():
+                return offset, centred
+    return None

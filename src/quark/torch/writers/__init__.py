@@ -1,0 +1,1 @@
+"""Writers of whole models: safetensors folders, GGUF files, ONNX files."""

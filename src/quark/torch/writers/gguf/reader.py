@@ -1,0 +1,124 @@
+"""Reads a GGUF file back into a float model of the same architecture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import spec as make_spec
+from quark.errors import FormatError
+from quark.torch.checkpoint.importer import load_stored
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.formats import Stored
+from quark.torch.layers import layer_class
+from quark.torch.writers.gguf.architectures import Architecture, architecture_of
+from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
+from quark.torch.writers.gguf.writer import import_gguf, is_conv1d, tensor_names
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
+    """Load a GGUF file of `export_gguf` (or of another program) into the float model that it is of.
+
+    Args:
+        model: The float transformers model; its layers are replaced in place, and on any error it is as it was.
+        file: The file.
+
+    Returns:
+        The model, computing with the blocks of the file.
+
+    Raises:
+        FormatError: The file is no GGUF file, is of another model, or holds a block type that is not known here.
+        NotSupportedError: The architecture has no row in `ARCHITECTURES`.
+    """
+    architecture = architecture_of(getattr(model, "config", None))
+    tensors = {
+        tensor.name: tensor for tensor in _of_architecture(open_gguf(Path(file)), Path(file), architecture.arch).tensors
+    }
+    name_of = tensor_names(model, architecture)
+    # Not every parameter has a name there: a head that is always tied has none.
+    names = {name: name_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = {name: tensors[stored] for name, stored in names.items() if stored in tensors}
+    config = _config(model, named)
+    # The values are made while the model changes: what they depend on is known before.
+    values = [Value(model, architecture, name, tensor, config) for name, tensor in named.items()]
+    load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
+    return model
+
+
+class Value:
+    """One tensor of the file, read under the model's name, with what the architecture changes undone."""
+
+    def __init__(self, model: Any, architecture: Architecture, name: str, tensor: Any, config: QConfig) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.adds_one = architecture.adds_one(name)
+        self.order = architecture.row_order(name, model.config)
+        parent, _, leaf = name.rpartition(".")
+        quantized = leaf == "weight" and parent in config.layer_quant_config
+        self.flipped = is_conv1d(model, name) and not quantized
+        self.dtype = None if quantized else model.get_parameter(name).dtype
+
+    def read(self) -> torch.Tensor:
+        """The tensor: values in the dtype of the model, or the bytes of a quantized weight."""
+        value = torch.from_numpy(self.tensor.data.copy())
+        if self.tensor.tensor_type.name == "BF16":
+            value = value.view(torch.bfloat16)
+        if self.order is not None:
+            value = value[torch.argsort(self.order)]
+        if self.adds_one:
+            value = value - 1
+        value = value.t().contiguous() if self.flipped else value
+        return value if self.dtype is None else value.to(self.dtype)
+
+
+def open_gguf(file: Path) -> Any:
+    """A gguf.GGUFReader of the file. Raises FormatError for what is no GGUF file, or a truncated one."""
+    gguf = import_gguf()
+    try:
+        return gguf.GGUFReader(file)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise FormatError(f"{file} is no GGUF file, or truncated: {error}.") from None
+
+
+def _of_architecture(reader: Any, file: Path, arch: str) -> Any:
+    field = reader.get_field("general.architecture")
+    found = field.contents() if field else None
+    if found != arch:
+        raise FormatError(f"{file} is of the architecture {found!r}; the model needs {arch!r}.")
+    return reader
+
+
+def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
+    """Each layer with the spec of its block type."""
+    layers = {}
+    for name, tensor in named.items():
+        parent, _, leaf = name.rpartition(".")
+        kind = tensor.tensor_type.name
+        # Blocks are in a layer whatever its class: a Conv1D becomes one while the model is prepared.
+        plain = kind in DTYPES and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
+        if leaf != "weight" or plain:
+            continue
+        layers[parent] = raise_layer(LayerSpec(weight=_spec(name, kind)))
+    return QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=layers)
+
+
+def _is_float(kind: str, model: nn.Module, name: str) -> bool:
+    """Whether a tensor is in the dtype of the model already, or in a wider one."""
+    return kind == "F32" or DTYPES.get(kind) == model.get_parameter(name).dtype
+
+
+def _spec(name: str, kind: str) -> TensorSpec:
+    casts = {gguf_name: dtype for dtype, gguf_name in CASTS.items()}
+    if kind in casts:
+        return make_spec(casts[kind], observer="placeholder")
+    if kind not in SPECS:
+        raise FormatError(f"{name} has the block type {kind}, which cannot be imported; possible: {', '.join(SPECS)}.")
+    return SPECS[kind]

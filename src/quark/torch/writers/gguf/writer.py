@@ -1,0 +1,161 @@
+"""Writes a quantized model as one GGUF file. One tensor is in memory beside the model."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quark.core.array import to_numpy
+from quark.errors import MissingDependencyError, NotSupportedError
+from quark.files import atomic_file
+from quark.log import logger, progress
+from quark.torch.checkpoint.shards import entries
+from quark.torch.formats.layout import Tensors
+from quark.torch.quantizer import quantized_layers
+from quark.torch.writers.gguf.architectures import Architecture, architecture_of, write_hyperparameters
+from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
+from quark.torch.writers.gguf.tokenizer import write_tokenizer
+
+FILE_TYPES = {
+    "F32": "ALL_F32",
+    "F16": "MOSTLY_F16",
+    "BF16": "MOSTLY_BF16",
+    "Q4_0": "MOSTLY_Q4_0",
+    "Q4_1": "MOSTLY_Q4_1",
+    "Q8_0": "MOSTLY_Q8_0",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}
+"""Type of most values in the matrices of the blocks -> general.file_type."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor of the file: name, type, shape in values, and how its bytes are made."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], overwrite: bool = False) -> None:
+    """Write the file; it appears when all of it is written.
+
+    Args:
+        model: A quantized transformers model of one of `ARCHITECTURES`.
+        file: The file to make.
+        tokenizer_path: Folder that holds the tokenizer.
+        overwrite: Replace the file if it is there.
+    """
+    gguf = import_gguf()
+    architecture = architecture_of(getattr(model, "config", None))
+    items = list(file_items(model, architecture))
+    with atomic_file(file, overwrite) as temporary:
+        writer = gguf.GGUFWriter(temporary, architecture.arch)
+        writer.add_name(f"{type(model).__name__} by quark")
+        writer.add_file_type(int(getattr(gguf.LlamaFileType, FILE_TYPES[_main_type(items)])))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        write_hyperparameters(writer, architecture, model.config)
+        write_tokenizer(writer, tokenizer_path, model.config.vocab_size)
+        _write_tensors(writer, items)
+    logger.info("Exported to %s.", file)
+
+
+def import_gguf() -> Any:
+    """The gguf package. Raises MissingDependencyError that says how to get it."""
+    try:
+        import gguf  # read and written here only
+    except ImportError:
+        raise MissingDependencyError("GGUF files need the gguf package: pip install 'openquark[gguf]'.") from None
+    return gguf
+
+
+def file_items(model: nn.Module, architecture: Architecture) -> Iterator[Item]:
+    """The tensors of the file. Raises NotSupportedError for one that the architecture has no name for."""
+    layers = quantized_layers(model)
+    file_name = tensor_names(model, architecture)
+    for name, make, shapes in entries(model, "reorder", True, GgufFormat()):
+        parent, _, leaf = name.rpartition(".")
+        spec = layers[parent].spec.weight if parent in layers and leaf == "weight" else None
+        flipped = is_conv1d(model, name)
+        shape = tuple(model.get_parameter(name).shape) if spec else tuple(shapes[""].shape)
+        kind = block_type(spec) if spec else FLOAT_TYPES.get(shapes[""].dtype, "") if len(shape) > 1 else "F32"
+        stored = file_name(name)
+        if not kind or stored is None:
+            what = "no name" if kind else f"no type for {shapes[''].dtype}"
+            raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
+        change = _change(architecture, name, model, flipped)
+        yield Item(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+
+
+def _made(make: Callable[[], Tensors], change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return change(make()[""])
+
+
+def is_conv1d(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is the weight of transformers' Conv1D, a linear layer whose weight is (I, O)."""
+    parent, _, leaf = name.rpartition(".")
+    return leaf == "weight" and type(model.get_submodule(parent)).__name__ == "Conv1D"
+
+
+def tensor_names(model: Any, architecture: Architecture) -> Callable[[str], str | None]:
+    """Maps a name of the model to that of the file, by the gguf package's own table; to None if it has none."""
+    gguf = import_gguf()
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.arch)
+    table = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    return lambda name: table.get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+def _change(architecture: Architecture, name: str, model: Any, flipped: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What happens to a tensor on its way into the file."""
+    order = architecture.row_order(name, model.config)
+    if order is not None:
+        return lambda x: x[order]
+    if architecture.adds_one(name):
+        return lambda x: x.float() + 1
+    return lambda x: x.t().contiguous() if flipped else x
+
+
+def _main_type(items: list[Item]) -> str:
+    """The type of most values in the matrices of the blocks."""
+    counts = Counter[str]()
+    for item in items:
+        if len(item.shape) > 1 and item.name.startswith("blk."):
+            counts[item.kind] += int(np.prod(item.shape))
+    return max(counts, key=lambda kind: counts[kind])
+
+
+def _write_tensors(writer: Any, items: list[Item]) -> None:
+    """Sizes of all tensors first, then one tensor after the other."""
+    gguf = import_gguf()
+    for item in items:
+        kind = gguf.GGMLQuantizationType[item.kind]
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        count = int(np.prod(item.shape))
+        writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), count // values * size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    try:
+        for item in progress(items, "write", total=len(items)):
+            writer.write_tensor_data(_bytes(item))
+    finally:
+        writer.close()
+
+
+def _bytes(item: Item) -> np.ndarray[Any, Any]:
+    tensor = item.make().detach().cpu()
+    if item.kind == "F32":
+        return to_numpy(tensor.float().contiguous())
+    if item.kind == "BF16":
+        tensor = tensor.contiguous().view(torch.uint8)
+    return to_numpy(tensor.contiguous())

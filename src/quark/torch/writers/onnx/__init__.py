@@ -1,0 +1,1 @@
+"""The ONNX export of a quantized module."""

@@ -1,0 +1,184 @@
+"""Live tensors in an ONNX file: how the output of a layer is quantized as it comes.
+
+    static integers        QuantizeLinear, DequantizeLinear
+    static FP8             QuantizeLinear, Cast, Mul
+    bfloat16, float16      Clip, Cast, Cast
+    dynamic uint8          DynamicQuantizeLinear, DequantizeLinear (asymmetric, per tensor)
+    block formats          the function MXQuantizeDequantize or BFPQuantizeDequantize, as in the ONNX flow
+    others                 the function QuantizeDequantize (onnx_ops/live.py)
+
+A tensor that several layers read under equal scales is quantized once.
+
+Some forms go around what ONNX Runtime (1.31) does to others, each found by a test:
+
+* It takes a DequantizeLinear of FP8 or 4 bits before MatMul, Conv or Add for one of 8-bit integers, fuses all into a
+  QLinear operator, and refuses the model. So FP8 is decoded by Cast and Mul, and 4-bit tensors are a function.
+* It takes the zero point of FP8 for that of uint8 and drops a Relu before it. So the type is said by `output_dtype`.
+* At opset 21 it moves int8 pairs over the Reshape that it puts before a Gemm, then turns them into uint8 but for their
+  `output_dtype`, and refuses the model. So int8 codes are stored as uint8 there, shifted by 128: the same values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quark.core.array import to_numpy
+from quark.core.dtypes import MICRO_EXPONENT
+from quark.core.granularity import PerChannel, PerTensor
+from quark.core.rounding import RoundType
+from quark.core.scales import QParams, ScaleType
+from quark.core.spec import TensorSpec
+from quark.errors import CalibrationError, NotSupportedError
+from quark.onnx_ops import block, live
+from quark.onnx_ops.graph_writer import Array, GraphWriter
+from quark.torch.writers.onnx.sites import Site
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+KINDS = {"int8": "INT8", "uint8": "UINT8", "int16": "INT16", "uint16": "UINT16"}
+KINDS |= {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2"}
+"""Element types that are written with QuantizeLinear."""
+BLOCK_TYPES = (
+    frozenset({"fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "mxint8", "bfp16"}) | MICRO_EXPONENT
+)
+
+Known = dict[tuple[object, ...], "ir.Value"]
+"""What is quantized already: (tensor, spec, parameters) -> result."""
+
+
+def write_activation(writer: GraphWriter, node: ir.Node, site: Site, known: Known) -> None:
+    """Put the quantization of a live tensor in the place of a marker."""
+    x = node.inputs[0]
+    assert x is not None
+    params = None if site.spec.dynamic else _static(site)
+    second = site.second if site.spec.dynamic else None
+    key = (id(x), site.spec, *_bytes(params), *_bytes(second))
+    if key not in known:
+        name = f"{x.name}_{site.name}" if any(id(x) == read[0] for read in known) else x.name or site.name
+        float_x = writer.cast(x, writer.kind("FLOAT"), f"{name}_Cast")
+        result = _quantized(writer, float_x, name, site, params, second, x.shape)
+        known[key] = writer.cast(result, x.dtype, f"{name}_back")
+        known[key].shape = x.shape
+    writer.replace(node, known[key])
+
+
+def _static(site: Site) -> QParams | None:
+    params = getattr(site.module, "params", None)
+    if params is None and not site.spec.is_cast:
+        raise CalibrationError(f"{site.name} has no scale yet: run quantize_model with calibration data first.")
+    return params
+
+
+def _bytes(params: QParams | None) -> tuple[bytes, ...]:
+    if params is None:
+        return ()
+    zero = b"" if params.zero_point is None else to_numpy(params.zero_point).tobytes()
+    return (to_numpy(params.scale).tobytes(), zero)
+
+
+def _quantized(
+    writer: GraphWriter,
+    x: ir.Value,
+    name: str,
+    site: Site,
+    params: QParams | None,
+    second: QParams | None,
+    shape: ir.Shape | None,
+) -> ir.Value:
+    spec = site.spec
+    dims = None if shape is None else [size if isinstance(size, int) else None for size in shape]
+    try:
+        if spec.is_cast:
+            return _cast(writer, x, name, spec)
+        if spec.dynamic and spec.is_block and spec.dtype.name in BLOCK_TYPES:
+            return writer.call(block(spec, writer.opset, dims), [x], f"{name}_{spec.dtype}")
+        if spec.dynamic and _is_dynamic_quantize_linear(spec):
+            codes = writer.dynamic_codes(x, f"{name}_QuantizeLinear")
+            return writer.node("DequantizeLinear", codes, f"{name}_DequantizeLinear")
+        if spec.dynamic:
+            others = () if second is None else (_scalar(writer, f"{name}_scale_2", second.scale),)
+            return writer.call(live(spec, dims), [x, *others], f"{name}_{spec.dtype}")
+        assert params is not None
+        if _is_quantize_linear(spec):
+            return _pair(writer, x, name, site, params)
+        zero = 0.0 if params.zero_point is None else params.zero_point
+        numbers = [_scalar(writer, f"{name}_scale", params.scale), _scalar(writer, f"{name}_zero_point", zero)]
+        return writer.call(live(spec, dims, given=True), [x, *numbers], f"{name}_{spec.dtype}")
+    except NotSupportedError as error:
+        raise NotSupportedError(f"{site.name}: {error}") from None
+
+
+def _scalar(writer: GraphWriter, name: str, value: object) -> ir.Value:
+    return writer.initializer(name, np.asarray(to_numpy(value), np.float32).reshape(()))
+
+
+def _cast(writer: GraphWriter, x: ir.Value, name: str, spec: TensorSpec) -> ir.Value:
+    limits = {f"{spec.dtype}_min": spec.dtype.min, f"{spec.dtype}_max": spec.dtype.max}
+    bounds = [writer.shared(key, np.asarray(limit, np.float32)) for key, limit in limits.items()]
+    held = writer.node("Clip", [x, *bounds], f"{name}_Clip")
+    codes = writer.cast(held, writer.kind(spec.dtype.onnx), f"{name}_QuantizeLinear")
+    return writer.cast(codes, writer.kind("FLOAT"), f"{name}_DequantizeLinear")
+
+
+def _is_dynamic_quantize_linear(spec: TensorSpec) -> bool:
+    plain = spec.dtype.name == "uint8" and isinstance(spec.granularity, PerTensor) and not spec.symmetric
+    exact = spec.scale_type in (ScaleType.float, ScaleType.float32) and not spec.float_zero_point
+    return plain and exact and spec.rounding is RoundType.half_even
+
+
+def _is_quantize_linear(spec: TensorSpec) -> bool:
+    splits = isinstance(spec.granularity, (PerTensor, PerChannel))
+    plain = spec.code_spec is None and spec.scale_spec is None and not spec.float_zero_point
+    return splits and plain and spec.dtype.name in KINDS and spec.rounding is RoundType.half_even
+
+
+def _pair(writer: GraphWriter, x: ir.Value, name: str, site: Site, params: QParams) -> ir.Value:
+    """QuantizeLinear, and back to float."""
+    spec = site.spec
+    axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
+    attributes = {} if axis is None else {"axis": axis}
+    scale, kind = np.asarray(to_numpy(params.scale), np.float32), KINDS[spec.dtype.name]
+    if spec.dtype.is_float:
+        writer.require(21, f"{site.name} ({spec})")
+        return _float8(writer, x, name, scale, kind, attributes)
+    writer.require(13 if spec.dtype.bits == 8 else 21, f"{site.name} ({spec})")
+    scale = _for_division(scale, spec) if spec.symmetric else scale
+    zero = np.zeros_like(scale) if params.zero_point is None else to_numpy(params.zero_point)
+    if kind == "INT8" and writer.opset >= 21:
+        kind, zero = "UINT8", zero + 128
+    inputs = [
+        writer.initializer(f"{name}_scale", scale),
+        writer.initializer(f"{name}_zero_point", zero, writer.kind(kind)),
+    ]
+    codes = writer.node("QuantizeLinear", [x, *inputs], f"{name}_QuantizeLinear", attributes, kind)
+    return writer.node("DequantizeLinear", [codes, *inputs], f"{name}_DequantizeLinear", attributes)
+
+
+def _float8(
+    writer: GraphWriter, x: ir.Value, name: str, scale: Array, kind: str, attributes: dict[str, int]
+) -> ir.Value:
+    step = writer.initializer(f"{name}_scale", scale)
+    typed = {**attributes, "output_dtype": int(writer.kind(kind))}
+    codes = writer.node("QuantizeLinear", [x, step], f"{name}_QuantizeLinear", typed, kind)
+    if attributes:
+        if x.shape is None:
+            raise NotSupportedError("FP8 per channel needs a tensor of known rank.")
+        behind = len(x.shape) - 1 - attributes["axis"] % len(x.shape)
+        step = writer.initializer(f"{name}_scale_column", scale.reshape(-1, *[1] * behind))
+    return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
+
+
+def _for_division(scale: Array, spec: TensorSpec) -> Array:
+    """The scale, or the next number, under which -amax has the code that it has in the model.
+
+    Calibration puts -amax half way between two codes. The product with 1 / scale (core/quantize.py) falls on one side,
+    the quotient of QuantizeLinear may fall on the other.
+    """
+    lowest = np.float32((spec.dtype.min - spec.dtype.max) / 2) * scale
+    wanted = np.rint(lowest * (np.float32(1) / scale))
+    for other in (np.nextafter(scale, np.float32(np.inf)), np.nextafter(scale, np.float32(0))):
+        scale = np.where(np.rint(lowest / scale) == wanted, scale, other)
+    return scale

@@ -1,0 +1,244 @@
+"""export_onnx: a quantized model as an ONNX file that stock ONNX Runtime runs.
+
+1. `torch.onnx.export` traces the model, each quantized tensor marked by one node (sites.py);
+2. the markers become stored codes (weights.py) or Q/DQ of live tensors (activations.py);
+3. the model is checked and written, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from quark import __version__
+from quark.core.granularity import PerChannel, PerTensor
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError, FormatError, MissingDependencyError, NotSupportedError, one_line
+from quark.files import atomic_files
+from quark.log import logger
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FILE, DATA = "quark_model.onnx", "quark_model.onnx.data"
+PLAIN_OPSET, DEFAULT_OPSET = 20, 21
+PLAIN_TYPES = frozenset({"int8", "uint8", "int32", "uint32", "bfloat16", "float16"})
+"""Types that opset 20 holds, per tensor and per channel; all others need 21."""
+PROTOBUF_LIMIT = 2**31 - 2**20
+SMALL = 1024
+"""Bytes below which a constant stays in the file of the graph."""
+
+
+def export_onnx(
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    input_args: Any,
+    opset_version: int | None = None,
+    input_names: Sequence[str] = (),
+    output_names: Sequence[str] = (),
+    verbose: bool = False,
+    do_constant_folding: bool = True,
+    operator_export_type: Any = None,
+    uint4_int4_flag: bool = True,
+    dynamo: bool = True,
+    *,
+    dynamic_shapes: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a quantized model as `output_dir/quark_model.onnx`, weights as integers.
+
+    Args:
+        model: From `ModelQuantizer.quantize_model`, frozen or not, or loaded from a checkpoint; not changed.
+        output_dir: Folder, made if it is not there; other files in it stay.
+        input_args: Example input: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        opset_version: Of the file; default 20, or 21 where a type needs it.
+        input_names, output_names: Of the graph; default: those of the arguments and of the model's output.
+        verbose: Show what torch.onnx says.
+        do_constant_folding: Let torch.onnx simplify the graph.
+        operator_export_type: None or `torch.onnx.OperatorExportTypes.ONNX`.
+        uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4; False stores them as INT8 and UINT8.
+        dynamo: True: the graph comes from torch.export.
+        dynamic_shapes: As for `torch.onnx.export`: axes that may have any length, `{"input_ids": {0: "batch"}}`.
+        overwrite: Replace a file that is there.
+
+    Returns:
+        The file. Over 2 GB, the weights lie beside it in `quark_model.onnx.data`.
+
+    Raises:
+        ConfigError: A model that is not quantized, or an option that is wrong.
+        NotSupportedError: An option or a spec without an ONNX form, or a model that torch.export cannot trace.
+        OutputExistsError, OutputError: See there. Nothing is left behind.
+    """
+    _check_options(operator_export_type, dynamo)
+    args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
+    with atomic_files(output_dir, (DATA, FILE), overwrite) as folder:
+        options: dict[str, Any] = {"input_names": list(input_names) or None, "output_names": list(output_names) or None}
+        options |= {"verbose": verbose, "optimize": do_constant_folding, "dynamic_shapes": dynamic_shapes}
+        written = _quantized_graph(model, args, kwargs, opset_version, uint4_int4_flag, options)
+        _save(written, folder)
+    logger.info("Exported to %s.", Path(output_dir) / FILE)
+    return Path(output_dir) / FILE
+
+
+def _check_options(operator_export_type: Any, dynamo: bool) -> None:
+    if not dynamo:
+        raise NotSupportedError("dynamo=False, the TorchScript exporter, is not supported: leave dynamo at True.")
+    if operator_export_type not in (None, "ONNX", torch.onnx.OperatorExportTypes.ONNX):
+        raise NotSupportedError(f"operator_export_type={operator_export_type!r}: only ONNX is supported.")
+
+
+def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a forward, on the device of the model."""
+
+    def move(x: Any) -> Any:
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    if isinstance(inputs, Mapping) or hasattr(inputs, "keys"):
+        return (), {key: move(inputs[key]) for key in inputs.keys()}  # noqa: SIM118 (BatchEncoding)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(map(move, inputs)), {}
+    if isinstance(inputs, torch.Tensor):
+        return (move(inputs),), {}
+    raise ConfigError(
+        f"input_args is a {type(inputs).__name__}; possible: a tensor, a tuple, or a mapping of arguments."
+    )
+
+
+def _quantized_graph(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    opset: int | None,
+    four_bit: bool,
+    options: dict[str, Any],
+) -> ir.Model:
+    require_packages()
+    # These import onnx and onnx_ir: when a model is really exported.
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+    from quark.onnx_ops.graph_writer import GraphWriter
+    from quark.torch.writers.onnx.activations import Known, write_activation
+    from quark.torch.writers.onnx.sites import MARKER_DOMAIN, marked
+    from quark.torch.writers.onnx.weights import write_weight
+
+    with marked(model) as sites, _as_in_use(model):
+        if not sites:
+            raise ConfigError(
+                "Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized."
+            )
+        exported = _traced(model, args, kwargs, opset or _least_opset(s.spec for s in sites.values()), options)
+    writer, known = GraphWriter(exported), Known()
+    for node in [node for node in exported.graph if node.domain == MARKER_DOMAIN]:
+        site = sites[node.attributes["site"].as_string()]
+        weight = _constant(node.inputs[0])
+        if weight is None:
+            write_activation(writer, node, site, known)
+        else:
+            write_weight(writer, node, site, weight, four_bit)
+    for step in (RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass(), ClearMetadataAndDocStringPass()):
+        step(exported)
+    exported.producer_name, exported.producer_version = "quark", __version__
+    return exported
+
+
+def _least_opset(specs: Iterable[TensorSpec]) -> int:
+    plain = all(s.dtype.name in PLAIN_TYPES and isinstance(s.split, (PerTensor, PerChannel)) for s in specs)
+    return PLAIN_OPSET if plain else DEFAULT_OPSET
+
+
+def require_packages() -> None:
+    """Raise MissingDependencyError, with the pip line, for a package that the export needs."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"export_onnx needs the package {error.name}: pip install 'openquark[torch,onnx]'"
+        ) from None
+
+
+@contextmanager
+def _as_in_use(model: nn.Module) -> Iterator[None]:
+    """Within: evaluation mode, and no cache of keys and values, which would be an output."""
+    modes = [(module, module.training) for module in model.modules()]
+    config: Any = getattr(model, "config", None)
+    cache = getattr(config, "use_cache", None)
+    # Not model.eval(): an exported GraphModule refuses it.
+    for module, _ in modes:
+        module.training = False
+    if cache:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        if cache:
+            config.use_cache = cache
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opset: int, options: dict[str, Any]
+) -> ir.Model:
+    """The graph with its markers."""
+    with _quiet(options["verbose"]), torch.no_grad():
+        try:
+            program = torch.onnx.export(model, args, kwargs=kwargs, opset_version=opset, dynamo=True, **options)
+        except torch.onnx.errors.OnnxExporterError as error:
+            cause = one_line(error.__cause__ or error)[:300]
+            raise NotSupportedError(f"torch.onnx cannot export {type(model).__name__}: {cause}") from error
+    assert program is not None
+    if program.model.opset_imports.get("") != opset:
+        raise ConfigError(
+            f"opset_version={opset}: torch.onnx writes {program.model.opset_imports.get('')} in its place."
+        )
+    return program.model
+
+
+@contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """What torch.onnx logs about packages that are absent, and its own deprecations, is no matter of the user's."""
+    library = logging.getLogger("torch.onnx")
+    level = library.level
+    with warnings.catch_warnings():
+        if not verbose:
+            library.setLevel(logging.ERROR)
+            warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            library.setLevel(level)
+
+
+def _constant(value: ir.Value | None) -> torch.Tensor | None:
+    """The tensor of an initializer; None for a value that is computed."""
+    if value is None or value.const_value is None:
+        return None
+    raw = getattr(value.const_value, "raw", None)
+    return raw.detach() if isinstance(raw, torch.Tensor) else torch.from_numpy(value.const_value.numpy().copy())
+
+
+def _save(model: ir.Model, folder: Path) -> None:
+    """Write and check.
+
+    Raises:
+        FormatError: onnx.checker does not accept the result.
+    """
+    import onnx
+    import onnx_ir as ir
+
+    values = model.graph.initializers.values()
+    large = sum(v.const_value.nbytes for v in values if v.const_value is not None) > PROTOBUF_LIMIT
+    ir.save(model, folder / FILE, external_data=DATA if large else None, size_threshold_bytes=SMALL)
+    try:
+        onnx.checker.check_model(str(folder / FILE))
+    except onnx.checker.ValidationError as error:
+        raise FormatError(f"The export is no valid ONNX model: {one_line(error)}") from error

@@ -1,0 +1,309 @@
+"""Weights in an ONNX file: codes of the narrowest type that the format has, and the nodes that decode them.
+
+    integers           DequantizeLinear(codes, scale, zero point), blocked where groups share a scale
+    FP8                Cast(codes) * scale; DequantizeLinear in groups (activations.py says why)
+    mx4, mx6, mx9      the same: in units of half a step, a pair that is not shifted holds even codes
+    bfloat16, float16  Cast(codes)
+    FP4, FP6, E5M3     lookup[codes] * scale: the formats of opset 21 do not hold them
+    others             (codes - zero point) * scale, in float64 beyond 16 bits
+
+A matrix with several scales that the graph transposes is stored transposed: in this form ONNX Runtime fuses the
+DequantizeLinear with the MatMul behind it. (With one scale, it fuses only where the Transpose stays.)
+Scales have the type that their format gives them: uint8 exponents for E8M0, FP8 under a float32 scale (NVFP4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quark.core.array import to_numpy
+from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
+from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from quark.core.packing import decode, encode
+from quark.core.scales import QParams, ScaleType
+from quark.core.spec import TensorSpec
+from quark.errors import NotSupportedError
+from quark.onnx_ops.graph_writer import Array, GraphWriter
+from quark.torch.writers.onnx.sites import Site
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+KINDS = {"int2": "INT4", "int3": "INT4", "int4": "INT4", "uint2": "UINT4", "uint4": "UINT4", "int8": "INT8"}
+KINDS |= {"uint8": "UINT8", "int16": "INT16", "uint16": "UINT16", "fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2"}
+KINDS |= {"mxint8": "INT8", "bfp16": "INT8", "mx4": "INT4", "mx6": "INT8", "mx9": "INT16"}
+"""Element types that DequantizeLinear decodes -> the ONNX type that holds their codes at opset 21."""
+IN_BYTES = {"INT4": "INT8", "UINT4": "UINT8"}
+FLOAT8 = ("FLOAT8E4M3FN", "FLOAT8E5M2")
+FIRST_OPSET = {"INT8": 13, "UINT8": 13, **dict.fromkeys(FLOAT8, 19)}
+E8M0_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that is written.
+
+    Attributes:
+        site: Where it is quantized.
+        x: What holds it: float values, or the stored tensor of a loaded checkpoint.
+        params: Scale and zero point.
+        transposed: Whether it is stored with its two axes swapped.
+    """
+
+    site: Site
+    x: torch.Tensor
+    params: QParams | None
+    transposed: bool = False
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of the tensor."""
+        return self.site.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape as it is stored."""
+        shape = self.site.shape(self.x)
+        return shape[::-1] if self.transposed else shape
+
+    def codes(self) -> Array:
+        """The values of the codes in the shape of the float tensor, as it is in the model."""
+        return to_numpy(self.site.codes(self.x, self.params))
+
+    def turned(self, array: Array) -> Array:
+        """An array over the axes of the tensor, with these axes as they are stored."""
+        return array.T if self.transposed and array.ndim == 2 else array
+
+    def axis(self, axis: int) -> int:
+        """An axis of the tensor in what is stored."""
+        ndim = len(self.shape)
+        return ndim - 1 - axis % ndim if self.transposed else axis % ndim
+
+
+def write_weight(writer: GraphWriter, node: ir.Node, site: Site, x: torch.Tensor, four_bit: bool) -> None:
+    """Put stored codes and their decoding in the place of a marker."""
+    weight = Weight(site, x, site.params(x))
+    to = node.outputs[0].dtype
+    if site.spec.is_cast or _is_linear(site.spec):
+        readers = [use.node for use in node.outputs[0].uses()]
+        one_scale = isinstance((site.spec.code_spec or site.spec).granularity, PerTensor)
+        weight = replace(weight, transposed=bool(readers) and not one_scale and all(map(_is_transpose, readers)))
+        decoded = (_cast if site.spec.is_cast else _linear)(writer, weight, four_bit)
+        result = writer.cast(decoded, to, f"{site.name}_Cast")
+        result.shape = writer.ir.Shape(weight.shape)
+        writer.replace(node, result)
+        for reader in readers if weight.transposed else ():
+            reader.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
+            writer.graph.remove(reader, safe=True)
+    else:
+        result = writer.cast(_computed(writer, weight, four_bit), to, f"{site.name}_Cast")
+        result.shape = writer.ir.Shape(weight.shape)
+        writer.replace(node, result)
+
+
+def _is_transpose(node: ir.Node) -> bool:
+    swaps = node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [1, 0]
+    return swaps and not node.outputs[0].is_graph_output()
+
+
+def _cast(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
+    kind = writer.kind(weight.spec.dtype.onnx)
+    return writer.lazy(f"{weight.site.name}_quantized", lambda: weight.turned(weight.codes()), kind, weight.shape)
+
+
+# DequantizeLinear ----------------------------------------------------------------------------------------------------
+
+
+def _is_linear(spec: TensorSpec) -> bool:
+    """Whether DequantizeLinear decodes the codes, and the values behind them are one product away."""
+    code_spec = spec.code_spec or spec
+    outer = spec.code_spec is None or isinstance(spec.granularity, PerTensor)
+    return code_spec.dtype.name in KINDS and not code_spec.float_zero_point and outer
+
+
+def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
+    spec, params, name = weight.spec, weight.params, weight.site.name
+    assert params is not None
+    inner, inner_params = spec, params
+    if spec.code_spec is not None:
+        assert params.second is not None
+        inner, inner_params = spec.code_spec, params.second
+    kind = KINDS[inner.dtype.name]
+    kind = kind if four_bit else IN_BYTES.get(kind, kind)
+    attributes, scale, zero, codes = _blocks(weight, inner, inner_params)
+    writer.require(21 if "block_size" in attributes else FIRST_OPSET.get(kind, 21), f"{name} ({inner})")
+    stored = writer.lazy(f"{name}_quantized", codes, writer.kind(kind), weight.shape)
+    if kind in FLOAT8 and "block_size" not in attributes:
+        return _float8(writer, weight, stored, scale, attributes)
+    inputs = [stored, _scale(writer, f"{name}_scale", scale, inner, inner_params)]
+    if zero is not None:
+        inputs.append(writer.initializer(f"{name}_zero_point", zero, writer.kind(kind)))
+    result = writer.node("DequantizeLinear", inputs, f"{name}_DequantizeLinear", attributes)
+    if spec.code_spec is None:
+        return result
+    outer = writer.initializer(f"{name}_scale_1", np.asarray(to_numpy(params.scale), np.float32))
+    return writer.node("Mul", [result, outer], f"{name}_Mul")
+
+
+def _float8(writer: GraphWriter, weight: Weight, codes: ir.Value, scale: Array, attributes: dict[str, int]) -> ir.Value:
+    name = weight.site.name
+    behind = len(weight.shape) - 1 - attributes["axis"] if attributes else 0
+    step = writer.initializer(f"{name}_scale", scale.reshape(-1, *[1] * behind) if attributes else scale)
+    return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
+
+
+def _blocks(
+    weight: Weight, spec: TensorSpec, params: QParams
+) -> tuple[dict[str, int], Array, Array | None, Callable[[], Array]]:
+    """(attributes, scale, zero point, codes) of DequantizeLinear, all as they are stored."""
+    scale, split, shape = to_numpy(params.scale), spec.granularity, weight.site.shape(weight.x)
+    zero = None if params.zero_point is None or _is_centred(spec) else to_numpy(params.zero_point)
+    codes = weight.codes
+    if spec.dtype.name in MICRO_EXPONENT:
+        scale, codes = _half_steps(weight, scale)
+    attributes: dict[str, int] = {}
+    if isinstance(split, PerChannel):
+        attributes = {"axis": weight.axis(split.axis)}
+    elif isinstance(split, PerToken):
+        attributes = {"axis": weight.axis(-1), "block_size": shape[-1]}
+        scale, zero = scale[..., None], None if zero is None else zero[..., None]
+    elif isinstance(split, PerGroup):
+        attributes = {"axis": weight.axis(split.axis), "block_size": split.split(shape[split.axis])[1]}
+    elif isinstance(split, PerBlock):
+        attributes = {"axis": weight.axis(-1), "block_size": split.size[1]}
+        scale = np.repeat(scale, split.size[0], axis=-2)
+        zero = None if zero is None else np.repeat(zero, split.size[0], axis=-2)
+    turned = None if zero is None else weight.turned(zero)
+    return attributes, weight.turned(scale), turned, lambda: weight.turned(codes())
+
+
+def _is_centred(spec: TensorSpec) -> bool:
+    """Whether the zero point is that which DequantizeLinear assumes."""
+    return not spec.has_zero_point or (spec.symmetric and spec.dtype.signed)
+
+
+def _half_steps(weight: Weight, steps: Array) -> tuple[Array, Callable[[], Array]]:
+    """The half step of each block, and codes in its units: a pair has the whole step, or the half if it is shifted."""
+    spec = weight.spec
+    assert isinstance(spec.granularity, PerGroup)
+    pairs = PerGroup(spec.granularity.axis, spec.granularity.size // 2, pad=True)
+    axis = pairs.axes(steps.ndim)[0]
+    half = pairs.blocks(steps).max(axis=axis) / 2
+
+    def codes() -> Array:
+        whole = pairs.unblock(np.repeat(np.expand_dims(half, axis), pairs.size, axis), steps.shape)
+        ratio = spec.split.to_blocks(steps / whole, weight.site.shape(weight.x))
+        values = weight.codes()
+        return np.asarray(spec.split.unblock(spec.split.blocks(values) * ratio, values.shape))
+
+    return half, codes
+
+
+# Scales --------------------------------------------------------------------------------------------------------------
+
+
+def _scale(writer: GraphWriter, name: str, scale: Array, spec: TensorSpec, params: QParams) -> ir.Value:
+    """The scale as a float32 value of the graph, stored in the type that its format gives it."""
+    if scale.ndim == 0:
+        return writer.initializer(name, np.asarray(_multiplied(scale, spec, params), np.float32))
+    if spec.is_block:
+        exponents = np.frexp(scale)[1] - 1 + E8M0_BIAS
+        powers = np.exp2(np.arange(256, dtype=np.float64) - E8M0_BIAS).clip(max=2.0**127)
+        stored = writer.initializer(f"{name}_exponent", exponents.clip(0, 255), writer.kind("UINT8"))
+        return _lookup(writer, name, stored, "e8m0_values", powers)
+    second = params.second
+    if spec.scale_spec is not None and second is not None and np.size(second.scale) == 1:
+        outer = writer.initializer(f"{name}_2", np.asarray(to_numpy(second.scale), np.float32).reshape(()))
+        if spec.scale_spec.dtype.name in ("fp8_e4m3", "fp8_e5m2"):
+            codes = writer.initializer(f"{name}_quantized", scale, writer.kind(spec.scale_spec.dtype.onnx))
+            return writer.node("DequantizeLinear", [codes, outer], f"{name}_DequantizeLinear")
+        codes = _values(writer, name, lambda: scale, scale.shape, spec.scale_spec.dtype)
+        return writer.node("Mul", [codes, outer], f"{name}_Mul")
+    if spec.scale_type is ScaleType.float8_e5m3:
+        return _values(writer, name, lambda: scale, scale.shape, DTYPES["fp8_e5m3"])
+    return writer.initializer(name, np.asarray(_multiplied(scale, spec, params), np.float32))
+
+
+def _multiplied(scale: Array, spec: TensorSpec, params: QParams) -> Array:
+    second = params.second
+    if spec.scale_spec is None or second is None:
+        return scale
+    return scale * to_numpy(second.scale).reshape([1] * scale.ndim)
+
+
+def _values(
+    writer: GraphWriter, name: str, values: Callable[[], Array], shape: tuple[int, ...], dtype: Dtype
+) -> ir.Value:
+    """Values of an element type that ONNX does not have, stored as bit patterns."""
+    table = decode(np.arange(1 << dtype.bits), dtype)
+    kind = writer.kind("UINT4" if dtype.bits == 4 else "UINT8")
+    writer.require(21 if dtype.bits == 4 else 13, f"{name} ({dtype})")
+    stored = writer.lazy(f"{name}_quantized", lambda: encode(np.asarray(values(), np.float32), dtype), kind, shape)
+    return _lookup(writer, name, stored, f"{dtype}_values", table)
+
+
+def _lookup(writer: GraphWriter, name: str, codes: ir.Value, table_name: str, table: Array) -> ir.Value:
+    """table[codes], in float32."""
+    index = writer.cast(codes, writer.kind("INT32"), f"{name}_index")
+    values = writer.shared(table_name, np.asarray(table, np.float32))
+    return writer.node("Gather", [values, index], f"{name}_Gather")
+
+
+# Everything else -----------------------------------------------------------------------------------------------------
+
+
+def _computed(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
+    """Codes in the shape of their blocks, decoded by plain arithmetic."""
+    spec, params, name = weight.spec, weight.params, weight.site.name
+    assert params is not None
+    if spec.code_spec is not None:
+        raise NotSupportedError(f"{name}: {spec} has no ONNX form; per tensor, with integer codes, it has.")
+    shape = weight.site.shape(weight.x)
+    work = "DOUBLE" if spec.dtype.bits > 16 else "FLOAT"
+    value = _stored_blocks(writer, weight, work, four_bit)
+    if params.zero_point is not None and not _is_centred(spec):
+        zero = to_numpy(spec.split.to_blocks(params.zero_point, shape))
+        zero_value = writer.initializer(f"{name}_zero_point", zero, writer.kind(work))
+        value = writer.node("Sub", [value, zero_value], f"{name}_Sub", kind=work)
+    steps = to_numpy(spec.split.to_blocks(params.scale, shape))
+    scale = writer.cast(_scale(writer, f"{name}_scale", steps, spec, params), writer.kind(work), f"{name}_scale_Cast")
+    value = writer.node("Mul", [value, scale], f"{name}_Mul", kind=work)
+    return _unblocked(writer, writer.cast(value, writer.kind("FLOAT"), f"{name}_float"), spec.split, shape, name)
+
+
+def _stored_blocks(writer: GraphWriter, weight: Weight, work: str, four_bit: bool) -> ir.Value:
+    """The values of the codes in the block view."""
+    spec, name = weight.spec, weight.site.name
+    shape = spec.split.block_shape(weight.site.shape(weight.x))
+
+    def blocks() -> Array:
+        return np.asarray(spec.split.blocks(weight.codes()))
+
+    if spec.dtype.is_float:
+        return _values(writer, name, blocks, shape, spec.dtype)
+    kind = KINDS.get(spec.dtype.name, spec.dtype.onnx)
+    kind = kind if four_bit else IN_BYTES.get(kind, kind)
+    stored = writer.lazy(f"{name}_quantized", blocks, writer.kind(kind), shape)
+    return writer.cast(stored, writer.kind(work), f"{name}_Cast")
+
+
+def _unblocked(writer: GraphWriter, value: ir.Value, split: Granularity, shape: tuple[int, ...], name: str) -> ir.Value:
+    """The block view back in the shape of the tensor, without padding."""
+    if split.block_shape(shape) == shape:
+        return value
+    padded = list(shape)
+    if isinstance(split, PerGroup):
+        padded[split.axis] = math.prod(split.split(shape[split.axis]))
+    value = writer.node("Reshape", [value, writer.initializer(f"{name}_padded", np.array(padded))], f"{name}_Reshape")
+    if tuple(padded) == shape:
+        return value
+    assert isinstance(split, PerGroup)
+    numbers = {"starts": 0, "ends": shape[split.axis], "axes": split.axis % len(shape)}
+    bounds = [writer.initializer(f"{name}_{key}", np.array([number])) for key, number in numbers.items()]
+    return writer.node("Slice", [value, *bounds], f"{name}_Slice")

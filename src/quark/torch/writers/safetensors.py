@@ -1,0 +1,288 @@
+"""Writes a quantized model to files that other programs load."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from quark.errors import ConfigError, did_you_mean
+from quark.log import logger
+from quark.torch.calibration.distributed import rank, shared_folder
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.checkpoint.quantization_config import folder_of
+from quark.torch.checkpoint.shards import Entry, entries, plain_entry, read_tensors, shard_files, write_shards
+from quark.torch.config.config import QConfig
+from quark.torch.formats import FORMATS
+from quark.torch.formats.quark.layout import PACK_METHODS
+from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.model.published_names import published_names
+from quark.torch.quantizer import quantized_layers
+from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.writer import write_gguf
+from quark.torch.writers.onnx.export import export_onnx
+
+SIDE_FILES = re.compile(
+    r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
+)
+"""Files of a source checkpoint that travel along."""
+
+
+def export_safetensors(
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    custom_mode: str = "quark",
+    weight_format: str | None = None,
+    pack_method: str = "reorder",
+    *,
+    tokenizer: Any = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> Path:
+    """Write a Hugging Face checkpoint that `AutoModelForCausalLM.from_pretrained` and vLLM load.
+
+    Args:
+        model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not; not changed.
+        output_dir: Folder to make. It appears when all of it is written.
+        custom_mode: The format: "quark" (takes every scheme), "awq", "fp8" or "compressed-tensors".
+        weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values; quark only).
+        pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order" (quark only).
+        tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
+        max_shard_size: Largest safetensors file.
+        overwrite: Replace `output_dir` if it is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: An unknown option, or a model that was not quantized or is no transformers model.
+        NotSupportedError: The format has no place for what is quantized; names the schemes that it takes.
+        OutputExistsError, OutputError: See there.
+        ShapeError: A weight that the layout cannot pack; names it.
+    """
+    config = _quantized_config(model)
+    weight_format = weight_format or REAL_QUANTIZED
+    check_options(custom_mode, weight_format, pack_method, max_shard_size)
+    _require_transformers(model, "export_safetensors")
+    form, content = FORMATS[custom_mode], folder_of(model, config, weight_format, pack_method)
+    form.check(dict(model.named_modules()), content)
+    publish = published_names(model)
+    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, form)
+    items = [(publish(name), make, shapes) for name, make, shapes in made]
+    specs = {publish(name): spec for name, spec in content.specs.items()}
+    source = _source_folder(model)
+
+    def named(name: str, suffix: str) -> str:
+        return form.stored_name(name, suffix, specs.get(name.rpartition(".")[0]))
+
+    with shared_folder(output_dir, overwrite) as folder:
+        if rank() == 0:
+            items += _dropped_entries(model, source)
+            write_shards(folder, items, max_shard_size, named)
+            write_config(model, form.describe(content), folder)
+            write_companions(model, source, tokenizer, folder)
+    logger.info("Exported to %s.", output_dir)
+    return Path(output_dir)
+
+
+def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
+    """Raise ConfigError for an option of `export_safetensors` that does not exist, or not in this format."""
+    _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    _check_choice("custom_mode", custom_mode, FORMATS)
+    _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
+    if not FORMATS[custom_mode].options and (weight_format, pack_method) != (REAL_QUANTIZED, "reorder"):
+        raise ConfigError(
+            f"weight_format={weight_format!r}, pack_method={pack_method!r}: the {custom_mode} format has one form "
+            "only. Possible: 'real_quantized' and 'reorder', or the quark format."
+        )
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
+
+
+def export_gguf(
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_type: str,
+    tokenizer_path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write one GGUF file, tokenizer included, that llama.cpp and transformers load.
+
+    Args:
+        model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not, its weights quantized in groups
+            that are whole blocks of 32: int4, uint4 (asymmetric), int8 or MXFP4; not changed.
+        output_dir: Folder of the file.
+        model_type: Name of the file without ".gguf".
+        tokenizer_path: Folder that holds the tokenizer.
+        overwrite: Replace the file if it is there.
+
+    Returns:
+        The file.
+
+    Raises:
+        NotSupportedError: A model, scheme or tokenizer that GGUF has no place for; names what is possible.
+        ConfigError, FormatError, ShapeError, OutputExistsError, OutputError: See there.
+    """
+    config = _quantized_config(model)
+    _require_transformers(model, "export_gguf")
+    GgufFormat().check(dict(model.named_modules()), folder_of(model, config))
+    file = Path(output_dir) / f"{model_type}.gguf"
+    write_gguf(model, file, tokenizer_path, overwrite)
+    return file
+
+
+class ModelExporter:
+    """The exporter of the documented generations before `export_safetensors`.
+
+    Args:
+        config: An ExporterConfig, or the export folder itself (the oldest form).
+        export_dir: Folder to write to.
+    """
+
+    def __init__(self, config: Any = None, export_dir: str | os.PathLike[str] | None = None) -> None:
+        if export_dir is None:
+            if not isinstance(config, (str, os.PathLike)):
+                raise ConfigError("ModelExporter needs a folder: ModelExporter(export_dir) or (config, export_dir).")
+            config, export_dir = None, config
+        self.config = config
+        self.export_dir = Path(export_dir)
+
+    def export_safetensors_model(
+        self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark", tokenizer: Any = None
+    ) -> Path:
+        """Write a Hugging Face checkpoint; see `export_safetensors`."""
+        options = getattr(self.config, "json_export_config", None)
+        return export_safetensors(
+            model,
+            self.export_dir,
+            custom_mode,
+            getattr(options, "weight_format", None),
+            getattr(options, "pack_method", "reorder"),
+            tokenizer=tokenizer,
+        )
+
+    def export_quark_model(
+        self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark"
+    ) -> Path:
+        """Write a Hugging Face checkpoint: the "quark format" of old is the same tensors in the same layout."""
+        return self.export_safetensors_model(model, quant_config, custom_mode)
+
+    def export_onnx_model(
+        self,
+        model: nn.Module,
+        input_args: Any,
+        input_names: Sequence[str] = (),
+        output_names: Sequence[str] = (),
+        verbose: bool = False,
+        opset_version: int | None = None,
+        do_constant_folding: bool = True,
+        operator_export_type: Any = None,
+        uint4_int4_flag: bool | None = None,
+        **options: Any,
+    ) -> Path:
+        """Write `quark_model.onnx`; see `export_onnx`, which knows further options.
+
+        `uint4_int4_flag` is by default that of the config, if there is one.
+        """
+        config = getattr(self.config, "onnx_export_config", None)
+        flag = getattr(config, "uint4_int4_flag", True) if uint4_int4_flag is None else uint4_int4_flag
+        return export_onnx(
+            model,
+            self.export_dir,
+            input_args,
+            opset_version,
+            input_names,
+            output_names,
+            verbose,
+            do_constant_folding,
+            operator_export_type,
+            flag,
+            **options,
+        )
+
+    def export_gguf_model(self, model: nn.Module, tokenizer_path: str | os.PathLike[str], model_type: str) -> Path:
+        """Write one GGUF file; see `export_gguf`."""
+        return export_gguf(model, self.export_dir, model_type, tokenizer_path)
+
+
+def _quantized_config(model: nn.Module) -> QConfig:
+    config = getattr(model, "quant_config", None)
+    layers = quantized_layers(model)
+    if isinstance(model, fx.GraphModule):
+        raise ConfigError("A graph has no safetensors layout. Possible: save_params(..., quant_mode=fx_graph_mode).")
+    if not isinstance(config, QConfig) or not layers:
+        raise ConfigError("Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized.")
+    if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):
+        raise ConfigError("This model was loaded from a quantized checkpoint; copy that folder instead of exporting.")
+    return config
+
+
+def _require_transformers(model: nn.Module, function: str) -> None:
+    if not hasattr(getattr(model, "config", None), "to_json_file"):
+        raise ConfigError(
+            f"{function} writes transformers models; {type(model).__name__} has no transformers config. "
+            "Possible: quark.torch.save_params, which stores any module."
+        )
+
+
+def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option}={value!r} is unknown. {did_you_mean(value, choices)}")
+
+
+def _source_folder(model: Any) -> Path | None:
+    path = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
+    """Tensors of a checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    own = set(model.state_dict()) if patterns else set()
+    return [name for name in stored if name not in own and any(re.search(p, name) for p in patterns)]
+
+
+def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
+    """What the source checkpoint holds beside the model."""
+    if source is None or not list(source.glob("*.safetensors")):
+        return []
+    stored = dict(read_tensors(shard_files(source)))
+    return [plain_entry(name, stored[name]) for name in dropped_names(model, stored)]
+
+
+def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
+    """Write config.json: the config of the model with its quantization."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    quantized = list(quantized_layers(model).values())
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    if any(end is not None and end in quantized for end in ends):
+        # A quantized head or embedding no longer shares its weight with the other.
+        config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    stored = json.loads(path.read_text())
+    stored["quantization_config"] = quantization
+    path.write_text(json.dumps(stored, indent=2) + "\n")
+
+
+def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
+    """Write what a checkpoint has beside tensors and config: generation config, tokenizer, processors, code."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        return
+    for file in sorted(source.iterdir()) if source else []:
+        if file.is_file() and SIDE_FILES.search(file.name) and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)

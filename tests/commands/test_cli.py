@@ -1,0 +1,322 @@
+"""The commands from end to end, and every bad input: exit code 1, one clear line, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quark.commands import COMMANDS
+from quark.core.schemes import SCHEMES
+from tests.commands.program import Done, quark
+from tests.onnx.zoo import cnn, images
+from tests.zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+WORDS = 400
+"""Of the text that tests calibrate and evaluate on: more than one window of 256 tokens."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Inputs by name, good and bad; tests never change them."""
+    root = tmp_path_factory.mktemp("inputs")
+    model = root / "llama"
+    tiny_llama(vocab_size=2048, dtype=torch.bfloat16).save_pretrained(model)
+    for name in TOKENIZER:
+        shutil.copyfile(LANGUAGE_MODEL / name, model / name)
+    text = root / "text.txt"
+    text.write_text(" ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:WORDS]), encoding="utf-8")
+    (root / "empty.txt").write_text("")
+    (root / "latin1.txt").write_bytes("Größe ".encode("latin-1") * 500)
+    (root / "file").write_text("no folder")
+    assert quark("quantize", model, "--scheme", "uint4_wo_32", "-o", root / "quantized").code == 0
+    return {
+        "llama": model,
+        "text": text,
+        "quantized": root / "quantized",
+        "opt": tiny_opt(root / "opt"),
+        "missing": root / "missing",
+        "file": root / "file",
+        "empty_text": root / "empty.txt",
+        "latin1": root / "latin1.txt",
+        "no_config": damaged(model, root / "no_config", "config.json", None),
+        "broken_config": damaged(model, root / "broken_config", "config.json", b'{"model_type": "llama",'),
+        "list_config": damaged(model, root / "list_config", "config.json", b"[1, 2]"),
+        "no_type": damaged(model, root / "no_type", "config.json", b"{}"),
+        "no_weights": damaged(model, root / "no_weights", "model.safetensors", None),
+        "no_tokenizer": damaged(model, root / "no_tokenizer", "tokenizer.json", None),
+        "truncated": damaged(model, root / "truncated", "model.safetensors", weights(model)[:-1000]),
+        "emptied": damaged(model, root / "emptied", "model.safetensors", b""),
+    }
+
+
+def weights(model: Path) -> bytes:
+    return (model / "model.safetensors").read_bytes()
+
+
+def damaged(source: Path, target: Path, name: str, content: bytes | None) -> Path:
+    """A copy of a model folder with one file replaced, or removed."""
+    shutil.copytree(source, target)
+    (target / name).unlink()
+    if content is not None:
+        (target / name).write_bytes(content)
+    return target
+
+
+def run(line: str, places: dict[str, Path], **more: Path) -> Done:
+    """Run a command line with the places filled in."""
+    return quark(*(word.format(**places, **more) for word in line.split()))
+
+
+def succeed(line: str, places: dict[str, Path], **more: Path) -> str:
+    """The output of a command line that must work and write nothing to stderr."""
+    done = run(line, places, **more)
+    assert (done.code, done.err) == (0, "")
+    return done.out
+
+
+def stored_config(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return found
+
+
+def megabytes(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"([\d.]+) MB", text)]
+
+
+# The commands. -------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_writes_a_folder_that_transformers_loads(places: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = succeed("quantize {llama} --scheme uint4_wo_128 -o {out}", places, out=tmp_path / "out")
+    before, after = megabytes(out)
+    assert after < before
+    assert after == pytest.approx((tmp_path / "out" / "model.safetensors").stat().st_size / 1e6, abs=0.01)
+    assert stored_config(tmp_path / "out")["quant_method"] == "quark"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a word").input_ids
+    with torch.no_grad():
+        assert torch.isfinite(loaded(token_batches(1)[0]).logits).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path) -> None:
+    line = "quantize {llama} --scheme int8 --calib {text} --samples 2 -o {out}"
+    succeed(line, places, out=tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert float(tensors["model.layers.0.mlp.down_proj.input_scale"]) > 0
+
+
+def test_streaming_writes_the_same_files(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quark.commands import quantize_torch
+
+    line = ("quantize", places["llama"], "--scheme", "int8", "--calib", places["text"])
+    assert quark(*line, "-o", tmp_path / "memory").code == 0
+    assert quark(*line, "-o", tmp_path / "stream", "--stream").code == 0
+    monkeypatch.setattr(quantize_torch, "fits_memory", lambda size: size < 1000)
+    assert quark(*line, "-o", tmp_path / "small").code == 0
+    for file in (tmp_path / "memory").iterdir():
+        for other in ("stream", "small"):
+            assert (tmp_path / other / file.name).read_bytes() == file.read_bytes(), file.name
+    done = quark(*line, "-o", tmp_path / "no", "--stream", "--dtype", "float32")
+    assert done.code == 1 and "--dtype auto" in done.err
+
+
+def test_quantize_with_rules_for_layers(places: dict[str, Path], tmp_path: Path) -> None:
+    line = "quantize {llama} --scheme int4_wo_32 --layer *.down_proj=int8_wo --layer *.up_proj=mxfp4_weight_only "
+    succeed(line + "--exclude *.q_proj --exclude re:.*k_proj -o {out}", places, out=tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    dtypes = {name: tensors[f"model.layers.1.{name}.weight"].dtype for name in ("mlp.down_proj", "mlp.up_proj")}
+    assert dtypes == {"mlp.down_proj": torch.int8, "mlp.up_proj": torch.uint8}
+    excluded = stored_config(tmp_path / "out")["exclude"]
+    assert isinstance(excluded, list)
+    assert sorted(excluded) == sorted(
+        ["lm_head", *(f"model.layers.{i}.self_attn.{leaf}" for i in (0, 1) for leaf in ("q_proj", "k_proj"))]
+    )
+
+
+def test_quantize_passes_on_how_to_write(places: dict[str, Path], tmp_path: Path) -> None:
+    line = "quantize {llama} --scheme int4_wo_32 --dtype float32 --weight-format fake_quantized --pack-method order "
+    succeed(line + "--max-shard-size 1MB -o {out}", places, out=tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    export = stored_config(tmp_path / "out")["export"]
+    assert isinstance(export, dict)
+    assert (export["weight_format"], export["pack_method"]) == ("fake_quantized", "order")
+
+
+def test_force_replaces_the_output(places: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    succeed("quantize {llama} --scheme int8_wo -o {out}", places, out=tmp_path / "out")
+    (tmp_path / "out" / "old").write_text("")
+    succeed("quantize {llama} --scheme mxfp4 --force -o {out}", places, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "old").exists()
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
+
+
+def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
+    from quark.commands.models import load_model, load_tokenizer
+    from quark.commands.text import perplexity, token_windows
+
+    line = "evaluate {llama} {quantized} --text {text} --length 64 --windows 3 --layers 2"
+    out = succeed(line, places)
+    data = token_windows(load_tokenizer(places["llama"]), places["text"], 64, 3)
+    for place in ("llama", "quantized"):
+        assert f"{perplexity(load_model(places[place]), data):.3f}" in out
+        assert f"{len(weights(places[place])) / 1e6:.2f}" in out
+    assert out.count("model.layers.") == 2
+
+
+def test_plan_reads_no_weights_and_predicts_the_size(places: dict[str, Path], tmp_path: Path) -> None:
+    line = "--scheme int4_wo_32 --layer *.down_proj=mxfp4 --exclude *.q_proj"
+    out = succeed("plan {no_weights} " + line, places)
+    assert "int4 group 32" in out and "fp4_e2m1 group 32" in out
+    written = megabytes(succeed("quantize {llama} -o {out} " + line, places, out=tmp_path / "out"))
+    assert megabytes(out) == pytest.approx(written, rel=0.02)
+
+
+def test_inspect_shows_the_quantization_of_a_folder(places: dict[str, Path]) -> None:
+    out = succeed("inspect {quantized}", places)
+    assert f"llama, {len(weights(places['quantized'])) / 1e6:.2f} MB" in out
+    assert re.search(r"quant_method +\S quark ", out) and re.search(r"weight\.dtype +\S uint4 ", out)
+    assert "a float model" in succeed("inspect {llama}", places)
+
+
+def test_schemes_lists_every_scheme() -> None:
+    done = quark("schemes")
+    assert done.code == 0
+    for name, layer in SCHEMES.items():
+        assert re.search(rf"{name} +\S +{re.escape(str(layer.weight))} ", done.out), name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str) -> None:
+    done = quark(command, "--help")
+    assert done.code == 0 and done.err == ""
+    assert f"Example: quark {command}" in done.out
+
+
+def test_the_examples_of_help_run(places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(places["llama"], tmp_path / "llama")
+    shutil.copyfile(places["text"], tmp_path / "heldout.txt")
+    onnx.save(cnn(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "samples.npz", x=images()[0]["x"])
+    monkeypatch.chdir(tmp_path)
+    for command in COMMANDS.values():
+        examples = re.findall(r"Example: quark (.*)", command.__doc__ or "")
+        assert examples
+        for example in examples:
+            done = quark(*shlex.split(example))
+            assert (done.code, done.err) == (0, ""), example
+
+
+def test_the_program_alone_shows_help() -> None:
+    done = quark("--help")
+    assert done.code == 0 and all(name in done.out for name in COMMANDS)
+
+
+# Bad input. ----------------------------------------------------------------------------------------------------------
+
+QUANTIZE = "quantize {llama} -o {out} "
+BAD = {
+    "misspelled scheme": (QUANTIZE + "--scheme uint4_wo_12", "Did you mean 'uint4_wo_128'"),
+    "misspelled exclude": (QUANTIZE + "--scheme int8_wo --exclude *.q_prjo", "'*.q_prjo' matches no layer"),
+    "exclude of a block": (QUANTIZE + "--scheme int8_wo --exclude model.layers.0", "'model.layers.0.*'"),
+    "broken exclude": (QUANTIZE + "--scheme int8_wo --exclude re:*(", "not a regular expression"),
+    "everything excluded": (QUANTIZE + "--scheme int8_wo --exclude *", "Nothing to quantize"),
+    "layer without =": (QUANTIZE + "--scheme int8_wo --layer *.down_proj", "--layer takes PATTERN=SCHEME"),
+    "misspelled layer": (QUANTIZE + "--scheme int8_wo --layer *.dwn_proj=mxfp4", "'*.dwn_proj' matches no layer"),
+    "misspelled scheme of a layer": (QUANTIZE + "--scheme int8_wo --layer *.down_proj=mxpf4", "Did you mean 'mxfp4'"),
+    "missing folder": ("quantize {missing} --scheme int8_wo -o {out}", "missing"),
+    "file for a folder": ("quantize {file} --scheme int8_wo -o {out}", "no model folder"),
+    "no config.json": ("quantize {no_config} --scheme int8_wo -o {out}", "no config.json"),
+    "broken config.json": ("quantize {broken_config} --scheme int8_wo -o {out}", "config.json is not JSON"),
+    "config.json of another kind": ("quantize {list_config} --scheme int8_wo -o {out}", "config.json"),
+    "config.json without a type": ("quantize {no_type} --scheme int8_wo -o {out}", "model_type"),
+    "no weights": ("quantize {no_weights} --scheme int8_wo -o {out}", "model.safetensors"),
+    "truncated weights": ("quantize {truncated} --scheme int8_wo -o {out}", "truncated cannot be loaded"),
+    "empty weights": ("quantize {emptied} --scheme int8_wo -o {out}", "emptied cannot be loaded"),
+    "quantized already": ("quantize {quantized} --scheme int8_wo -o {out}", "quantized layers already"),
+    "output exists": ("quantize {llama} --scheme int8_wo -o {quantized}", "--force"),
+    "output is a file": ("quantize {llama} --scheme int8_wo -o {file}", "--force"),
+    "output under a file": ("quantize {llama} --scheme int8_wo -o {file}/out", "Could not write"),
+    "static without data": (QUANTIZE + "--scheme int8", "calibration data"),
+    "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "cannot be read"),
+    "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),
+    "calibration text in Latin-1": (QUANTIZE + "--scheme int8 --calib {latin1}", "UTF-8"),
+    "no calibration sample": (QUANTIZE + "--scheme int8 --calib {text} --samples 0", "greater than or equal to 1"),
+    "negative samples": (QUANTIZE + "--scheme int8 --calib {text} --samples -1", "samples"),
+    "no tokenizer": ("quantize {no_tokenizer} --scheme int8 --calib {text} -o {out}", "no_tokenizer"),
+    "group size": ("quantize {opt} --scheme int4_wo_128 -o {out}", "group_size 128 does not divide"),
+    "weight format": (QUANTIZE + "--scheme int8_wo --weight-format real", "'real_quantized'"),
+    "pack method": (QUANTIZE + "--scheme int8_wo --pack-method reordered", "'reorder'"),
+    "shard size": (QUANTIZE + "--scheme int8_wo --max-shard-size many", "many"),
+    "dtype": (QUANTIZE + "--scheme int8_wo --dtype float23", "float23"),
+    "integer dtype": (QUANTIZE + "--scheme int8_wo --dtype int8", "int8"),
+    "device": (QUANTIZE + "--scheme int8_wo --device gpu", "gpu"),
+    "option of ONNX files": (QUANTIZE + "--scheme int8_wo --config A8W8", "--config does not apply to"),
+    "no scheme": (QUANTIZE, "Missing option --scheme"),
+    "evaluate: no text file": ("evaluate {llama} {quantized}", "Missing option --text"),
+    "evaluate: data for a folder": (
+        "evaluate {llama} {quantized} --text {text} --data {text}",
+        "--data does not apply",
+    ),
+    "inspect: no model": ("inspect {missing}", "neither an .onnx file nor a model folder"),
+    "inspect: broken config.json": ("inspect {broken_config}", "is not the config of a model"),
+    "inspect: config.json of another kind": ("inspect {list_config}", "is not the config of a model"),
+    "plan: missing folder": ("plan {missing} --scheme int8_wo", "no model folder"),
+    "plan: misspelled scheme": ("plan {llama} --scheme int8_w", "Did you mean"),
+    "plan: misspelled exclude": ("plan {llama} --scheme int8_wo --exclude *.q_prjo", "matches no layer"),
+    "plan: group size": ("plan {opt} --scheme int4_wo_128", "group_size 128 does not divide"),
+    "plan: broken config.json": ("plan {broken_config} --scheme int8_wo", "is not JSON"),
+    "evaluate: missing folder": ("evaluate {llama} {missing} --text {text}", "missing"),
+    "evaluate: truncated weights": ("evaluate {llama} {truncated} --text {text}", "cannot be loaded"),
+    "evaluate: empty text": ("evaluate {llama} {quantized} --text {empty_text}", "0 tokens"),
+    "evaluate: no text": ("evaluate {llama} {quantized} --text {missing}", "cannot be read"),
+    "evaluate: no length": ("evaluate {llama} {quantized} --text {text} --length 0", "length"),
+    "evaluate: nothing to predict": ("evaluate {llama} {quantized} --text {text} --length 1", "length"),
+    "evaluate: another architecture": ("evaluate {opt} {quantized} --text {text} --length 32", "opt"),
+    "evaluate: another architecture in float": ("evaluate {llama} {opt} --text {text} --length 32", "opt"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_line(line: str, message: str, places: dict[str, Path], tmp_path: Path) -> None:
+    before = tree(places["llama"].parent)
+    done = run(line, places, out=tmp_path / "out")
+    assert done.code == 1
+    assert done.err.startswith("quark: ") and done.err.count("\n") == 1 and message in done.err, done.err
+    assert list(tmp_path.iterdir()) == []
+    assert tree(places["llama"].parent) == before
+
+
+def tree(root: Path) -> dict[str, int]:
+    """Every file below, hidden ones too, with the time of its last change."""
+    return {str(path.relative_to(root)): path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("line", ["quantize {llama}", "quantise {llama}", "plan {llama} --scheme", "evaluate {llama}"])
+def test_a_wrong_command_line_is_explained(line: str, places: dict[str, Path]) -> None:
+    done = run(line, places)
+    assert done.code == 1 and done.err.startswith("quark: ") and done.err.count("\n") == 1
+
+
+def test_the_module_is_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quark", "plan", str(tmp_path), "--scheme", "mxfp4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"quark: {tmp_path} is no model folder: it has no config.json.\n"

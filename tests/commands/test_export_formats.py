@@ -1,0 +1,130 @@
+"""`quark quantize --export-format`: every format from the command line, and combinations that are refused early."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quark.torch.formats import FORMATS
+from tests.commands.program import quark
+from tests.zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    tiny_llama(vocab_size=2048, dtype=torch.float16).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / name, path / name)
+    return path
+
+
+SCHEMES = {"quark": "mxfp4", "awq": "uint4_wo_32", "fp8": "fp8", "compressed-tensors": "int8_dynamic"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_folder_is_written_inspected_and_evaluated(form: str, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:200]), encoding="utf-8")
+    out = tmp_path / "out"
+    done = quark("quantize", folder, "--scheme", SCHEMES[form], "--export-format", form, "--calib", text, "-o", out)
+    assert done.code == 0 and f"{SCHEMES[form]}: " in done.out
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == form
+    assert "quant_method" in quark("inspect", out).out
+    done = quark("evaluate", folder, out, "--text", text, "--length", 64, "--windows", 2)
+    assert done.code == 0 and "model.layers.0" in done.out
+
+
+def test_a_gguf_file_is_written_and_inspected(folder: Path, tmp_path: Path) -> None:
+    command: list[Any] = ["quantize", folder, "--scheme", "uint4_wo_32", "--export-format", "gguf", "-o"]
+    assert quark(*command, tmp_path / "folder").code == 0
+    done = quark(*command, tmp_path / "file.gguf")
+    assert done.code == 0 and "uint4_wo_32: " in done.out
+    file = tmp_path / "folder" / "llama.gguf"
+    assert file.read_bytes() == (tmp_path / "file.gguf").read_bytes()
+    shown = quark("inspect", file).out
+    assert "Q4_1" in shown and "tokenizer.ggml.merges" in shown
+    again = quark(*command, tmp_path / "file.gguf")
+    assert again.code == 1 and "--force" in again.err
+    assert quark(*command, tmp_path / "file.gguf", "--force").code == 0
+
+
+REFUSED = {
+    "awq of int8": (("--scheme", "int8_wo", "--export-format", "awq"), "It takes the schemes int4_wo_32"),
+    "a layer's scheme": (
+        ("--scheme", "uint4_wo_32", "--layer", "*.down_proj=mx6", "--export-format", "compressed-tensors"),
+        "(mx6)",
+    ),
+    "gguf of activations": (("--scheme", "mxfp4", "--export-format", "gguf"), "mxfp4_weight_only"),
+    "an option of quark": (
+        ("--scheme", "uint4_wo_32", "--export-format", "awq", "--pack-method", "order"),
+        "has one form only",
+    ),
+    "an option beside gguf": (
+        ("--scheme", "int8_wo", "--export-format", "gguf", "--weight-format", "fake_quantized"),
+        "do not apply",
+    ),
+    "another format block by block": (
+        ("--scheme", "uint4_wo_32", "--export-format", "awq", "--stream"),
+        "--stream with --export-format awq: block by block only the quark format is written",
+    ),
+    "gguf block by block": (("--scheme", "uint4_wo_32", "--export-format", "gguf", "--stream"), "--stream with"),
+    "a misspelled format": (("--scheme", "int8_wo", "--export-format", "compressed_tensors"), "'compressed-tensors'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_weights_are_read(case: str, folder: Path, tmp_path: Path) -> None:
+    options, message = REFUSED[case]
+    unreadable = tmp_path / "model"
+    shutil.copytree(folder, unreadable)
+    (unreadable / "model.safetensors").unlink()
+    done = quark("quantize", unreadable, *options, "-o", tmp_path / "out")
+    assert done.code == 1 and message in done.err and not (tmp_path / "out").exists()
+
+
+def test_gguf_of_an_unknown_architecture_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    opt = tiny_opt(tmp_path / "opt")
+    (opt / "model.safetensors").unlink()
+    done = quark("quantize", opt, "--scheme", "int8_wo", "--export-format", "gguf", "-o", tmp_path / "out")
+    assert done.code == 1 and "'opt' models" in done.err
+
+
+def test_an_onnx_file_computes_sequences_of_any_length(folder: Path, tmp_path: Path) -> None:
+    import onnxruntime
+    from transformers import AutoModelForCausalLM
+
+    command: list[Any] = ["quantize", folder, "--dtype", "float32", "--scheme", "uint4_wo_32", "-o"]
+    assert quark(*command, tmp_path / "onnx", "--export-format", "onnx").code == 0
+    assert quark(*command, tmp_path / "quark").code == 0
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    session = onnxruntime.InferenceSession(str(tmp_path / "onnx" / "quark_model.onnx"), options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "quark", dtype=torch.float32)
+    ids = torch.arange(3 * 11).reshape(3, 11)
+    (found,) = session.run(["logits"], {"input_ids": ids.numpy()})
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(found), model(ids).logits, atol=1e-4)
+
+
+def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    command: list[Any] = ["quantize", folder, "--scheme", "int3_wo_128", "-o", tmp_path / "out"]
+    both = ("--algorithm", "smooth", "--algorithm", "gptq")
+    done = quark(*command, *both)
+    assert done.code == 1 and "'smooth' needs calibration data: pass --calib FILE" in done.err
+    done = quark(*command, "--algorithm", "gptw")
+    assert done.code == 1 and "Did you mean 'gptq'" in done.err
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:400]), encoding="utf-8")
+    done = quark(*command, *both, "--calib", text)
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [algorithm["name"] for algorithm in config["algo_config"]] == ["smooth", "gptq"]
+    assert quark("evaluate", folder, tmp_path / "out", "--text", text, "--length", 64, "--windows", 2).code == 0

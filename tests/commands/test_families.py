@@ -1,0 +1,37 @@
+"""The commands on models whose layers are taken apart, with a quantized cache."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.commands.program import quark
+from tests.torch.families import family
+from tests.zoo import LANGUAGE_MODEL, TEXT
+
+CALIBRATION = ("--calib", TEXT / "calibration.txt", "--samples", "2")
+LAYERS = {"mixtral": "layers.1.mlp.experts.2.w1", "gpt2": "h.1.attn.c_attn"}
+CACHE = {"mixtral": "model.layers.1.self_attn.k_proj", "gpt2": "transformer.h.1.attn.c_attn"}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_plan_quantize_and_evaluate(name: str, tmp_path: Path) -> None:
+    model, out = tmp_path / name, tmp_path / "out"
+    family(name, vocab_size=2048).save_pretrained(model)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / file, model / file)
+    assert LAYERS[name].rsplit(".", 1)[-1] in quark("plan", model, "--scheme", "uint4_wo_32").out
+    options = ("--kv-cache", "fp8", "--attention", "fp8")
+    missing = quark("quantize", model, "--scheme", "uint4_wo_32", *options, "-o", out)
+    assert missing.code == 1 and "'fp8' has static activation scales" in missing.err and not out.exists()
+    assert quark("quantize", model, "--scheme", "uint4_wo_32", *options, *CALIBRATION, "-o", out).code == 0
+    stored = load_file(out / "model.safetensors")
+    assert float(stored[f"{CACHE[name]}.output_scale"]) > 0
+    assert sum(key.endswith("prob_output_scale") for key in stored) == 2
+    done = quark("evaluate", model, out, "--text", TEXT / "heldout.txt", "--windows", "2", "--length", "32")
+    assert done.code == 0 and "perplexity" in done.out and "nan" not in done.out
+    wrong = quark("quantize", model, "--scheme", "uint4_wo_32", "--kv-cache", "fp4", "-o", tmp_path / "other")
+    assert wrong.code == 1 and "Possible: 'fp8', 'int8'" in wrong.err

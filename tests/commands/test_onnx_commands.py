@@ -1,0 +1,301 @@
+"""The commands on ONNX files from end to end, and every bad input: one clear line, nothing half-written."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from quark.onnx import ModelQuantizer, PathDataReader, QConfig
+from quark.onnx.evaluation.compare_models import compare_models
+from quark.onnx.evaluation.ort_fusion import inspect_fusion
+from tests.commands.program import Done, quark
+from tests.onnx.zoo import cnn, images, mlp, run, vectors
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Inputs by name, good and bad; tests never change them."""
+    root = tmp_path_factory.mktemp("inputs")
+    found = {name: root / file for name, file in (("cnn", "cnn.onnx"), ("mlp", "mlp.onnx"), ("samples", "samples.npz"))}
+    onnx.save(cnn(), found["cnn"])
+    onnx.save(mlp(), found["mlp"])
+    np.savez(found["samples"], x=np.concatenate([feed["x"] for feed in images()]))
+    found |= {"folder": root / "samples", "quantized": root / "a8w8.onnx", "x64": root / "x64.onnx"}
+    found["folder"].mkdir()
+    for index, feed in enumerate(images()):
+        np.save(found["folder"] / f"{index}.npy", feed["x"])
+    found |= {"missing": root / "missing.onnx", "broken": root / "broken.onnx", "empty": root / "empty"}
+    found["broken"].write_bytes(b"no model")
+    found["empty"].mkdir()
+    found |= {"vectors": root / "vectors.npz", "doubles": root / "doubles.npz", "text": root / "text.txt"}
+    np.savez(found["vectors"], x=vectors()[0]["x"])
+    np.savez(found["doubles"], x=images()[0]["x"].astype(np.float64))
+    found["text"].write_text("no data")
+    for config, name in (("A8W8", "quantized"), ("U8S8_AAWS --target ort_x64", "x64")):
+        line = f"quantize {found['cnn']} --config {config} --calib {found['samples']} --batch-size 4 -o {found[name]}"
+        assert quark(*line.split()).code == 0
+    return found
+
+
+def command(line: str, places: dict[str, Path], **more: Path) -> Done:
+    return quark(*(word.format(**places, **more) for word in line.split()))
+
+
+def succeed(line: str, places: dict[str, Path], **more: Path) -> str:
+    done = command(line, places, **more)
+    assert (done.code, done.err) == (0, "")
+    return done.out
+
+
+def constants(path: Path) -> dict[str, Any]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+
+
+# quantize. ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["samples", "folder"])
+def test_quantize_writes_what_the_python_interface_writes(data: str, places: dict[str, Path], tmp_path: Path) -> None:
+    out = succeed(f"quantize {{cnn}} --config A8W8 --calib {{{data}}} -o {{out}}", places, out=tmp_path / "out.onnx")
+    quantizer = ModelQuantizer(QConfig.get_default_config("A8W8"))
+    quantizer.quantize_model(places["cnn"], tmp_path / "python.onnx", images())
+    assert (tmp_path / "out.onnx").read_bytes() == (tmp_path / "python.onnx").read_bytes()
+    sizes = [float(number) for number in re.findall(r"([\d.]+) MB", out)]
+    expected = [path.stat().st_size / 1e6 for path in (places["cnn"], tmp_path / "out.onnx")]
+    assert sizes == pytest.approx(expected, abs=0.005) and re.search(r"in \d+\.\d s", out)
+
+
+def test_quantize_passes_its_options_on(places: dict[str, Path], tmp_path: Path) -> None:
+    line = "quantize {cnn} --config A8W8_QCONFIG --calib {samples} --samples 3 --exclude y_node -o {out}"
+    succeed(line + " --exclude ^last_.*", places, out=tmp_path / "out.onnx")
+    found = constants(tmp_path / "out.onnx")
+    assert {"fc_w", "last_w"} <= set(found) and "stem_w_quantized" in found
+    feeds = images()[0]["x"][:3]
+    assert 0.9 < found["x_scale"] / (np.abs(feeds).max() / 127) <= 1.001
+    assert found["x_scale"] < constants(places["quantized"])["x_scale"]
+
+
+def test_the_target_ort_x64_runs_in_integers(places: dict[str, Path]) -> None:
+    rows = inspect_fusion(places["x64"])
+    assert len(rows) == 12 and all(row.integer for row in rows)
+
+
+def test_statistics_are_written_and_reused_without_data(places: dict[str, Path], tmp_path: Path) -> None:
+    line = "quantize {cnn} --statistics {stats} --config {config} -o {out} "
+    stats, data = tmp_path / "statistics.npz", f"--calib {places['samples']}"
+    succeed(line + data, places, stats=stats, config=Path("A8W8"), out=tmp_path / "one.onnx")
+    succeed(line, places, stats=stats, config=Path("S8S8_AAWS"), out=tmp_path / "two.onnx")
+    plain = "quantize {cnn} --config S8S8_AAWS --calib {samples} -o {out}"
+    succeed(plain, places, out=tmp_path / "plain.onnx")
+    assert (tmp_path / "two.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
+
+
+def test_an_existing_output_is_replaced_only_by_force(places: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out.onnx").write_text("old")
+    line = "quantize {cnn} --config A8W8 --calib {samples} -o {out}"
+    done = command(line, places, out=tmp_path / "out.onnx")
+    assert done.code == 1 and "--force" in done.err and (tmp_path / "out.onnx").read_text() == "old"
+    succeed(line + " --force", places, out=tmp_path / "out.onnx")
+    onnx.checker.check_model(str(tmp_path / "out.onnx"))
+
+
+def test_images_are_calibration_data(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    onnx.save(cnn(), tmp_path / "cnn.onnx")
+    (tmp_path / "images").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    image.fromarray(pixels).save(tmp_path / "images" / "0.png")
+    line = f"quantize {tmp_path}/cnn.onnx --config A8W8 --calib {tmp_path}/images -o {tmp_path}/out.onnx"
+    done = quark(*line.split(), "--mean", "0.5", "--std", "0.1,0.2,0.4")
+    assert (done.code, done.err) == (0, "")
+    largest = np.abs((pixels / 255 - 0.5) / [0.1, 0.2, 0.4]).max()
+    assert constants(tmp_path / "out.onnx")["x_scale"] == pytest.approx(largest / 127, rel=1e-5)
+
+
+# evaluate. ------------------------------------------------------------------------------------------------------------
+
+
+def cells(out: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+
+
+def test_evaluate_shows_outputs_sizes_and_the_worst_layers(places: dict[str, Path]) -> None:
+    rows = cells(succeed("evaluate {cnn} {x64} --data {samples} --layers 3", places))
+    x, y = (
+        np.concatenate([run(str(places[name]), feed).astype(np.float64) for feed in images()])
+        for name in ("cnn", "x64")
+    )
+    noise = np.sum((x - y) ** 2)
+    expected = [np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y), np.sqrt(noise)]
+    expected += [10 * np.log10(x.max() ** 2 / (noise / x.size)), 10 * np.log10(np.sum(x**2) / noise)]
+    (output,) = [row for row in rows if row[0] == "y"]
+    assert [float(cell) for cell in output[1:]] == pytest.approx(expected, rel=2e-4)
+    for row, name in zip(rows[:2], ("cnn", "x64"), strict=True):
+        assert float(row[1]) == pytest.approx(places[name].stat().st_size / 1e6, abs=0.005)
+        assert float(row[2].split()[0]) > 0
+    layers = rows[3:]
+    assert len(layers) == 3 and [float(row[3]) for row in layers] == sorted(float(row[3]) for row in layers)
+
+
+def inner(path: Path, name: str, feed: dict[str, Any]) -> Any:
+    model = onnx.load(path)
+    model.graph.output.append(onnx.ValueInfoProto(name=name))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run([name], feed)[0].astype(np.float64)
+
+
+@pytest.mark.parametrize("name", ["quantized", "x64"])
+def test_the_damage_of_a_layer_is_that_of_its_tensor(name: str, places: dict[str, Path]) -> None:
+    report = compare_models(places["cnn"], places[name], images(1), threads=1)
+    layers = {layer.node: layer for layer in report.layers}
+    (feed,) = images(1)
+    # Where the Relu was dropped, the decoded tensor is that after the Relu of the float model.
+    for node, before, after in (("last_conv_node", "last_norm", "last_norm"), ("sum_node", "sum", "sum")) if (
+        name == "quantized"
+    ) else (("stem_conv_node", "stem", "stem_norm"), ("sum_node", "block", "sum")):  # fmt: skip
+        x = inner(places["cnn"], before, feed)
+        made = {output for item in onnx.load(places[name]).graph.node for output in item.output}
+        decoded = f"{after}_DequantizeLinear_Output"
+        y = inner(places[name], decoded if decoded in made else after, feed)
+        assert layers[node].tensor == before
+        assert layers[node].sqnr == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2)), abs=1e-3)
+        assert layers[node].sqnr > 20
+    assert report.layers == sorted(report.layers, key=lambda layer: layer.sqnr)
+
+
+def test_evaluation_holds_one_sample(places: dict[str, Path]) -> None:
+    seen: list[Any] = []
+
+    def feeds() -> Iterator[dict[str, Any]]:
+        for feed in images(6):
+            gc.collect()
+            assert sum(reference() is not None for reference in seen) <= 1
+            array = feed.pop("x").copy()
+            seen.append(weakref.ref(array))
+            yield {"x": array}
+            del array
+
+    assert compare_models(places["cnn"], places["x64"], feeds(), limit=5).samples == 5 == len(seen)
+
+
+def test_layers_that_break_are_the_worst(tmp_path: Path) -> None:
+    def model(path: Path, op_type: str) -> Path:
+        nodes = [
+            helper.make_node("Neg", ["x"], ["n"], name="neg"),
+            helper.make_node(op_type, ["n"], ["y"], name="last"),
+        ]
+        value, output = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in ("x", "y"))
+        graph = helper.make_graph(nodes, "g", [value], [output])
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+        return path
+
+    pair = model(tmp_path / "a.onnx", "Abs"), model(tmp_path / "b.onnx", "Sqrt")
+    report = compare_models(*pair, [np.ones(4, np.float32)])
+    assert [(layer.node, layer.sqnr) for layer in report.layers] == [("last", -np.inf), ("neg", np.inf)]
+
+
+# inspect. -------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_counts_what_is_in_the_file_and_what_is_fused(places: dict[str, Path]) -> None:
+    out = succeed("inspect {quantized}", places)
+    model = onnx.load(places["quantized"])
+    counts = {kind: sum(node.op_type == kind for node in model.graph.node) for kind in ("QuantizeLinear", "Conv")}
+    rows = {row[0]: row[1:] for row in cells(out)}
+    assert rows["QuantizeLinear"] == ["com.microsoft", str(counts["QuantizeLinear"])] and rows["Conv"][1] == "6"
+    assert rows["int8"][2] == str(counts["QuantizeLinear"]) and rows["int32"][2:] == ["", "7"]
+    assert "ai.onnx 17, com.microsoft 1, IR 9, by quark.onnx" in out
+    assert "5 of 12 quantized nodes in integers" in out and "stem_conv_node" in rows and "b_conv_node" not in rows
+    assert "12 of 12 quantized nodes" in succeed("inspect {x64}", places)
+    assert "No node reads a DequantizeLinear" in succeed("inspect {cnn}", places)
+
+
+# Bad input. -----------------------------------------------------------------------------------------------------------
+
+QUANTIZE = "quantize {cnn} -o {out} "
+BAD = {
+    "no config": (QUANTIZE + "--calib {samples}", "Missing option --config"),
+    "misspelled config": (QUANTIZE + "--config A8W7 --calib {samples}", "Did you mean 'A8W8'"),
+    "scheme": (QUANTIZE + "--config A8W8 --calib {samples} --scheme int8", "--scheme does not apply to"),
+    "device": (QUANTIZE + "--config A8W8 --calib {samples} --device cuda", "--device does not apply to"),
+    "no data": (QUANTIZE + "--config A8W8", "--calib"),
+    "batch size without data": (QUANTIZE + "--config BF16 --batch-size 4", "--batch-size describes the data"),
+    "missing data": (QUANTIZE + "--config A8W8 --calib {missing}", "neither a folder nor a file"),
+    "empty folder": (QUANTIZE + "--config A8W8 --calib {empty}", "holds no samples"),
+    "text as data": (QUANTIZE + "--config A8W8 --calib {text}", "no data file"),
+    "data of another shape": (
+        QUANTIZE + "--config A8W8 --calib {vectors}",
+        "'x' is float32 [1, 32]; the model expects x",
+    ),
+    "data of another type": (QUANTIZE + "--config A8W8 --calib {doubles}", "'x' is float64"),
+    "misspelled exclude": (QUANTIZE + "--config A8W8 --calib {samples} --exclude y_nod", "y_node"),
+    "target": (QUANTIZE + "--config A8W8 --calib {samples} --target ort_x46", "'ort_x64'"),
+    "target of other types": (QUANTIZE + "--config A8W8 --calib {samples} --target ort_x64", "uint8 activations"),
+    "mean without std": (QUANTIZE + "--config A8W8 --calib {samples} --mean 0.5", "belong together"),
+    "mean of words": (QUANTIZE + "--config A8W8 --calib {samples} --mean half --std 1", "got 'half'"),
+    "missing model": ("quantize {missing} --config A8W8 --calib {samples} -o {out}", "missing.onnx"),
+    "broken model": ("quantize {broken} --config A8W8 --calib {samples} -o {out}", "not an ONNX model"),
+    "quantized already": ("quantize {quantized} --config A8W8 --calib {samples} -o {out}", "quantized already"),
+    "output is a folder": ("quantize {cnn} --config A8W8 --calib {samples} --force -o {empty}", "exists already"),
+    "output under a file": ("quantize {cnn} --config A8W8 --calib {samples} -o {text}/out.onnx", "Could not write"),
+    "evaluate: no data": ("evaluate {cnn} {quantized}", "Missing option --data"),
+    "evaluate: text": ("evaluate {cnn} {quantized} --data {samples} --text {text}", "--text does not apply"),
+    "evaluate: another model": ("evaluate {mlp} {quantized} --data {vectors}", "differ in their inputs"),
+    "evaluate: data of another shape": ("evaluate {cnn} {quantized} --data {vectors}", "the model expects x"),
+    "evaluate: missing model": ("evaluate {cnn} {missing} --data {samples}", "cannot be read"),
+    "evaluate: broken model": ("evaluate {cnn} {broken} --data {samples}", "not an ONNX model"),
+    "evaluate: folder": ("evaluate {cnn} {empty} --data {samples}", "cannot be read"),
+    "evaluate: no thread": ("evaluate {cnn} {quantized} --data {samples} --threads 0", "threads"),
+    "inspect: missing": ("inspect {missing}", "cannot be read"),
+    "inspect: broken": ("inspect {broken}", "not an ONNX model"),
+    "inspect: folder": ("inspect {empty}", "no config.json"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_line(line: str, message: str, places: dict[str, Path], tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in places["cnn"].parent.rglob("*")}
+    done = command(line, places, out=tmp_path / "out.onnx")
+    assert done.code == 1
+    assert done.err.startswith("quark: ") and done.err.count("\n") == 1 and message in done.err, done.err
+    assert list(tmp_path.iterdir()) == []
+    assert {path: path.stat().st_mtime_ns for path in places["cnn"].parent.rglob("*")} == before
+
+
+def test_a_sample_is_as_large_as_asked(places: dict[str, Path]) -> None:
+    assert [len(f["x"]) for f in PathDataReader(places["cnn"], places["samples"], batch_size=5)] == [5, 5, 5, 1]
+
+
+def test_outputs_whose_shape_follows_from_the_values_are_left_out(tmp_path: Path) -> None:
+    """NonMaxSuppression, NonZero: one output may differ in length; the others are compared."""
+    graph = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
+        g (float[n, 4] x) => (float[n, 4] y, int64[r, m] found) { y = Mul(x, w)  found = NonZero(y) }""")
+    paths = []
+    for index, factor in enumerate(([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0])):
+        model = onnx.ModelProto()
+        model.CopyFrom(graph)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(factor, np.float32), "w"))
+        paths.append(tmp_path / f"{index}.onnx")
+        onnx.save(model, paths[-1])
+    report = compare_models(paths[0], paths[1], [{"x": np.ones((2, 4), np.float32)}])
+    assert list(report.outputs) == ["y"] and report.unlike == ("found",)
+    np.savez(tmp_path / "x.npz", x=np.ones((2, 4), np.float32))
+    done = quark("evaluate", str(paths[0]), str(paths[1]), "--data", str(tmp_path / "x.npz"))
+    assert done.code == 0 and "Not compared, as their shapes differ: found." in done.out
+
+
+def test_mean_and_std_are_for_images(tmp_path: Path, places: dict[str, Path]) -> None:
+    np.savez(tmp_path / "x.npz", x=images(1)[0]["x"])
+    arguments = ("quantize", str(places["cnn"]), "--config", "A8W8", "--calib", str(tmp_path / "x.npz"))
+    done = quark(*arguments, "--mean", "0.5", "--std", "0.5", "-o", str(tmp_path / "out.onnx"))
+    assert done.code == 1 and "mean and std are for images" in done.err and not (tmp_path / "out.onnx").exists()

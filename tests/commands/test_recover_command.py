@@ -1,0 +1,94 @@
+"""`quark quantize --recover` and --allow-noop from end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.onnx import CLEConfig
+from quark.onnx.config.presets import QROWS
+from tests.commands.program import Done, quark
+from tests.commands.test_onnx_commands import cells
+from tests.onnx.zoo import cnn, images, mlp, run, vectors
+
+LINE = "quantize {0}/cnn.onnx --config A8W8 --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("recover")
+    onnx.save(cnn(), root / "cnn.onnx")
+    onnx.save(mlp(), root / "mlp.onnx")
+    np.savez(root / "samples.npz", x=np.concatenate([feed["x"] for feed in images(8)]))
+    np.savez(root / "vectors.npz", x=vectors()[0]["x"])
+    return root
+
+
+def command(folder: Path, more: str, line: str = LINE) -> Done:
+    return quark(*f"{line.format(folder)} {more}".split())
+
+
+def sqnr(folder: Path) -> float:
+    """Of what was written, on the held-out samples."""
+    held_out = [images(8)[i] for i in (3, 7)]
+    x, y = (
+        np.concatenate([run(str(folder / name), feed).astype(np.float64) for feed in held_out])
+        for name in ("cnn.onnx", "out.onnx")
+    )
+    return float(10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2)))
+
+
+def test_the_table_says_what_each_step_gave_and_the_file_is_the_best(folder: Path) -> None:
+    assert command(folder, "").code == 0
+    target = round(sqnr(folder) + 0.5, 2)
+    done = command(folder, f"--recover --budget 2m --target {target} --target generic")
+    assert (done.code, done.err) == (0, "")
+    rows = cells(done.out)
+    assert rows[0][0] == "the config as it is" and rows[0][4] == "kept"
+    assert [row[1] for row in rows[1:2]] == [rows[0][2]]
+    kept = [float(row[2].removesuffix(" dB")) for row in rows if row[4] == "kept"]
+    assert kept == sorted(kept) and len(kept) > 1
+    assert sqnr(folder) == pytest.approx(kept[-1], abs=0.01)
+    assert f"sqnr: {kept[0]:.2f} dB -> {kept[-1]:.2f} dB; the target of {target:.2f} dB is reached" in done.out
+
+
+def test_a_target_that_the_config_reaches_ends_at_once(folder: Path) -> None:
+    done = command(folder, "--recover --metric cosine --target 0.5")
+    assert done.code == 0 and len(cells(done.out)) == 1
+    assert "the target of 0.5 is reached" in done.out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    (
+        ("--budget 5m", "--budget goes with --recover"),
+        ("--metric sqnr", "--metric goes with --recover"),
+        ("--target 30", "--target with a number goes with --recover"),
+        ("--recover --target 30 --target 40", "one number; got 30, 40"),
+        ("--recover --target npu --target generic", "one runtime"),
+        ("--recover --budget soon", "as in 90s, 10m or 1h"),
+        ("--recover --metric mse", "no metric 'mse'"),
+        ("--recover --samples 3", "at least 4 samples are needed, and there are 3"),
+        ("--recover --statistics s.npz", "leave out Statistics"),
+    ),
+)
+def test_bad_options_are_one_line_and_leave_nothing(folder: Path, more: str, words: str) -> None:
+    (folder / "out.onnx").unlink(missing_ok=True)
+    done = command(folder, more)
+    assert done.code == 1 and words in " ".join(done.err.split()) and "Traceback" not in done.err
+    assert not (folder / "out.onnx").exists()
+
+
+def test_algorithms_without_use_are_allowed_by_a_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CLE is part of this config, and finds no pair in this model."""
+    monkeypatch.setitem(QROWS, "CLE_QCONFIG", replace(QROWS["A8W8_QCONFIG"], algorithm=CLEConfig))
+    line = (
+        "quantize {0}/mlp.onnx --config CLE_QCONFIG --calib {0}/vectors.npz --batch-size 64 -o {0}/mlp-out.onnx --force"
+    )
+    refused = command(folder, "", line)
+    assert refused.code == 1 and "nothing in this model qualifies" in refused.err and "--allow-noop" in refused.err
+    assert command(folder, "--allow-noop", line).code == 0
