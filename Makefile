@@ -1,4 +1,4 @@
-# make demo | test | check | bench: each works from a bare clone.
+# make demo | test | check | bench | fingerprint: each works from a bare clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench fingerprint format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# make fingerprint AGAINST=main prints what differs from that revision.
+fingerprint: $(STAMP)
+	$(BIN)/python -m benchmarks.fingerprint $(if $(AGAINST),--against $(AGAINST))
 
 format: $(STAMP)
 	$(BIN)/ruff format .

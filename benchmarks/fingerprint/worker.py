@@ -1,0 +1,26 @@
+"""What runs in a process that has the package loaded; the one that prints and compares has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import quark
+from benchmarks.fingerprint import onnx_outputs, outputs, torch_outputs
+
+PARTS = (torch_outputs, onnx_outputs)
+"""Their import fills the list."""
+
+
+def source() -> str:
+    """The folder of the package that is at work."""
+    return str(Path(quark.__file__).parent)
+
+
+def names() -> list[str]:
+    """All outputs, sorted."""
+    return sorted(outputs.OUTPUTS)
+
+
+def fingerprint(name: str) -> str:
+    """The fingerprint of one output."""
+    return outputs.fingerprint(name)
