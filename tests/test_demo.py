@@ -11,7 +11,7 @@ import onnx
 import pytest
 from rich.console import Console
 
-from tests.zoo import ROOT
+from tests.models.torch_zoo import ROOT
 
 EXAMPLES = ROOT / "examples"
 

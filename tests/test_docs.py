@@ -44,7 +44,7 @@ from quark.torch.layers import LAYERS
 from quark.torch.model.roles import SELECTORS
 from quark.torch.quantization.config import config as config_address
 from tests.commands.program import quark
-from tests.zoo import mlp
+from tests.models.torch_zoo import mlp
 
 ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide" / "pytorch.md"

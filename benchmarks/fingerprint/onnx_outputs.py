@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from tests.onnx.zoo import cnn, images, mlp, vectors
+from tests.models.onnx_zoo import cnn, images, mlp, vectors
 
 from benchmarks.fingerprint.outputs import MODELS, OUT, add
 from quark.onnx import ModelQuantizer

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from quark.commands import COMMANDS
 from quark.core.schemes import SCHEMES
 from tests.commands.program import Done, quark
-from tests.onnx.zoo import cnn, images
-from tests.zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
+from tests.models.onnx_zoo import cnn, images
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 WORDS = 400

@@ -12,7 +12,7 @@ import torch
 
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
-from tests.zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
 
 
 @pytest.fixture(scope="module")

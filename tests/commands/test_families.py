@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.commands.program import quark
-from tests.torch.families import family
-from tests.zoo import LANGUAGE_MODEL, TEXT
+from tests.models.families import family
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
 CALIBRATION = ("--calib", TEXT / "calibration.txt", "--samples", "2")
 LAYERS = {"mixtral": "layers.1.mlp.experts.2.w1", "gpt2": "h.1.attn.c_attn"}

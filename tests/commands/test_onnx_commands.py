@@ -19,7 +19,7 @@ from quark.onnx import ModelQuantizer, PathDataReader, QConfig
 from quark.onnx.evaluation.compare_models import compare_models
 from quark.onnx.evaluation.ort_fusion import inspect_fusion
 from tests.commands.program import Done, quark
-from tests.onnx.zoo import cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import cnn, images, mlp, run, vectors
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from quark.onnx import CLEConfig
 from quark.onnx.config.presets import QROWS
 from tests.commands.program import Done, quark
 from tests.commands.test_onnx_commands import cells
-from tests.onnx.zoo import cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import cnn, images, mlp, run, vectors
 
 LINE = "quantize {0}/cnn.onnx --config A8W8 --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"
 

@@ -21,7 +21,7 @@ from quark.core.spec import LayerSpec
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import raise_layer
-from tests.onnx_sessions import exact_session, session
+from tests.models.onnx_sessions import exact_session, session
 
 NAMES = sorted(SCHEMES)
 INPUTS, OUTPUTS = 128, 40

@@ -15,7 +15,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_
 from quark.torch.checkpoint.loading import empty_params
 from quark.torch.formats import FORMATS
 from quark.torch.quantizer import quantized_layers
-from tests.zoo import tiny_llama, token_batches
+from tests.models.torch_zoo import tiny_llama, token_batches
 
 RECIPROCAL = {("compressed-tensors", "nvfp4"), ("compressed-tensors", "fp4_block16_scale_e4m3")}
 """Formats that store 1 / scale: taking the reciprocal twice can move the last bit of a scale of scales."""
@@ -33,7 +33,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "quark"])  # tests/torch/test_formats.py
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "quark"])  # tests/torch/formats/test_formats.py
 def test_a_scheme_is_read_back_or_refused(form: str, scheme: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16
     if FORMATS[form].refusal(SCHEMES[scheme]) is not None:

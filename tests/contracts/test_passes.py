@@ -10,7 +10,7 @@ import pytest
 
 from quark.onnx.graph.model_file import infer_shapes, opset, read, to_proto
 from quark.onnx.passes import PASSES, POST_PASSES
-from tests.onnx.zoo import ZOO, feed, outputs
+from tests.models.onnx_zoo import ZOO, feed, outputs
 
 ALL = [*PASSES, *POST_PASSES]
 

@@ -15,7 +15,7 @@ from quark.onnx import ModelQuantizer
 from quark.onnx.config import presets
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import QROWS, ROWS, get_default_config
-from tests.onnx.zoo import ZOO, Array, Reader, feed, outputs
+from tests.models.onnx_zoo import ZOO, Array, Reader, feed, outputs
 
 TUNED = [name for name in (*ROWS, *QROWS) if "_ADA" in name or name.endswith("_ACCURATE")]
 TUNED = [name for name in TUNED if "_MIXED_" not in name]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quark.torch.model.passes import PASSES, prepare, undo
-from tests.torch.families import CONVERTED
-from tests.zoo import tiny_llama
+from tests.models.families import CONVERTED
+from tests.models.torch_zoo import tiny_llama
 
 PLAIN = {"llama": tiny_llama}
 MODELS = {**CONVERTED, **PLAIN}

@@ -16,7 +16,7 @@ from quark.core.observers.percentile import PercentileObserver
 from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError
 from tests.core.oracles import divergence
-from tests.core.samples import EVERY_DATA, EVERY_GRID, GRIDS, RNG, error_of_range, ranged, values
+from tests.models.samples import EVERY_DATA, EVERY_GRID, GRIDS, RNG, error_of_range, ranged, values
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from quark.core.quantize import QParams, compute_qparams, fake_quantize
 from quark.core.scales import ScaleRule, ScaleType
 from quark.core.spec import TensorSpec, spec
 from tests.core.oracles import floor_log2
-from tests.core.samples import EVERY_DATA, error_of, values
+from tests.models.samples import EVERY_DATA, error_of, values
 
 
 def exponent_of(params: QParams) -> np.ndarray:

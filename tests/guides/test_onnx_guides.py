@@ -14,7 +14,7 @@ import pytest
 
 from quark.core.metrics import cosine, sqnr
 from quark.onnx import Config, get_default_config
-from tests.onnx.zoo import Reader, cnn, images, run
+from tests.models.onnx_zoo import Reader, cnn, images, run
 
 DATA = Path(__file__).parent / "data"
 DIGITS = Path(__file__).parents[2] / "examples" / "models" / "digits_cnn"

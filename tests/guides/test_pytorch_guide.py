@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.zoo import tiny_opt
+from tests.models.torch_zoo import tiny_opt
 
 GUIDE = Path(__file__).parent / "data" / "pytorch_guide.rst"
 MARKER = "# # 5. (Optional) Export onnx"

@@ -24,7 +24,7 @@ from quark.onnx import (
     UInt8Spec,
     get_default_config,
 )
-from tests.onnx.zoo import Reader, cnn, half, images, run
+from tests.models.onnx_zoo import Reader, cnn, half, images, run
 
 CHANNEL = Int8Spec(quant_granularity=QuantGranularity.Channel)
 LAYER = QLayerConfig(input_tensors=UInt8Spec(), weight=CHANNEL)

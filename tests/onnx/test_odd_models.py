@@ -25,8 +25,8 @@ from quark.onnx import (
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
 from tests.commands.program import quark
-from tests.onnx import odd
-from tests.onnx.zoo import Reader, cnn, images, outputs
+from tests.models import onnx_odd as odd
+from tests.models.onnx_zoo import Reader, cnn, images, outputs
 
 MIN_MAX = UInt8Spec(calibration_method=CalibMethod.MinMax)
 CHANNELS = QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec(quant_granularity=QuantGranularity.Channel))

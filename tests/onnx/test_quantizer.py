@@ -28,7 +28,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, save, to_proto
 from quark.onnx.passes import PASSES
-from tests.onnx.zoo import Builder, Reader, cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 U8 = spec("uint8", symmetric=False)
 S8 = spec("int8")

@@ -14,7 +14,7 @@ from quark.onnx import CalibMethod, Int8Spec, Int16Spec, ModelQuantizer, QConfig
 from quark.onnx.config import presets
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
-from tests.onnx.zoo import Reader, cnn, images
+from tests.models.onnx_zoo import Reader, cnn, images
 
 NAMES = ("A8W8", "XINT8", "BF16", "MXINT8", "U8S8_AAWS", "VINT8", "UINT8_DYNAMIC_QUANT")
 

@@ -17,8 +17,8 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantizationMode
 from quark.torch.config.lowering import lower_layer
 from quark.torch.layers.fake_quant import FakeQuantize
-from tests.torch.graphs import exported
-from tests.zoo import ROOT, mlp
+from tests.models.graphs import exported
+from tests.models.torch_zoo import ROOT, mlp
 
 LSQ = QConfig.from_dict(
     {

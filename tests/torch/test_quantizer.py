@@ -22,7 +22,7 @@ from quark.torch.layers import LAYERS, QuantLayer, layer_class
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import quantized_layers
-from tests.zoo import every_layer, mlp, tiny_llama, token_batches
+from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 
 INT8 = spec("int8", PerChannel(0))
 

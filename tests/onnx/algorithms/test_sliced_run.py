@@ -1,0 +1,142 @@
+"""Slices of a model give what the model gives; weights that change between them count; what waits can wait on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quark.core.granularity import PerChannel
+from quark.core.spec import LayerSpec, spec
+from quark.errors import CalibrationError
+from quark.onnx.algorithms.layer_sweep import sweep
+from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.samples import Samples, Store, required
+from quark.onnx.config.settings import Settings
+from quark.onnx.decide import decide
+from quark.onnx.graph.model_file import infer_shapes, load, to_proto
+from tests.models.onnx_zoo import branches, cnn, images, mlp, outputs, run, vectors
+
+S8 = Settings(LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("int8")))
+SETTINGS = {
+    "int8": S8,
+    "folded": replace(S8, layer=LayerSpec(weight=spec("int8"), input=spec("uint8")), fold_relu=True),
+    "bfloat16 casts": Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")), cast_bfloat16=True),
+    "one pair for each reader": replace(S8, dedicated_pairs=True),
+}
+
+
+def started(proto: Any, feeds: list[Any], settings: Settings = S8) -> Job:
+    """A job as `quantize` makes it."""
+    model = load(proto)
+    infer_shapes(model)
+    data = Samples(feeds, model_inputs(model))
+    reference = model.clone()
+    twins = dict(zip(model.graph, reference.graph, strict=True))
+    job = Job(decide(model, settings, data), reference, data)
+    job.write(twins)
+    return job
+
+
+def tapped(proto: Any, names: list[str], feed: Any) -> list[Any]:
+    """The tensors of a model by name, from one run of the whole."""
+    import onnx
+
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return outputs(proto, feed)
+
+
+@pytest.mark.parametrize("memory", (1 << 30, 0))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int) -> None:
+    feeds = images(3)
+    job = started(cnn(), feeds, SETTINGS[name])
+    assert job.data is not None
+    expected: dict[str, list[Any]] = {}
+    for layer in job.layers:
+        inner = tapped(to_proto(job.reference), [layer.data.name, layer.twin.outputs[0].name], feeds[1])
+        read, given = job.input_of(layer).name, job.output_of(layer).name
+        expected[layer.name] = [*inner, *tapped(to_proto(job.decision.model), [read, given], feeds[1])]
+    seen = []
+    for visit in sweep(job, job.layers, job.data, memory=memory):
+        float_input, output, quantized_input, quantized_output = expected[visit.layer.name]
+        np.testing.assert_allclose(visit.float_inputs[1], float_input, atol=1e-5)
+        np.testing.assert_allclose(visit.outputs[1], output, atol=1e-4)
+        np.testing.assert_allclose(visit.inputs[1], quantized_input, atol=1e-5)
+        np.testing.assert_allclose(list(visit.quantized_outputs())[1], quantized_output, atol=1e-4)
+        assert len(visit.inputs) == 3
+        seen.append(visit.layer.name)
+    assert seen == [layer.name for layer in job.layers] and len(seen) > 1
+
+
+def test_a_changed_layer_is_what_later_ones_read_and_what_is_written() -> None:
+    feeds = images(2)
+    job = started(cnn(), feeds)
+    assert job.data is not None
+    plain = [np.array(visit.inputs[0]) for visit in sweep(job, job.layers, job.data)]
+    for visit in sweep(job, job.layers, job.data):
+        if visit.layer is job.layers[0]:
+            visit.layer.weight = np.zeros_like(visit.layer.weight)
+        elif visit.layer is job.layers[1]:
+            assert not np.array_equal(visit.inputs[0], plain[1])
+    first = job.layers[0]
+    assert not first.rounded.any()
+    codes = next(v for n, v in job.decision.model.graph.initializers.items() if n == f"{first.source.name}_quantized")
+    assert codes.const_value is not None and not codes.const_value.numpy().any()
+
+
+def test_the_float_model_stays_what_it_was() -> None:
+    feeds = vectors(2)
+    job = started(mlp(), feeds)
+    before = run(to_proto(job.reference), feeds[0])
+    for layer in job.layers:
+        layer.weight = layer.weight * 2
+    assert np.array_equal(run(to_proto(job.reference), feeds[0]), before)
+
+
+def test_branches_and_readers_inside_bodies_are_kept_apart() -> None:
+    proto = branches()
+    from tests.models.onnx_zoo import feed
+
+    job = started(proto, [feed(proto)])
+    assert job.data is not None
+    assert [visit.layer.name for visit in sweep(job, job.layers, job.data)] == [layer.name for layer in job.layers]
+
+
+def test_samples_are_read_once_and_given_as_often_as_asked() -> None:
+    reads = []
+
+    def reader() -> Any:
+        for feed in vectors(3):
+            reads.append(1)
+            yield feed
+
+    inputs = model_inputs(load(mlp()))
+    data = Samples(reader(), inputs, memory=100)
+    assert next(iter(data)) is not None and len(reads) == 1
+    first, second = list(data), list(data)
+    assert len(reads) == len(data) == 3
+    for one, other, feed in zip(first, second, vectors(3), strict=True):
+        for name in feed:
+            assert np.array_equal(one[name], feed[name]) and np.array_equal(other[name], feed[name])
+
+
+def test_a_store_holds_in_memory_what_fits() -> None:
+    store = Store(memory=80)
+    store["a"], store["b"] = np.arange(10.0), np.arange(10.0) + 1
+    assert not isinstance(store["a"], np.memmap) and isinstance(store["b"], np.memmap)
+    assert np.array_equal(store["b"], np.arange(10.0) + 1)
+    store.pop("a")
+    store["c"] = np.arange(10.0)
+    assert not isinstance(store["c"], np.memmap) and "a" not in store
+
+
+def test_an_algorithm_without_data_says_so() -> None:
+    with pytest.raises(CalibrationError, match="needs calibration data, and there is none"):
+        required(None, S8)
+    with pytest.raises(CalibrationError, match="no sample"):
+        required(Samples([], {}), S8)

@@ -1,0 +1,134 @@
+"""Calibration statistics: one pass serves every method, through a file too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.granularity import PerChannel
+from quark.core.observers import OBSERVERS
+from quark.core.spec import LayerSpec, spec
+from quark.errors import CalibrationError, FormatError, NonFiniteError
+from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
+from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.settings import Settings
+from quark.onnx.flow import quantize
+from quark.onnx.graph.model_file import load, to_proto
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, vectors
+
+U8 = spec("uint8", symmetric=False)
+BASE = Settings(LayerSpec(weight=spec("int8", PerChannel(0)), input=U8), fold_relu=True)
+METHODS = ["min_max", "moving_average", "percentile", "layerwise_percentile", "distribution", "mse", "entropy"]
+METHODS += ["pof2_min_max", "pof2_non_overflow", "pof2_min_mse"]
+
+
+def scales(model: onnx.ModelProto) -> dict[str, Any]:
+    return {i.name: onnx.numpy_helper.to_array(i) for i in model.graph.initializer if i.name.endswith("_scale")}
+
+
+def assert_same(one: onnx.ModelProto, other: onnx.ModelProto) -> None:
+    ours, theirs = scales(one), scales(other)
+    assert ours.keys() == theirs.keys() and ours
+    for name in ours:
+        assert np.array_equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_written_by_one_method_serves_every_other_without_data(method: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "statistics.npz")
+    quantize(load(cnn()), replace(BASE, statistics=file), Reader(images()))
+    settings = replace(BASE, layer=replace(BASE.layer, input=replace(U8, observer=method)))
+    reused = to_proto(quantize(load(cnn()), replace(settings, statistics=file), None))
+    assert_same(reused, to_proto(quantize(load(cnn()), settings, Reader(images()))))
+
+
+def test_methods_are_all_registered() -> None:
+    assert set(METHODS) <= set(OBSERVERS)
+
+
+def test_a_file_has_what_any_scheme_of_the_model_needs(tmp_path: Path) -> None:
+    file = str(tmp_path / "statistics.npz")
+    quantize(load(cnn()), replace(BASE, nodes=("stem_conv_node", "stem_node"), statistics=file), Reader(images()))
+    for settings in (BASE, replace(BASE, target="ort_x64"), replace(BASE, fold_relu=False, align=("Concat", "Pool"))):
+        reused = to_proto(quantize(load(cnn()), replace(settings, statistics=file), None))
+        assert_same(reused, to_proto(quantize(load(cnn()), settings, Reader(images()))))
+
+
+def test_tensors_that_a_file_lacks_are_added_to_it(tmp_path: Path) -> None:
+    file = str(tmp_path / "statistics.npz")
+    settings = replace(BASE, statistics=file)
+    first = to_proto(quantize(load(cnn()), settings, Reader(images())))
+    partial = Statistics.load(file, fingerprint(load(cnn())))
+    del partial.states["both"]
+    partial.save(file)
+    with pytest.raises(CalibrationError, match=r"lacks 1 tensors.*\(both, .*once more"):
+        quantize(load(cnn()), settings, None)
+    assert_same(first, to_proto(quantize(load(cnn()), settings, Reader(images()))))
+    assert_same(first, to_proto(quantize(load(cnn()), settings, None)))
+
+
+def test_another_model_or_another_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "statistics.npz"
+    settings = replace(BASE, statistics=str(file))
+    quantize(load(cnn()), settings, Reader(images()))
+    with pytest.raises(CalibrationError, match="another float model"):
+        quantize(load(mlp()), settings, Reader(vectors()))
+    changed = cnn()
+    weight = next(i for i in changed.graph.initializer if i.name == "stem_w")
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 2, "stem_w"))
+    with pytest.raises(CalibrationError, match="another float model"):
+        quantize(load(changed), settings, Reader(images()))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(FormatError, match="not a statistics file"):
+        quantize(load(cnn()), settings, Reader(images()))
+
+
+def test_the_option_reaches_the_flow(tmp_path: Path) -> None:
+    file = tmp_path / "statistics.npz"
+    config = QConfig(QLayerConfig(input_tensors=UInt8Spec(), weight=UInt8Spec()), Statistics=str(file))
+    first = ModelQuantizer(config).quantize_model(cnn(), None, Reader(images()))
+    assert file.exists()
+    second = ModelQuantizer(config).quantize_model(cnn())
+    assert first is not None and second is not None
+    assert_same(first, second)
+
+
+def test_nan_anywhere_in_a_tensor_is_found_and_named() -> None:
+    """(ReduceMin of ONNX Runtime loses a NaN that is not the first value.)"""
+    b = Builder()
+    b.node("MatMul", [b.node("Log", ["x"], "log"), b.constant("w", np.ones((8, 4)))], "y")
+    model = b.model({"x": ["n", 8]}, {"y": ["n", 4]})
+    x = np.ones((2, 8), np.float32)
+    x[1, 5] = -1
+    for observer in ("min_max", "percentile"):
+        settings = Settings(LayerSpec(weight=spec("int8"), input=replace(U8, observer=observer)))
+        with pytest.raises(NonFiniteError, match="log"):
+            quantize(load(model), settings, Reader([{"x": x}]))
+
+
+def test_layerwise_percentile_takes_a_candidate_for_each_tensor() -> None:
+    """Every scale is that of plain Percentile with one of the candidates; the metric decides which."""
+    data = images(8)
+    for feed in data:
+        feed["x"].reshape(-1)[::5000] *= 12
+
+    def encoded(method: CalibMethod, **options: Any) -> np.ndarray:
+        layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=method), weight=Int8Spec())
+        done = ModelQuantizer(QConfig(layer, **options)).quantize_model(cnn(), None, Reader(data))
+        assert done is not None
+        names = {node.input[1] for node in done.graph.node if node.op_type == "QuantizeLinear"}
+        return np.array([onnx.numpy_helper.to_array(i) for i in done.graph.initializer if i.name in names])
+
+    candidates = [99.0, 99.9, 100.0]
+    plain = np.stack([encoded(CalibMethod.Percentile, Percentile=candidate) for candidate in candidates])
+    chosen = {}
+    for metric in ("mae", "mse"):
+        found = encoded(CalibMethod.LayerwisePercentile, PercentileCandidates=candidates, LWPMetric=metric)
+        assert np.isclose(plain, found, rtol=1e-6).any(0).all()
+        chosen[metric] = [int(np.argmin(abs(plain[:, i] - found[i]))) for i in range(len(found))]
+    assert chosen["mae"] != chosen["mse"] and len(set(chosen["mae"])) > 1

@@ -1,0 +1,55 @@
+"""Which algorithms a config asks for: configs, options and legacy flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quark.errors import ConfigError
+from quark.onnx.config.algo_configs import (
+    AdaQuantConfig,
+    AdaRoundConfig,
+    BiasCorrectionConfig,
+    CLEConfig,
+    GPTQConfig,
+    QuarotConfig,
+    SmoothQuantConfig,
+)
+from tests.onnx.config.test_lowering import new, old
+
+
+def test_algorithms_that_the_config_holds() -> None:
+    given = [CLEConfig(cle_steps=3), AdaQuantConfig(num_iterations=5)]
+    settings = new(algo_config=given, FastFinetune={"OptimAlgorithm": "adaquant", "BatchSize": 4})
+    assert settings.algorithms == (given[0], AdaQuantConfig(num_iterations=5, batch_size=4))
+    assert settings.algorithms[0] is not given[0] and given[1] == AdaQuantConfig(num_iterations=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "expected"),
+    [
+        ({}, {}, []),
+        ({"CLESteps": 1}, {}, []),
+        ({"CLESteps": 2}, {}, [CLEConfig(cle_steps=2)]),
+        ({"CLESteps": 2}, {"include_cle": False}, []),
+        ({}, {"include_sq": True}, [SmoothQuantConfig()]),
+        ({"SmoothAlpha": 0.7}, {"include_sq": True}, [SmoothQuantConfig(0.7)]),
+        ({"RMatrixDim": 8}, {"include_rotation": True}, [QuarotConfig(8)]),
+        ({"BiasCorrection": True}, {}, [BiasCorrectionConfig()]),
+        ({"UseGPTQ": True, "GPTQParams": {"Bits": 4}}, {}, [GPTQConfig(bits=4)]),
+        ({"FastFinetune": {"NumIterations": 7}}, {"include_fast_ft": True}, [AdaRoundConfig(num_iterations=7)]),
+        ({"FastFinetune": {"OptimAlgorithm": "adaquant"}}, {"include_fast_ft": True}, [AdaQuantConfig()]),
+        ({"FastFinetune": {"NumIterations": 7}}, {}, []),
+    ],
+)
+def test_algorithms_that_legacy_options_ask_for(
+    options: dict[str, Any], values: dict[str, Any], expected: list[Any]
+) -> None:
+    assert list(old(options, **values).algorithms) == expected
+
+
+def test_finetune_entries_that_are_wrong() -> None:
+    for entries in ({"NumIteration": 3}, {"OptimAlgorithm": "adam"}, {"BatchSize": "two"}):
+        with pytest.raises(ConfigError):
+            old({"FastFinetune": entries}, include_fast_ft=True)

@@ -1,0 +1,437 @@
+"""The XINT8 path: positions read back from the written file keep the NPU's limits; the DPU's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from quark.core.metrics import sqnr
+from quark.core.scales import QParams
+from quark.core.spec import LayerSpec, spec
+from quark.errors import CalibrationError, ConfigError
+from quark.onnx.calibration.qparams import rescaled
+from quark.onnx.config import presets
+from quark.onnx.config.config import Config, QConfig, QLayerConfig
+from quark.onnx.config.enums import QuantGranularity
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
+from quark.onnx.config.settings import Settings
+from quark.onnx.config.tensor_specs import Int8Spec, XInt8Spec
+from quark.onnx.flow import quantize
+from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.npu import CONVERSIONS, RULES
+from quark.onnx.npu.simulation import mean_factor
+from quark.onnx.placement.place import place
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
+from tests.models.torch_zoo import ROOT
+
+DIGITS = ROOT / "examples" / "models" / "digits_cnn"
+OPTIONS = {
+    "shift_cut": "AdjustShiftCut",
+    "shift_bias": "AdjustShiftBias",
+    "shift_read": "AdjustShiftRead",
+    "shift_write": "AdjustShiftWrite",
+    "hard_sigmoid": "AdjustHardSigmoid",
+    "swish": "AdjustShiftSwish",
+}
+
+
+def xint8(channel: bool = False, **options: Any) -> Settings:
+    weight = XInt8Spec(quant_granularity=QuantGranularity.Channel if channel else QuantGranularity.Tensor)
+    return lower(QConfig(QLayerConfig(input_tensors=XInt8Spec(), weight=weight), **options))
+
+
+# A checker of its own: only the file, only the inequalities ----------------------------------------------------------
+
+
+@dataclass
+class File:
+    """Positions of a written model."""
+
+    model: onnx.ModelProto
+
+    def __post_init__(self) -> None:
+        graph = self.model.graph
+        self.constants = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+        self.producer = {name: node for node in graph.node for name in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+
+    def position(self, node: Any) -> Any:
+        exact = -np.log2(self.constants[node.input[1]].astype(np.float64))
+        assert np.array_equal(exact, np.rint(exact)), f"{node.name}: no power of two"
+        return exact.astype(int)
+
+    def input(self, node: Any, index: int) -> Any:
+        producer = self.producer.get(node.input[index]) if index < len(node.input) else None
+        return self.position(producer) if producer is not None and producer.op_type == "DequantizeLinear" else None
+
+    def output(self, node: Any) -> Any:
+        readers = self.readers.get(node.output[0], [])
+        if len(readers) == 1 and readers[0].op_type in ("Relu", "Clip", "LeakyRelu", "Mul"):
+            return self.output(readers[0])
+        quantizers = [reader for reader in readers if reader.op_type == "QuantizeLinear"]
+        return self.position(quantizers[0]) if quantizers else None
+
+    def broken(self) -> set[str]:
+        """Names of the rules that some node breaks."""
+        found = set()
+        for node in self.model.graph.node:
+            output = self.output(node) if node.op_type != "QuantizeLinear" else None
+            if output is None:
+                continue
+            a, b = self.input(node, 0), self.input(node, 1)
+            if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul") and a is not None and b is not None:
+                cut = a + b - output
+                found |= {"shift_cut"} if np.any((cut < 0) | (cut > 16)) else set()
+                bias = self.input(node, 2)
+                if bias is not None:
+                    leaky = self.readers[node.output[0]][0].op_type == "LeakyRelu"
+                    low = 0 if leaky else np.minimum(0, -(24 - (8 + cut)))
+                    shift = a + b - bias
+                    found |= {"shift_bias"} if np.any((shift < low) | (shift > 15)) else set()
+            if node.op_type in ("Add", "Sub") and a is not None and b is not None:
+                found |= {"shift_read"} if abs(a - b) > 7 else set()
+                found |= {"shift_write"} if not -7 <= min(a, b) - output <= 25 else set()
+            if node.op_type == "Mul" and a is not None and b is not None:
+                found |= {"shift_write"} if not 0 <= a + b - output <= 32 else set()
+                gates = [self.gate_source(node.input[0]) == node.input[1],
+                         self.gate_source(node.input[1]) == node.input[0]]  # fmt: skip
+                found |= {"swish"} if any(gates) and not 0 <= a + b - output <= 15 else set()
+            if node.op_type == "HardSigmoid" and a is not None:
+                kept = 0 <= a <= 15 and output >= 7 and 0 <= 14 + a - output <= 31
+                found |= set() if kept else {"hard_sigmoid"}
+        return found
+
+    def gate_source(self, name: str) -> str | None:
+        """The tensor whose sigmoid this is."""
+        node = self.producer.get(name)
+        while node is not None and node.op_type in ("DequantizeLinear", "QuantizeLinear", "Mul"):
+            node = self.producer.get(node.input[0])
+        return node.input[0] if node is not None and node.op_type in ("Sigmoid", "HardSigmoid") else None
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def small(build: Callable[[Builder], None], channels: int = 4) -> onnx.ModelProto:
+    b = Builder()
+    build(b)
+    return b.model({"x": ["n", channels, 4, 4]}, {"y": ["n", None, None, None]})
+
+
+def feeds(channels: int = 4, low: float = -1.0, high: float = 1.0) -> list[dict[str, Any]]:
+    random = np.random.default_rng(0)
+    return [{"x": random.uniform(low, high, (8, channels, 4, 4)).astype(np.float32)} for _ in range(2)]
+
+
+def biased(b: Builder, weight: float, bias: float, activation: str = "Relu") -> None:
+    names = [b.constant("w", b.random.normal(0, weight, (4, 4, 1, 1))), b.constant("b", b.random.normal(0, bias, 4))]
+    b.node(activation, [b.node("Conv", ["x", *names], "c", kernel_shape=[1, 1])], "y")
+
+
+def cancelling(b: Builder) -> None:
+    """Weights of 1000 that cancel: the output is far finer than a product."""
+    weight = np.full((4, 8, 1, 1), 1000.0)
+    weight[:, 4:] = -999.9
+    both = b.node("Concat", ["x", "x"], "both", axis=1)
+    b.node("Conv", [both, b.constant("w", weight)], "y", kernel_shape=[1, 1])
+
+
+def sum_of_unequals(b: Builder) -> None:
+    tiny = b.node("Mul", ["x", b.constant("c", np.full((1, 4, 1, 1), 2.0**-12))], "tiny")
+    b.node("Add", ["x", tiny], "y")
+
+
+def difference_of_equals(b: Builder) -> None:
+    near = b.node("Mul", ["x", b.constant("c", np.full((1, 4, 1, 1), 1 - 2.0**-14))], "near")
+    b.node("Sub", ["x", near], "y")
+
+
+def product_of_disjoint(b: Builder) -> None:
+    negative = b.node("Mul", ["x", b.constant("c", np.full((1, 4, 1, 1), -1.0))], "negative")
+    b.node("Mul", [b.node("Relu", ["x"], "above"), b.node("Relu", [negative], "below")], "y")
+
+
+def gated(b: Builder) -> None:
+    b.node("Mul", ["x", b.node("Sigmoid", ["x"], "gate")], "y")
+
+
+def gated_beside_wide(b: Builder) -> None:
+    """An aligned Concat makes the output of the gated product far coarser than the product."""
+    product = b.node("Mul", ["x", b.node("Sigmoid", ["x"], "gate")], "product")
+    wide = b.node("Mul", ["x", b.constant("c", np.full((1, 4, 1, 1), 2.0**13))], "wide")
+    b.node("Concat", [product, wide], "y", axis=1)
+
+
+def leaky(b: Builder) -> None:
+    biased(b, 1.0, 1e-6, "LeakyRelu")
+
+
+BROKEN: dict[str, tuple[str, Callable[[Builder], None], tuple[float, float]]] = {
+    "tiny weights": ("shift_cut", lambda b: biased(b, 2.0**-24, 1.0), (-1, 1)),
+    "cancelling weights": ("shift_cut", cancelling, (0.5, 1)),
+    "coarse bias": ("shift_bias", lambda b: biased(b, 2.0**-18, 1.0), (-1, 1)),
+    "fine bias": ("shift_bias", lambda b: biased(b, 1.0, 2.0**-22), (-1, 1)),
+    "fine bias before LeakyRelu": ("shift_bias", leaky, (-1, 1)),
+    "unequal terms": ("shift_read", sum_of_unequals, (-1, 1)),
+    "vanishing difference": ("shift_write", difference_of_equals, (-1, 1)),
+    "vanishing product": ("shift_write", product_of_disjoint, (-1, 1)),
+    "wide sigmoid": ("hard_sigmoid", gated, (-900, 900)),
+    "gate beside a wide tensor": ("swish", gated_beside_wide, (-1, 1)),
+}
+"""Model -> the rule it breaks as calibrated, and the range of its data."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_rule_is_broken_as_calibrated_and_kept_when_adjusted(name: str) -> None:
+    rule, build, (low, high) = BROKEN[name]
+    model, data = small(build), feeds(low=low, high=high)
+
+    def broken(settings: Settings) -> set[str]:
+        return File(to_proto(quantize(load(model), settings, Reader(data)))).broken()
+
+    off: dict[str, Any] = {**dict.fromkeys(OPTIONS.values(), False), "NPULimitationCheck": False}
+    assert rule in broken(xint8(**off))
+    assert rule not in broken(xint8(**{**off, OPTIONS[rule]: True}))
+    assert not broken(xint8())
+    with pytest.raises(ConfigError, match=f"{rule} of .* is .* not in .*NPULimitationCheck=False"):
+        broken(xint8(**{**off, "NPULimitationCheck": True}))
+
+
+def test_every_rule_has_a_model_that_breaks_it() -> None:
+    assert {rule for rule, _, _ in BROKEN.values()} == {*RULES} == {*OPTIONS}
+
+
+def digits() -> onnx.ModelProto:
+    return onnx.load(DIGITS / "model.onnx")
+
+
+def digit_feeds() -> list[dict[str, Any]]:
+    pixels = np.load(DIGITS / "data.npz")["calibration_images"]
+    return [{"image": (part / 16).astype(np.float32)} for part in np.split(pixels, 4)]
+
+
+MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors), "digits": (digits, digit_feeds)}
+XINT8 = {
+    "XINT8_QCONFIG": xint8(),
+    "XINT8": lower(Config(get_default_config("XINT8"))),
+    "per channel": xint8(channel=True),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", XINT8)
+def test_written_models_keep_every_limit_and_run(name: str, model: str) -> None:
+    make, read = MODELS[model]
+    written = to_proto(quantize(load(make()), XINT8[name], Reader(read())))
+    onnx.checker.check_model(written, full_check=True)
+    assert File(written).broken() == set()
+    kinds = {i.name: i.data_type for i in written.graph.initializer}
+    assert onnx.TensorProto.INT32 not in kinds.values()
+    (feed, *_) = read()
+    # The mlp has a Sigmoid, which the DPU approximates by straight lines.
+    assert sqnr(run(make(), feed), run(written, feed)) > (10 if model == "mlp" else 20)
+
+
+def badly_scaled(make: Callable[[], onnx.ModelProto], factors: dict[str, float]) -> onnx.ModelProto:
+    """The model with some BatchNormalizations scaled, whose folding scales the weights before them."""
+    model = make()
+    for initializer in model.graph.initializer:
+        if initializer.name in factors:
+            array = numpy_helper.to_array(initializer) * np.float32(factors[initializer.name])
+            initializer.CopyFrom(numpy_helper.from_array(array.astype(np.float32), initializer.name))
+    return model
+
+
+@pytest.mark.parametrize("name", XINT8)
+@pytest.mark.parametrize(
+    ("model", "factors"),
+    [
+        ("cnn", {"a_g": 2.0**-20, "depth_g": 2.0**12, "b_b": 2.0**-10, "last_g": 2.0**-22}),
+        ("digits", {"first.1.weight": 2.0**-20, "second.1.weight": 2.0**10, "wide.1.weight": 2.0**-22}),
+    ],
+)
+def test_badly_scaled_networks_are_brought_within_reach(name: str, model: str, factors: dict[str, float]) -> None:
+    make, read = MODELS[model]
+    bad, (feed, *_) = badly_scaled(make, factors), read()
+    free = replace(XINT8[name], position_rules=(), check_positions=False)
+    before, after = (to_proto(quantize(load(bad), s, Reader(read()))) for s in (free, XINT8[name]))
+    assert {"shift_cut", "shift_bias"} <= File(before).broken() and File(after).broken() == set()
+    reference = run(bad, feed)
+    assert sqnr(reference, run(after, feed)) > sqnr(reference, run(before, feed)) - 3
+
+
+def test_rounds_are_bounded() -> None:
+    model, data = small(lambda b: biased(b, 2.0**-24, 1.0)), feeds()
+    quantize(load(model), xint8(), Reader(data))
+    with pytest.raises(ConfigError, match="MaxLoopNum"):
+        quantize(load(model), replace(xint8(), position_rounds=0), Reader(data))
+    with pytest.raises(ConfigError, match="MaxLoopNum=0"):
+        xint8(MaxLoopNum=0)
+
+
+def test_scales_that_are_no_power_of_two_are_refused() -> None:
+
+    mixed = ((("stem_conv_node",), LayerSpec(weight=spec("int8"), input=spec("int8"))),)
+    with pytest.raises(ConfigError, match=r"power-of-two scales; .* has"):
+        quantize(load(cnn()), replace(xint8(), by_name=mixed), Reader(images()))
+
+
+# The DPU's operators -------------------------------------------------------------------------------------------------
+
+
+def test_factors_of_means() -> None:
+    """The table as documented; elsewhere the nearest k / 2^n, found here by trying every k."""
+    documented = {3: 63 / 64, 5: 250 / 256, 6: 252 / 256, 7: 1029 / 1024, 14: 4116 / 4096}
+    assert {size: mean_factor(size, size) for size in documented} == documented
+    for sizes in [(2, 2), (4, 4), (1, 3), (3, 5), (8, 8), (10, 7), (13,)]:
+        count = int(np.prod(sizes))
+        tried = [k / 2**n for n in range(20) if 2**n < 128 * count for k in range(256)]
+        best = min(tried, key=lambda value: abs(value - 1 / count))
+        assert mean_factor(*sizes) == pytest.approx(best * count)
+    assert mean_factor(2, 2) == mean_factor(8, 8) == 1
+
+
+def pools(b: Builder) -> None:
+    pooled = b.node("AveragePool", ["x"], "pooled", kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+    soft = b.node("LeakyRelu", [pooled], "leaky", alpha=0.3)
+    gate = b.node("Sigmoid", [soft], "gate")
+    b.node("ReduceMean", [gate], "mean", axes=[1], keepdims=1)
+    b.node("HardSigmoid", ["mean"], "y", alpha=1 / 6)
+
+
+def simulated(settings: Settings) -> onnx.ModelProto:
+    from quark.onnx.npu import simulate
+
+    model = load(small(pools, channels=3))
+    simulate(model, settings)
+    proto = to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def hard(x: Any) -> Any:
+    return np.clip(x / 6 + 0.5, 0, 1)
+
+
+def test_operators_compute_what_the_dpu_computes() -> None:
+    (feed, _) = feeds(channels=3, low=-3, high=3)
+    x = np.pad(feed["x"], ((0, 0), (0, 0), (1, 1), (1, 1))).astype(np.float64)
+    weight = np.pad(np.ones((4, 4)), 1)
+    windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (2, 3)).sum((-1, -2))
+    pooled = windows / np.lib.stride_tricks.sliding_window_view(weight, (3, 3)).sum((-1, -2)) * 63 / 64
+    leaky = np.where(pooled < 0, pooled * 77 / 256, pooled)
+    gate = hard(leaky) * 2731 * 6 / 16384
+    expected = hard(gate.mean(1, keepdims=True) * 3 * 85 / 256) * 2731 * 6 / 16384
+    model = simulated(xint8())
+    np.testing.assert_allclose(run(model, feed), expected, rtol=1e-5)
+    assert [node.op_type for node in model.graph.node].count("Mul") == 4
+
+
+EFFECT = {
+    "ConvertLeakyReluToDPUVersion": lambda m: next(n for n in m.graph.node if n.op_type == "LeakyRelu").attribute[0].f,
+    "ConvertSigmoidToHardSigmoid": lambda m: sum(n.op_type == "Sigmoid" for n in m.graph.node),
+    "ConvertHardSigmoidToDPUVersion": lambda m: sum(n.name == "y_node_Mul" for n in m.graph.node),
+    "ConvertAvgPoolToDPUVersion": lambda m: sum(n.name == "pooled_node_Mul" for n in m.graph.node),
+    "ConvertReduceMeanToDPUVersion": lambda m: sum(n.name == "mean_node_Mul" for n in m.graph.node),
+}
+
+
+@pytest.mark.parametrize("option", EFFECT)
+def test_each_conversion_has_its_option(option: str) -> None:
+    option_on = EFFECT[option](simulated(xint8(**{option: True, "SimulateDPU": False})))
+    option_off = EFFECT[option](simulated(xint8(**{option: False})))
+    assert option_on != option_off
+    assert lower(QConfig(QLayerConfig(input_tensors=XInt8Spec(), weight=XInt8Spec()),
+                         SimulateDPU=False)).dpu_conversions == ()  # fmt: skip
+    assert set(xint8().dpu_conversions) == {*CONVERSIONS}
+    assert xint8(EnableNPUCnn=False).dpu_conversions == ()
+    floats = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
+    assert lower(QConfig(floats, EnableNPUCnn=True)).dpu_conversions == ()
+
+
+def test_a_factor_is_part_of_its_operator() -> None:
+    """Nothing is quantized between a pool and its factor, and the factor stays float."""
+    model = load(small(lambda b: b.node("AveragePool", ["x"], "y", kernel_shape=[3, 3])))  # type: ignore[arg-type,return-value]
+    written = to_proto(quantize(model, xint8(), Reader(feeds())))
+    assert [n.op_type for n in written.graph.node] == [
+        "QuantizeLinear", "DequantizeLinear", "AveragePool", "Mul", "QuantizeLinear", "DequantizeLinear"
+    ]  # fmt: skip
+    assert {i.name: numpy_helper.to_array(i).item() for i in written.graph.initializer}["y_Factor"] == 63 / 64
+    assert written.graph.output[0].name == "y"
+    scales = {n.input[1] for n in written.graph.node if n.op_type == "QuantizeLinear"}
+    values = {numpy_helper.to_array(i).item() for i in written.graph.initializer if i.name in scales}
+    assert len(values) == 1  # AlignPool: one position on both sides
+
+
+def test_operators_that_stay_in_float_are_not_simulated() -> None:
+    from quark.onnx.npu import simulate
+
+    model = load(small(pools, channels=3))
+    before = to_proto(model).SerializeToString()
+    settings = replace(xint8(), exclude=("re:.*_node",))
+    assert simulate(model, settings) == 0
+    assert [n.op_type for n in to_proto(model).graph.node] == [
+        n.op_type for n in onnx.load_from_string(before).graph.node
+    ]
+    only = replace(xint8(), op_types=("AveragePool",))
+    model = load(small(pools, channels=3))
+    assert simulate(model, only) == 1
+    assert {n.op_type for n in place(model, only).nodes} == {"AveragePool", "Mul"}
+
+
+def test_means_of_unknown_size_are_refused() -> None:
+    b = Builder()
+    b.node("GlobalAveragePool", ["x"], "y")
+    model = b.model({"x": ["n", 3, "h", "w"]}, {"y": ["n", 3, 1, 1]})
+    with pytest.raises(ConfigError, match="y_node .* averages is not fixed"):
+        quantize(load(model), xint8(), Reader(images()))
+
+
+def test_saved_statistics_are_not_mixed_with_those_of_simulated_operators(tmp_path: Path) -> None:
+    file = str(tmp_path / "statistics.npz")
+    plain, simulated_too = xint8(SimulateDPU=False), xint8()
+    quantize(load(mlp()), replace(plain, statistics=file), Reader(vectors()))
+    assert plain.dpu_conversions == () != simulated_too.dpu_conversions
+    with pytest.raises(CalibrationError, match="another float model"):
+        quantize(load(mlp()), replace(simulated_too, statistics=file), Reader(vectors()))
+
+
+def test_asymmetric_zero_points_follow_a_moved_scale() -> None:
+    asymmetric = spec("uint8", symmetric=False)
+    params = QParams(np.float32(0.25), np.float32(64))
+    coarser = rescaled(params, asymmetric, np.array(0.5))
+    # The smallest value, -16, stays the smallest code.
+    assert (coarser.scale, coarser.zero_point) == (0.5, 32)
+    assert rescaled(params, spec("uint8"), np.array(0.5)).zero_point == 64
+    assert rescaled(params, asymmetric, np.array(0.25)) is params
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("legacy", [True, False])
+def test_vint8_models_are_valid_and_run(legacy: bool, model: str) -> None:
+    """Every tensor between nodes has its own pair of power-of-two scales; no activation is fused, no position moved."""
+    make, read = MODELS[model]
+    config = Config(get_default_config("VINT8")) if legacy else presets.VINT8_QCONFIG
+    settings = lower(config)
+    assert settings.dedicated_pairs and not settings.fused and not settings.position_rules
+    written = to_proto(quantize(load(make()), settings, Reader(read())))
+    onnx.checker.check_model(written, full_check=True)
+    file = File(written)
+    for node in written.graph.node:
+        if node.op_type == "QuantizeLinear":
+            file.position(node)
+        if node.op_type in ("Relu", "Gemm", "MatMul"):
+            assert file.producer[node.input[0]].op_type == "DequantizeLinear"
+    (feed, *_) = read()
+    assert sqnr(run(make(), feed), run(written, feed)) > 20

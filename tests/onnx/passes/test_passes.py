@@ -1,0 +1,378 @@
+"""What the contract of passes does not say: formulas at their edges, refusals, weights outside the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from quark.core.spec import LayerSpec, spec
+from quark.errors import ConfigError, NotSupportedError, QuarkError
+from quark.onnx.config.settings import Settings
+from quark.onnx.flow import quantize
+from quark.onnx.graph.model_file import load, opset, read, save, to_proto
+from quark.onnx.graph.pattern import Const, either, match, op, scalar
+from quark.onnx.passes import PASSES, POST_PASSES
+from tests.models.onnx_zoo import (
+    ZOO,
+    Builder,
+    Reader,
+    branches,
+    cnn,
+    feed,
+    gelus,
+    half,
+    images,
+    layer_norms,
+    legacy,
+    outputs,
+    pools,
+    shared,
+)
+
+U8S8 = Settings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False)))
+
+
+def types(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def passed(proto: onnx.ModelProto, name: str, *arguments: Any) -> onnx.ModelProto:
+    model = read(proto)
+    PASSES[name](model, *arguments)
+    return to_proto(model)
+
+
+def test_fused_graphs_hold_the_fused_operators() -> None:
+    assert types(passed(gelus(), "fuse_gelu"))[:3] == ["Gelu", "Gelu", "Gelu"]
+    kinds = [n.attribute[0].s for n in passed(gelus(), "fuse_gelu").graph.node if n.op_type == "Gelu"]
+    assert kinds == [b"none", b"none", b"tanh"]
+    assert types(passed(layer_norms(), "fuse_layer_norm")) == ["LayerNormalization"] * 2
+    assert types(passed(ZOO["layer_norms18"](), "fuse_layer_norm")) == ["LayerNormalization"] * 2
+    assert types(passed(ZOO["instance_norms"](), "fuse_instance_norm")) == ["InstanceNormalization"] * 2
+    assert types(passed(ZOO["l2_norms"](), "fuse_l2_norm")) == ["LpNormalization"] * 2 + ["ReduceL2", "Clip", "Div"]
+
+
+def test_a_fusion_needs_exact_structure() -> None:
+    """One constant, one axis, one operand off: no fusion."""
+    wrong = gelus()
+    for initializer in wrong.graph.initializer:
+        if initializer.name == "half":
+            initializer.CopyFrom(numpy_helper.from_array(np.float32(0.51), "half"))
+    assert "Gelu" not in types(passed(wrong, "fuse_gelu"))
+    middle = layer_norms()
+    for node in middle.graph.node:
+        if node.name == "a_variance_node":
+            node.attribute[0].ints[0] = 1
+    onnx.checker.check_model(middle)
+    assert types(passed(middle, "fuse_layer_norm")).count("LayerNormalization") == 1
+
+
+def test_the_matcher_binds_names_once_and_tries_both_orders() -> None:
+    b = Builder()
+    two = b.constant("two", np.array(2.0))
+    b.node("Mul", [two, b.node("Add", ["x", b.node("Neg", ["x"], "neg")], "sum")], "y")
+    model = ir.from_proto(b.model({"x": ["n", 4]}, {"y": ["n", 4]}))
+    last = model.graph[-1]
+    found = match(op("Mul", op("Add", op("Neg", "a"), "a"), 2.0), last)
+    assert found is not None and found["a"].name == "x" and len(found.nodes) == 3
+    assert match(op("Mul", op("Add", op("Neg", "a"), "b"), Const("c")), last) is not None
+    assert match(op("Mul", op("Add", "a", "a"), 2.0), last) is None
+    assert match(op("Mul", op("Add", "a", "b"), 2.1), last) is None
+    assert match(either(op("Div", "a", "b"), op("Mul", "a", "b")), last) is not None
+    assert np.isnan(scalar(model.graph.inputs[0])) and scalar(last.inputs[0]) == 2.0
+
+
+@pytest.mark.parametrize(("height", "width", "kernel"), [(24, 32, [2, 1]), (64, 64, [4, 2]), (23, 23, [23, 1])])
+def test_a_large_pool_is_split_where_its_size_has_factors(height: int, width: int, kernel: list[int]) -> None:
+    b = Builder()
+    b.node("GlobalAveragePool", ["x"], "y")
+    proto = b.model({"x": ["n", 2, height, width]}, {"y": ["n", 2, 1, 1]})
+    changed = passed(proto, "split_large_pool")
+    attributes = {a.name: list(a.ints) for a in changed.graph.node[0].attribute}
+    assert attributes["kernel_shape"] in (kernel, kernel[::-1]) and attributes["strides"] == attributes["kernel_shape"]
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(changed, sample)[0], outputs(proto, sample)[0], atol=1e-6)
+
+
+def test_pools_that_are_small_prime_or_open_stay() -> None:
+    for size in ([8, 8], [521, 1], ["h", 64]):
+        b = Builder()
+        b.node("GlobalAveragePool", ["x"], "y")
+        proto = b.model({"x": ["n", 2, *size]}, {"y": ["n", 2, 1, 1]})
+        assert types(passed(proto, "split_large_pool")) == ["GlobalAveragePool"]
+
+
+def test_fixed_dimensions_of_an_open_shape_are_computed() -> None:
+    b = Builder()
+    shape = b.node("Shape", ["x"], "shape")
+    batch = b.node("Gather", [shape, b.integers("zero", [0])], "batch")
+    ends = b.node("Slice", [shape, b.integers("from", [1]), b.integers("to", [3])], "ends")
+    area = b.node("ReduceProd", [ends], "area", keepdims=1)
+    b.node("Reshape", ["x", b.node("Concat", [batch, area], "target", axis=0)], "y")
+    proto = b.model({"x": ["n", 3, 5]}, {"y": ["n", 15]})
+    changed = passed(proto, "simplify")
+    assert types(changed) == ["Shape", "Gather", "Concat", "Reshape"]
+    sample = feed(proto)
+    assert np.array_equal(outputs(changed, sample)[0], outputs(proto, sample)[0])
+
+
+def test_gemm_whose_bias_is_scaled_keeps_its_batch_norm() -> None:
+    b = Builder()
+    weight, bias = b.constant("w", b.random.normal(size=(4, 3))), b.constant("c", b.random.normal(size=3))
+    parameters = [b.constant(f"p{i}", b.random.uniform(0.5, 1.5, 3)) for i in range(4)]
+    b.node("BatchNormalization", [b.node("Gemm", ["x", weight, bias], "g", alpha=2.0, beta=1.0), *parameters], "y")
+    proto = b.model({"x": ["n", 4]}, {"y": ["n", 3]})
+    folded = passed(proto, "fold_batch_norm")
+    assert types(folded) == ["Gemm"]
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(folded, sample)[0], outputs(proto, sample)[0], atol=1e-5)
+    proto.graph.node[0].attribute[1].f = 0.5
+    assert types(passed(proto, "fold_batch_norm")) == ["Gemm", "BatchNormalization"]
+
+
+def test_a_weight_that_two_nodes_read_keeps_its_batch_norm() -> None:
+    b = Builder()
+    weight = b.constant("w", b.random.normal(size=(4, 4, 1, 1)))
+    parameters = [b.constant(f"p{i}", b.random.uniform(0.5, 1.5, 4)) for i in range(4)]
+    normed = b.node("BatchNormalization", [b.node("Conv", ["x", weight], "one"), *parameters], "normed")
+    b.node("Add", [normed, b.node("Conv", ["x", weight], "two")], "y")
+    proto = b.model({"x": ["n", 4, 5, 5]}, {"y": ["n", 4, 5, 5]})
+    assert "BatchNormalization" in types(passed(proto, "fold_batch_norm"))
+    model = read(proto)
+    assert PASSES["copy_shared_init"](model) == 1 and PASSES["fold_batch_norm"](model) == 1
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(to_proto(model), sample)[0], outputs(proto, sample)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "axes"), [([2, 3, 4, 5], [1, 2]), ([2, 3, 4, 5], [2]), ([2, 3, 4], [1, 2])])
+def test_means_over_other_axes_stay(shape: list[int], axes: list[int]) -> None:
+    b = Builder()
+    b.node("ReduceMean", ["x"], "y", axes=axes)
+    proto = b.model({"x": shape}, {"y": [1 if i in axes else size for i, size in enumerate(shape)]})
+    assert types(passed(proto, "convert_reduce_mean")) == ["ReduceMean"]
+
+
+def test_clip6_becomes_relu_and_differs_only_over_six() -> None:
+    proto = cnn()
+    changed = passed(proto, "replace_clip6_relu")
+    assert "Clip" not in types(changed) and types(changed).count("Relu") == types(proto).count("Relu") + 1
+
+
+@pytest.mark.parametrize(
+    ("low", "peak", "replaced"), [(0.0, 6.0, True), (0.0, 3.0, True), (0.0, 9.0, False), (1.0, 6.0, False)]
+)
+def test_clip_before_quantization_becomes_relu_where_its_bound_is_the_largest_code(
+    low: float, peak: float, replaced: bool
+) -> None:
+    """With scale peak/255 the bound 6 has code 255, or it has a smaller one, and then Clip stays."""
+    b = Builder()
+    clip = [b.constant("low", np.array(low)), b.constant("high", np.array(6.0))]
+    x = b.node("Clip", ["x", *clip], "clipped")
+    scale = b.constant("scale", np.array(peak / 255))
+    b.initializers.append(numpy_helper.from_array(np.uint8(0), "zero"))
+    b.node("DequantizeLinear", [b.node("QuantizeLinear", [x, scale, "zero"], "q"), scale, "zero"], "y")
+    proto = b.model({"x": ["n", 64]}, {"y": ["n", 64]})
+    model = read(proto)
+    assert POST_PASSES["convert_clip_to_relu"](model) == replaced
+    sample = {"x": np.linspace(-9, 9, 128, dtype=np.float32).reshape(2, 64)}
+    assert np.array_equal(outputs(to_proto(model), sample)[0], outputs(proto, sample)[0])
+    assert POST_PASSES["convert_clip_to_relu"](model) == 0
+
+
+# Opset ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_opset_of_a_model_with_weights_outside_is_converted_without_reading_them(tmp_path: Path) -> None:
+    source = tmp_path / "old.onnx"
+    onnx.save(pools(11), source, save_as_external_data=True, location="w.bin", size_threshold=0)
+    model = read(source)
+    assert PASSES["convert_opset_version"](model, 13) == 1
+    assert opset(model) == 13 and model.ir_version >= 7
+    weight = model.graph.initializers["left_w"].const_value
+    assert not isinstance(weight, ir.ExternalTensor) or weight.location == "w.bin"
+    big = Builder()
+    big.node("MatMul", ["x", big.constant("m", np.ones((32, 32)))], "y")
+    onnx.save(big.model({"x": [1, 32]}, {"y": [1, 32]}, 11), source, save_as_external_data=True, location="m.bin",
+              size_threshold=0)  # fmt: skip
+    model = read(source)
+    PASSES["convert_opset_version"](model, 13)
+    assert isinstance(model.graph.initializers["m"].const_value, ir.ExternalTensor)
+    save(model, tmp_path / "new.onnx")
+    assert np.array_equal(outputs(str(tmp_path / "new.onnx"), {"x": np.ones((1, 32), np.float32)})[0][0], [32.0] * 32)
+
+
+@pytest.mark.parametrize("version", [7, 8, 9, 10, 11, 12])
+def test_old_models_are_quantized(version: int, tmp_path: Path) -> None:
+    """IR 3, initializers as inputs, attributes for bounds, no names."""
+    proto = legacy(version) if version < 11 else pools(version)
+    path = tmp_path / "out.onnx"
+    data = [feed(proto, seed) for seed in range(3)]
+    save(quantize(load(proto), U8S8, Reader(data)), path)
+    written = onnx.load(path)
+    assert written.opset_import[0].version == 13 and "QuantizeLinear" in types(written)
+    assert [v.name for v in written.graph.input] == ["x"] and all(node.name for node in written.graph.node)
+    expected, found = outputs(proto, data[0])[0], outputs(str(path), data[0])[0]
+    assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_large_weights_that_are_inputs_stay_inputs() -> None:
+    proto = legacy(8)
+    changed = passed(proto, "convert_opset_version", 13)
+    assert [v.name for v in changed.graph.input] == [v.name for v in proto.graph.input]
+    assert {i.name for i in changed.graph.initializer} >= {i.name for i in proto.graph.initializer}
+    np.testing.assert_allclose(outputs(changed, feed(proto))[0], outputs(proto, feed(proto))[0], atol=1e-5)
+
+
+def test_the_opset_that_is_asked_for_must_do() -> None:
+    low, high = (replace(U8S8, convert_opset_version=version) for version in (11, 19))
+    with pytest.raises(ConfigError, match="ConvertOpsetVersion=11.*needs opset 13"):
+        quantize(load(cnn()), low, Reader(images()))
+    assert opset(quantize(load(cnn()), high, Reader(images()))) == 19
+
+
+def test_what_cannot_be_converted_is_named() -> None:
+    function = helper.make_function("own", "F", ["a"], ["b"], [helper.make_node("Relu", ["a"], ["b"])],
+                                    [helper.make_opsetid("", 11)])  # fmt: skip
+    b = Builder()
+    b.nodes.append(helper.make_node("F", ["x"], ["y"], domain="own"))
+    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
+    imports = [helper.make_opsetid("", 11), helper.make_opsetid("own", 1)]
+    proto = helper.make_model(helper.make_graph(b.nodes, "g", info[:1], info[1:]), opset_imports=imports,
+                              functions=[function], ir_version=9)  # fmt: skip
+    with pytest.raises(NotSupportedError, match="local functions \\(F\\)"):
+        passed(proto, "convert_opset_version", 13)
+    with pytest.raises(QuarkError, match="opset 17 and cannot be converted to 99"):
+        passed(cnn(), "convert_opset_version", 99)
+
+
+# Shapes, layout, types ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("z:[1,3,16,16]", "'z', which is no input"),
+        ("x:[1,3,16]", r"x is .*not \[1, 3, 16\]"),
+        ("x:[1,4,16,16]", r"not \[1, 4, 16, 16\]"),
+        ("x=[1,3]", "is no shape"),
+        ("x:[1,n]", "is no shape"),
+        ("", "names no input"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        passed(cnn(), "fix_shapes", text)
+
+
+def test_a_fixed_dimension_is_fixed_everywhere() -> None:
+    fixed = passed(cnn(), "fix_shapes", " x : [2, 3,16,16]; ")
+    for value in (*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info):
+        sizes = value.type.tensor_type.shape.dim
+        assert all(d.dim_value > 0 for d in sizes), value.name
+    assert fixed.graph.output[0].type.tensor_type.shape.dim[0].dim_value == 2
+
+
+def test_a_fixed_dimension_is_fixed_behind_operators_that_nobody_knows() -> None:
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="own")], "g", infos[:1], infos[1:])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    fixed = passed(helper.make_model(graph, opset_imports=imports, ir_version=9), "fix_shapes", "x:[3,4]")
+    assert [d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim] == [3, 4]
+
+
+def test_nhwc_inputs() -> None:
+    changed = passed(cnn(), "convert_nchw_to_nhwc")
+    assert [d.dim_value or d.dim_param for d in changed.graph.input[0].type.tensor_type.shape.dim] == ["n", 16, 16, 3]
+    settings = Settings(U8S8.layer, convert_nchw_to_nhwc=True)
+    data = [{"x": sample["x"].transpose(0, 2, 3, 1)} for sample in images()]
+    quantized = to_proto(quantize(load(cnn()), settings, Reader(data)))
+    expected, found = outputs(cnn(), images()[0])[0], outputs(quantized, data[0])[0]
+    assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
+    with pytest.raises(ConfigError, match="no input has four dimensions"):
+        passed(gelus(), "convert_nchw_to_nhwc")
+
+
+def test_float16_models_are_quantized_in_float32_where_asked() -> None:
+    data = [feed(half(), seed) for seed in range(3)]
+    with pytest.raises(NotSupportedError, match=r"x is float16.*ConvertFP16ToFP32=True"):
+        quantize(load(half()), U8S8, Reader(data))
+    wide = [{name: value.astype(np.float32) for name, value in sample.items()} for sample in data]
+    settings = Settings(U8S8.layer, convert_fp16_to_fp32=True)
+    quantized = to_proto(quantize(load(half()), settings, Reader(wide)))
+    expected, found = outputs(half(), data[0])[0], outputs(quantized, wide[0])[0]
+    assert found.dtype == np.float32 and np.abs(found - expected).max() < 0.02
+
+
+# Sharing and bodies ---------------------------------------------------------------------------------------------------
+
+
+def test_shared_initializers_are_copied_for_the_op_types_that_are_named() -> None:
+    proto = shared()
+    onnx.checker.check_model(proto)
+    model = read(proto)
+    assert PASSES["copy_bias_init"](model) == 2
+    biases = [node.inputs[2] for node in model.graph if node.op_type in ("Conv", "Gemm")]
+    assert [value.name for value in biases if value] == ["b", "b_two_node", "b_gemm_node"]
+    arrays = [value.const_value.numpy() for value in biases if value and value.const_value]
+    assert all(np.array_equal(array, arrays[0]) for array in arrays)
+    only = read(proto)
+    assert PASSES["copy_shared_init"](only, ("MatMul",)) == 1
+    assert only.graph.node("y_node").inputs[1].name == "m_y_node"  # type: ignore[union-attr]
+
+
+def test_initializers_that_stay_inputs_are_no_constants() -> None:
+    proto = legacy()
+    settings = Settings(U8S8.layer, remove_input_init=False)
+    quantized = to_proto(quantize(load(proto), settings, Reader([feed(proto)])))
+    assert "a_w" in {value.name for value in quantized.graph.input} & {i.name for i in quantized.graph.initializer}
+    twice = {**feed(proto), "a_w": 2 * numpy_helper.to_array(proto.graph.initializer[0])}
+    assert not np.allclose(outputs(quantized, twice)[0], outputs(quantized, feed(proto))[0])
+
+
+@pytest.mark.parametrize("version", [11, 17])
+def test_models_with_if_are_quantized_around_the_bodies(version: int) -> None:
+    proto = branches(version)
+    data = [feed(proto, seed) for seed in range(4)]
+    quantized = to_proto(quantize(load(proto), U8S8, Reader(data)))
+    onnx.checker.check_model(quantized, full_check=True)
+    expected, found = outputs(proto, data[0])[0], outputs(quantized, data[0])[0]
+    assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def decoded(settings: Settings, proto: onnx.ModelProto) -> set[str]:
+    quantized = quantize(load(proto), settings, Reader([feed(proto)]))
+    return {node.name or "" for node in quantized.graph if node.op_type == "DequantizeLinear"}
+
+
+def test_scopes_speak_of_the_nodes_that_the_user_knows() -> None:
+    """Nodes that passes remove can be excluded; what takes their place is excluded with them."""
+    assert decoded(replace(U8S8, exclude=("a_norm_node", "^b_.*")), cnn())
+    fused = replace(U8S8, exclude=((("a_div_node",), ("a_node",)),))
+    assert "x_DequantizeLinear" in decoded(U8S8, gelus())
+    assert "x_DequantizeLinear" not in decoded(fused, gelus())
+    parts = replace(U8S8, convert_split_to_slice=True, exclude=("split", "pool_node", "kept_node", "dropped_node"))
+    assert not {name for name in decoded(parts, pools()) if name.startswith("part_1")}
+    assert {name for name in decoded(replace(parts, exclude=()), pools()) if name.startswith("part_1")}
+
+
+def test_nodes_to_quantize_may_be_among_those_that_go() -> None:
+    assert "a_w_DequantizeLinear" in decoded(replace(U8S8, nodes=("a_conv_node", "a_norm_node")), cnn())
+    with pytest.raises(ConfigError, match="passes removed a_norm_node"):
+        decoded(replace(U8S8, nodes=("a_norm_node",)), cnn())
+    with pytest.raises(ConfigError, match="NodesToQuantize.*b_nor"):
+        decoded(replace(U8S8, nodes=("b_nor",)), cnn())
+
+
+def test_a_scale_of_another_shape_is_no_layer_normalization() -> None:
+    proto = layer_norms()
+    for initializer in proto.graph.initializer:
+        if initializer.name == "a_g":
+            initializer.CopyFrom(numpy_helper.from_array(np.full(1, 2.0, np.float32), "a_g"))
+    assert types(passed(proto, "fuse_layer_norm")).count("LayerNormalization") == 1

@@ -1,0 +1,178 @@
+"""Dynamic and weight-only quantization in stock ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from quark.core.granularity import PerGroup
+from quark.core.metrics import sqnr
+from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.spec import spec
+from quark.errors import ConfigError, NotSupportedError
+from quark.onnx import (
+    Int4Spec,
+    Int8Spec,
+    ModelQuantizer,
+    QConfig,
+    QLayerConfig,
+    QuantGranularity,
+    QuantType,
+    UInt4Spec,
+    get_default_config,
+    quantize_dynamic,
+    quantize_static,
+)
+from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.config.config import Config
+from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.passes import PASSES
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
+
+MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
+EVERY = pytest.mark.parametrize("model", MODELS)
+
+
+def dense(k: int = 40, n: int = 12, transposed: bool = False) -> onnx.ModelProto:
+    """One MatMul, or one Gemm with transB; k is no multiple of a block, columns differ in size."""
+    b = Builder()
+    values = b.random.normal(0, 1, (k, n)) * np.linspace(0.1, 2, n)
+    weight = b.constant("w", values.T if transposed else values)
+    if transposed:
+        b.node("Gemm", ["x", weight, b.constant("c", b.random.normal(0, 1, n))], "y", transB=1)
+    else:
+        b.node("MatMul", ["x", weight], "y")
+    return b.model({"x": ["n", k]}, {"y": ["n", n]})
+
+
+def nbits(**parameters: Any) -> QConfig:
+    layer = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
+    return QConfig(layer, UseMatMulNBits=True, MatMulNBitsParams=parameters)
+
+
+def weight_only(model: onnx.ModelProto, weight: Any, **options: Any) -> onnx.ModelProto:
+    config = QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=weight), WeightsOnly=True, **options)
+    done = ModelQuantizer(config).quantize_model(model)
+    assert done is not None
+    onnx.checker.check_model(done)
+    return done
+
+
+@EVERY
+@pytest.mark.parametrize("kind", [QuantType.QInt8, QuantType.QUInt8])
+def test_dynamic_is_as_good_as_onnxruntimes(model: str, kind: QuantType, tmp_path: Path) -> None:
+    from onnxruntime.quantization import quantize_dynamic as theirs
+
+    make, feeds = MODELS[model]
+    ours = quantize_dynamic(make(), weight_type=kind, per_channel=True)
+    assert ours is not None
+    onnx.checker.check_model(ours)
+    folded = load(make())
+    PASSES["fold_batch_norm"](folded)
+    onnx.save(to_proto(folded), tmp_path / "float.onnx")
+    theirs(tmp_path / "float.onnx", tmp_path / "theirs.onnx", per_channel=True, weight_type=kind)
+    feed = feeds()[0]
+    reference = run(make(), feed)
+    found = sqnr(reference, run(ours, feed))
+    assert found > 34 and found >= sqnr(reference, run(str(tmp_path / "theirs.onnx"), feed)) - 0.3
+    kernels = {n.op_type for n in ours.graph.node}
+    assert kernels >= {"DynamicQuantizeLinear", "MatMulInteger"} and "MatMul" not in kernels and "Gemm" not in kernels
+    assert not {"Conv"} & kernels
+
+
+def test_dynamic_handles_a_transposed_gemm_and_a_shared_input() -> None:
+    model = dense(transposed=True)
+    other = model.graph.node.add()
+    other.CopyFrom(model.graph.node[0])
+    other.name, other.output[0] = "second", "z"
+    model.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, ["n", 12]))
+    feed = {"x": np.random.default_rng(0).normal(size=(64, 40)).astype(np.float32)}
+    done = quantize_dynamic(model, per_channel=True)
+    assert done is not None and sqnr(run(model, feed), run(done, feed)) > 38
+    assert sum(n.op_type == "DynamicQuantizeLinear" for n in done.graph.node) == 1
+    assert [o.name for o in done.graph.output] == ["y", "z"]
+
+
+def test_the_dynamic_preset_and_its_exclusions() -> None:
+    config = get_default_config("UINT8_DYNAMIC_QUANT")
+    config.nodes_to_exclude = ["hidden_node"]
+    done = ModelQuantizer(Config(config)).quantize_model(mlp())
+    assert done is not None
+    assert [n.op_type for n in done.graph.node if "MatMul" in n.op_type] == ["MatMul", "MatMulInteger"]
+    with pytest.raises(ConfigError, match="Nothing to quantize"):
+        quantize_dynamic(mlp(), op_types_to_quantize=["Sigmoid"])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [16, 32])
+def test_matmul_nbits_computes_what_the_core_says(bits: int, symmetric: bool, size: int) -> None:
+    model = dense()
+    config = nbits(GroupSize=size, Bits=bits, Symmetric=symmetric, AccuracyLevel=1)
+    done = ModelQuantizer(config).quantize_model(model)
+    assert done is not None
+    onnx.checker.check_model(done)
+    (node,) = done.graph.node
+    assert (node.op_type, node.domain, node.name) == ("MatMulNBits", "com.microsoft", "y_node")
+    weight = numpy_helper.to_array(model.graph.initializer[0])
+    tensor = onnx_range(
+        spec(f"{'int' if symmetric else 'uint'}{bits}", PerGroup(0, size, pad=True), symmetric=symmetric)
+    )
+    assert tensor is not None
+    x = np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32)
+    expected = x @ fake_quantize(weight, compute_qparams(weight, tensor), tensor)
+    np.testing.assert_allclose(run(done, {"x": x}), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight", [Int4Spec, UInt4Spec, Int8Spec])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocked_weights_decode_to_the_core(weight: Any, transposed: bool) -> None:
+    model = dense(transposed=transposed)
+    done = weight_only(model, weight(quant_granularity=QuantGranularity.Group), BlockSize=16)
+    assert done.opset_import[0].version == 21
+    decoder = next(n for n in done.graph.node if n.op_type == "DequantizeLinear")
+    done.graph.output.append(onnx.helper.make_empty_tensor_value_info(decoder.output[0]))
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(done.SerializeToString())
+    found = session.run([decoder.output[0]], {"x": np.zeros((1, 40), np.float32)})[0]
+    array = numpy_helper.to_array(model.graph.initializer[0])
+    kind = weight().data_type.core
+    tensor = onnx_range(spec(kind, PerGroup(int(transposed), 16, pad=True), symmetric=not kind.startswith("u")))
+    assert tensor is not None
+    assert np.array_equal(found, fake_quantize(array, compute_qparams(array, tensor), tensor))
+
+
+@EVERY
+def test_four_bits_are_smaller_and_run(model: str) -> None:
+    make, feeds = MODELS[model]
+    done = weight_only(make(), Int4Spec(quant_granularity=QuantGranularity.Group))
+    assert done.ByteSize() < 0.6 * make().ByteSize()
+    assert sqnr(run(make(), feeds()[0]), run(done, feeds()[0], optimise=False)) > 14
+
+
+def test_wrong_parameters_are_refused() -> None:
+    for parameters, message in [
+        ({"GroupSise": 32}, "Did you mean 'GroupSize'"),
+        ({"GroupSize": 24}, "GroupSize=24"),
+        ({"Bits": 5}, "Bits=5"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ModelQuantizer(nbits(**parameters))
+    with pytest.raises(NotSupportedError, match="HQQ"):
+        ModelQuantizer(nbits(Algorithm="HQQ"))
+    with pytest.raises(NotSupportedError, match="4-bit activations"):
+        ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int4Spec(), weight=Int4Spec())))
+
+
+def test_quantize_static_takes_the_fields_of_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "out.onnx"
+    assert quantize_static(cnn(), path, Reader(images()), per_channel=True, extra_options={"FoldRelu": True}) is None
+    assert sqnr(run(cnn(), images()[0]), run(str(path), images()[0])) > 28
+    with pytest.raises(ConfigError, match="per_channel"):
+        quantize_static(cnn(), path, Reader(images()), per_chanel=True)

@@ -1,0 +1,142 @@
+"""Experts of one shape, solved at once: what each alone would give, in bounded memory, and errors that name one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quark.core.granularity import PerChannel, PerGroup
+from quark.core.solvers import gptq
+from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.errors import CalibrationError
+from quark.torch import ModelQuantizer
+from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.calibration import experts as moe
+from quark.torch.calibration.experts import reached_together
+from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.model.passes import UnfusedExperts
+from quark.torch.quantizer import quantized_layers
+from tests.models.families import family
+from tests.torch.model.test_experts import starve
+
+INT3 = spec("int3", PerGroup(-1, 16), symmetric=False)
+SOLVERS: dict[str, AlgoConfig] = {
+    "gptq": GPTQConfig(refine_passes=2),
+    "groups on the way": GPTQConfig(desc_act=False, static_groups=False, group_aware_order=True),
+    "gptaq": GPTAQConfig(),
+    "qronos": QronosConfig(inside_layer_modules=[], model_decoder_layers=""),
+}
+DATA = [torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def solved(name: str, algorithm: AlgoConfig, weight: TensorSpec = INT3, exclude: tuple[str, ...] = ()) -> nn.Module:
+    layer = raise_layer(LayerSpec(weight=weight))
+    config = QConfig(global_quant_config=layer, exclude=["@output_head", *exclude], algo_config=[algorithm])
+    return ModelQuantizer(config).quantize_model(family(name), DATA)
+
+
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
+    """The same weights, but for those that rounding in another order takes over a tie."""
+    others = quantized_layers(expected)
+    for name, layer in quantized_layers(found).items():
+        weight, other = (cast_weight(one) for one in (layer, others[name]))
+        wrong = ~torch.isclose(weight, other, rtol=1e-4, atol=1e-6)
+        assert float(wrong.float().mean()) <= 0.002, name
+
+
+def cast_weight(layer: Any) -> torch.Tensor:
+    return layer.weight.detach()
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many Hessians each call of the solver was given."""
+    seen: list[int] = []
+    factor = gptq.inverse_factor
+
+    def counted(hessian: torch.Tensor, damp: Any) -> Any:
+        seen.append(len(hessian) if hessian.ndim == 3 else 1)
+        return factor(hessian, damp)
+
+    monkeypatch.setattr(gptq, "inverse_factor", counted)
+    return seen
+
+
+@pytest.mark.parametrize("weight", [INT3, spec("fp8_e4m3"), spec("int4", PerChannel(0))], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_experts_are_solved_at_once_as_each_alone(
+    solver: str, weight: TensorSpec, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = solved("qwen3_moe", SOLVERS[solver], weight)
+    assert batches == [1, 1, 4, 4] * 2  # q/k/v, o, gate/up of four experts, down of four experts; two blocks
+    monkeypatch.setattr(moe, "AT_ONCE", 0)
+    del batches[:]
+    alone = solved("qwen3_moe", SOLVERS[solver], weight)
+    assert set(batches) == {1}
+    assert_same(together, alone)
+
+
+@pytest.mark.parametrize("exclude", [("*experts.1.*",), ("*experts.2.gate_proj", "*experts.0.down_proj")])
+def test_experts_that_are_not_alike_are_solved_with_those_that_are(
+    exclude: tuple[str, ...], batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = solved("qwen3_moe", GPTQConfig(), exclude=exclude)
+    assert batches == ([1, 1, 3, 3] if len(exclude) == 1 else [1, 1, 3, 1, 3]) * 2
+    monkeypatch.setattr(moe, "AT_ONCE", 0)
+    assert_same(together, solved("qwen3_moe", GPTQConfig(), exclude=exclude))
+
+
+def test_no_more_experts_are_in_flight_than_fit(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = solved("qwen3_moe", GPTQConfig())
+    experts = next(m for m in whole.modules() if isinstance(m, UnfusedExperts))
+    groups = [("attention",), *[(f"e.{i}.gate_proj", f"e.{i}.up_proj") for i in range(4)]]
+    columns, rows = experts.get_submodule("0.gate_proj").weight.shape[::-1]  # type: ignore[union-attr, misc]
+    monkeypatch.setattr(moe, "AT_ONCE", 3 * 8 * columns * (columns + 2 * rows))
+    assert reached_together(experts, "e", groups) == {(False, 0): {0: 1, 1: 2, 2: 3}}
+    monkeypatch.setattr(moe, "AT_ONCE", 2 * 8 * columns * (columns + 2 * rows))
+    assert reached_together(experts, "e", groups) == {(False, 0): {0: 1, 1: 2}, (False, 2): {2: 3, 3: 4}}
+    del batches[:]
+    parts = solved("qwen3_moe", GPTQConfig())
+    assert batches[:4] == [1, 1, 2, 2]
+    assert_same(parts, whole)
+
+
+def shifted(monkeypatch: pytest.MonkeyPatch, layer: str, share: float) -> None:
+    """Take a share of its mean diagonal from the second moments of a layer, which are then not positive definite."""
+    moments = Stop._moments
+
+    def less(stop: Stop, *sides: Any) -> torch.Tensor:
+        found = moments(stop, *sides)
+        return found - share * found.diagonal().mean() * torch.eye(len(found)) if layer in str(stop) else found
+
+    monkeypatch.setattr(Stop, "_moments", less)
+
+
+def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = solved("qwen3_moe", GPTQConfig())
+    shifted(monkeypatch, "layers.1.mlp.experts.2.down_proj", 0.05)
+    del batches[:]
+    together = solved("qwen3_moe", GPTQConfig())
+    assert batches[-5:] == [4, 1, 1, 1, 1]
+    monkeypatch.setattr(moe, "AT_ONCE", 0)
+    assert_same(together, solved("qwen3_moe", GPTQConfig()))
+    changed, before = quantized_layers(together), quantized_layers(plain)
+    name = "model.layers.1.mlp.experts.{}.down_proj".format
+    assert torch.equal(cast_weight(changed[name(1)]), cast_weight(before[name(1)]))
+    assert not torch.equal(cast_weight(changed[name(2)]), cast_weight(before[name(2)]))
+
+
+def test_the_expert_that_cannot_be_solved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = raise_layer(LayerSpec(weight=INT3))
+    config = QConfig(global_quant_config=layer, exclude=["@output_head"], algo_config=[GPTQConfig()])
+    with pytest.raises(CalibrationError, match=r"experts\.2\.w1, \S*experts\.2\.w3: no calibration token") as idle:
+        ModelQuantizer(config).quantize_model(starve(family("mixtral"), 2), DATA)
+    assert "experts.1" not in str(idle.value)
+    shifted(monkeypatch, "experts.3.w2", 9.0)
+    with pytest.raises(CalibrationError, match=r"^\S*layers\.0\.mlp\.experts\.3\.w2: .*not positive definite"):
+        ModelQuantizer(config).quantize_model(family("mixtral"), DATA)

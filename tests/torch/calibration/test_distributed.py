@@ -1,0 +1,173 @@
+"""Two gloo processes: the result of one, and an error in bounded time where the other one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as spawning
+from safetensors.torch import load_file
+
+from quark.errors import CalibrationError, NotSupportedError, QuarkError
+from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors, import_model_from_safetensors
+from quark.torch.calibration.distributed import processes
+from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, AutoSmoothQuantConfig, GPTQConfig
+from quark.torch.config.config import QConfig
+from quark.torch.flows.from_disk import stream
+from quark.torch.flows.resume import Manifest
+from tests.models.torch_zoo import tiny_llama, token_batches
+from tests.torch.flows.test_file2file import contents, save_float
+
+TIMEOUT = 20.0
+
+
+def configs() -> dict[str, QConfig]:
+    template = LLMTemplate.get("auto")
+    return {
+        "int8": template.get_config("int8"),
+        "gptq": replace(template.get_config("uint4_wo_32"), algo_config=[GPTQConfig()]),
+        "mxfp4": template.get_config("mxfp4"),
+    }
+
+
+def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    with processes(TIMEOUT) as own:
+        assert own == rank
+        work(folder)
+
+
+def two(work: Callable[[Path], None], folder: Path) -> None:
+    """Run `work` as torchrun with two processes does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawning.spawn(as_rank, (port, work, folder), nprocs=2)
+
+
+def everything(folder: Path) -> None:
+    """Each flow once; rank 0 writes."""
+    data = token_batches(4)
+    for name in ("int8", "gptq"):
+        model = ModelQuantizer(configs()[name]).quantize_model(tiny_llama(), data)
+        export_safetensors(model, folder / name)
+        stream(configs()[name], folder / "float", folder / f"{name}-streamed", data)
+    ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(folder / "float", folder / "files")
+
+
+def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
+    save_float(tmp_path / "float", torch.float32, "5GB")
+    two(everything, tmp_path)
+    one = tmp_path / "one"
+    for name in ("int8", "gptq"):
+        model = ModelQuantizer(configs()[name]).quantize_model(tiny_llama(), token_batches(4))
+        export_safetensors(model, one / name)
+        streamed = tmp_path / f"{name}-streamed"
+        assert contents(streamed).keys() >= {"config.json", "model.safetensors"}
+        for folder in (tmp_path / name, streamed):
+            (same_error if name == "gptq" else same_tensors)(folder, one / name)
+    ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(tmp_path / "float", one / "files")
+    assert contents(tmp_path / "files") == contents(one / "files")
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*"))
+
+
+def same_tensors(found: Path, expected: Path) -> None:
+    """Ranges add up exactly."""
+    tensors, own = load_file(expected / "model.safetensors"), load_file(found / "model.safetensors")
+    assert own.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(own[name], tensor), name
+
+
+def same_error(found: Path, expected: Path) -> None:
+    """Sums of second moments differ by rounding, and GPTQ hands a weight that falls to the other side on to the rest.
+
+    What it reaches is the same; with half of the data the error is several times as large.
+    """
+    assert output_error(found) == pytest.approx(output_error(expected), rel=0.1)
+
+
+def output_error(folder: Path) -> float:
+    """Mean square error of the logits on the calibration data."""
+    original, model = tiny_llama(), import_model_from_safetensors(tiny_llama(), folder)
+    with torch.no_grad():
+        return sum(float((model(x).logits - original(x).logits).square().mean()) for x in token_batches(4))
+
+
+def dying(folder: Path) -> None:
+    """Rank 1 ends without a word after the first block; rank 0 must not wait for ever."""
+    finish = Manifest.finish
+
+    def then_die(self: Manifest, *args: Any) -> None:
+        finish(self, *args)
+        if os.environ["RANK"] == "1":
+            os._exit(3)
+
+    Manifest.finish = then_die  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        stream(configs()["int8"], folder / "float", folder / "out", token_batches(4))
+    except QuarkError as error:
+        (folder / "said").write_text(f"{time.monotonic() - start}\n{error}")
+        sys.exit(4)
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    save_float(tmp_path / "float", torch.float32, "5GB")
+    with pytest.raises(spawning.ProcessExitedException):
+        spawn_and_join_all(dying, tmp_path)
+    seconds, said = (tmp_path / "said").read_text().split("\n", 1)
+    assert float(seconds) < 2 * TIMEOUT and "Rank 0 lost another process" in said
+    assert not (tmp_path / "out").exists()
+    # The manifest is good: it says what is there, and the inputs of the next block are there for both ranks.
+    partial = tmp_path / "out.partial"
+    settings = json.loads((partial / "manifest.json").read_text())["settings"]
+    manifest = Manifest.open(partial, settings)
+    assert manifest.begun and manifest.state().done == 1
+    inputs = sorted(path.name for path in partial.glob("inputs-1*"))
+    assert inputs == [f"inputs-1-{rank}.safetensors" for rank in (0, 1)]
+
+
+def spawn_and_join_all(work: Callable[[Path], None], folder: Path) -> None:
+    """Like `two`, but the survivor is not stopped when the other one dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = spawning.spawn(as_rank, (port, work, folder), nprocs=2, join=False)
+    for process in context.processes:
+        process.join(3 * TIMEOUT)
+    while not context.join():
+        pass
+
+
+def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quark.torch.calibration import distributed
+
+    monkeypatch.setattr(distributed, "world", lambda: 4)
+    with pytest.raises(CalibrationError, match="3 calibration batches are too few for 4 processes"):
+        distributed.part_of(token_batches(3))
+
+
+@pytest.mark.parametrize("flow", [QuantFlow.standard, QuantFlow.per_block])
+@pytest.mark.parametrize("algorithm", [AutoRoundConfig(), AutoSmoothQuantConfig()])
+def test_algorithms_that_would_see_a_part_of_the_data(
+    algorithm: AlgoConfig, flow: QuantFlow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quark.torch.algorithms import block_sweep as sweep
+
+    monkeypatch.setattr(sweep, "world", lambda: 2)
+    config = replace(LLMTemplate.get("auto").get_config("uint4_wo_32"), algo_config=[algorithm], quant_flow=flow)
+    with pytest.raises(NotSupportedError, match="needs all calibration data in one process, of which there are 2"):
+        ModelQuantizer(config).quantize_model(tiny_llama(), token_batches(2))

@@ -1,0 +1,188 @@
+"""Quantized checkpoints as sources: FP8 blocks by their formula, compressed-tensors against its own library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from tests.models.torch_zoo import tiny_llama
+
+Stored = dict[str, torch.Tensor]
+Encode = Callable[[torch.Tensor], tuple[Stored, torch.Tensor]]
+"""A weight -> what is stored, and the float values that it stands for."""
+
+
+def make(folder: Path, encode: Encode, quantization: Any, **sizes: int) -> Any:
+    """A folder whose linear layers are stored as `encode` says, and the float model that it stands for.
+
+    Every tensor lies in a file of its own, so a code and its scale are always in different files.
+    """
+    model = tiny_llama(dtype=torch.bfloat16, **({"hidden_size": 160, "intermediate_size": 192} | sizes))
+    stored: Stored = {}
+    for name, tensor in list(model.state_dict().items()):
+        parent, _, leaf = name.rpartition(".")
+        if "_proj" not in name or leaf != "weight":
+            stored[name] = tensor
+            continue
+        parts, value = encode(tensor)
+        stored |= {f"{parent}.{part}": part_tensor for part, part_tensor in parts.items()}
+        model.get_submodule(parent).weight.data = value.to(torch.bfloat16)
+    folder.mkdir()
+    where = {name: f"model-{i:05d}.safetensors" for i, name in enumerate(stored)}
+    for name, file in where.items():
+        save_file({name: stored[name].contiguous()}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return model
+
+
+def same(model: Any, source: Path, tmp_path: Path, scheme: str = "mxfp4") -> None:
+    """Whether file to file gives what the float model gives in memory."""
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config(scheme))
+    quantizer.direct_quantize_checkpoint(source, tmp_path / "files")
+    export_safetensors(quantizer.quantize_model(model), tmp_path / "memory")
+    files, memory = (load_file(tmp_path / kind / "model.safetensors") for kind in ("files", "memory"))
+    assert files.keys() == memory.keys()
+    for name, tensor in memory.items():
+        assert torch.equal(files[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    config = json.loads((tmp_path / "files" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "quark"
+    assert AutoConfig.from_pretrained(tmp_path / "files").dtype == torch.bfloat16
+
+
+def fp8_blocks(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """Codes and scales of 128 x 128 tiles, the last ones cut; and what they stand for, tile by tile."""
+    rows, columns = x.shape
+    codes, value = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(x)
+    scales = torch.empty(-(-rows // 128), -(-columns // 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            tile = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            scales[i, j] = x[tile].float().abs().max() / 448
+            codes[tile] = (x[tile].float() / scales[i, j]).to(torch.float8_e4m3fn)
+            value[tile] = (codes[tile].float() * scales[i, j]).to(x.dtype)
+    return {"weight": codes, "weight_scale_inv": scales}, value
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def test_fp8_blocks(tmp_path: Path) -> None:
+    model = make(tmp_path / "source", fp8_blocks, FP8)
+    same(model, tmp_path / "source", tmp_path)
+
+
+def with_compressed_tensors(kind: str, arguments: QuantizationArgs) -> Encode:
+    """What the library makes of a weight, and what it reads back."""
+
+    def encode(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+        size = arguments.group_size or x.shape[1]
+        blocks = x.reshape(x.shape[0], -1, size)
+        if arguments.strategy == "tensor":
+            blocks = x.reshape(1, 1, -1)
+        scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), arguments)
+        state = {"weight": x, "weight_scale": scale, "weight_zero_point": zero}
+        compressor = BaseCompressor.get_value_from_registry(kind)
+        stored = compressor.compress(state, scheme)
+        return stored, compressor.decompress(stored, scheme)["weight"]
+
+    return encode
+
+
+KINDS = {
+    "int4 groups": ("pack-quantized", QuantizationArgs(num_bits=4, group_size=32, strategy="group")),
+    "int4 groups, asymmetric": (
+        "pack-quantized",
+        QuantizationArgs(num_bits=4, group_size=32, strategy="group", symmetric=False),
+    ),
+    "int3 channels": ("pack-quantized", QuantizationArgs(num_bits=3, strategy="channel")),
+    "int8 packed": ("pack-quantized", QuantizationArgs(num_bits=8, strategy="channel")),
+    "int8 channels": ("int-quantized", QuantizationArgs(num_bits=8, strategy="channel")),
+    "fp8 tensor": ("float-quantized", QuantizationArgs(num_bits=8, type="float", strategy="tensor")),
+    "fp8 channels": ("float-quantized", QuantizationArgs(num_bits=8, type="float", strategy="channel")),
+}
+
+
+def compressed(kind: str, arguments: QuantizationArgs) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": json.loads(arguments.model_dump_json())}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_tensors(kind: str, tmp_path: Path) -> None:
+    model = make(tmp_path / "source", with_compressed_tensors(*KINDS[kind]), compressed(*KINDS[kind]))
+    same(model, tmp_path / "source", tmp_path)
+
+
+def test_activation_order(tmp_path: Path) -> None:
+    """Columns that belong to groups by an index (GPTQ's act-order)."""
+
+    def encode(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        stored, value = plain(x)
+        order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
+        index = torch.empty(x.shape[1], dtype=torch.int32)
+        index[order] = torch.arange(x.shape[1], dtype=torch.int32) // 32
+        codes = (value.float() / stored["weight_scale"].float().repeat_interleave(32, 1)).round()
+        return stored | {"weight_g_idx": index}, codes * stored["weight_scale"].float()[:, index.long()]
+
+    plain = with_compressed_tensors(*KINDS["int4 groups"])
+    model = make(tmp_path / "source", encode, compressed(*KINDS["int4 groups"]))
+    same(model, tmp_path / "source", tmp_path, "int8_wo")
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "said"),
+    [("gptq", NotSupportedError, "'gptq'.*Possible: float checkpoints, 'fp8'"), ("quark", ConfigError, "already")],
+)
+def test_other_quantizers(method: str, error: type[Exception], said: str, tmp_path: Path) -> None:
+    make(tmp_path / "source", fp8_blocks, {"quant_method": method})
+    with pytest.raises(error, match=said):
+        ModelQuantizer(LLMTemplate.get("auto").get_config("mxfp4")).direct_quantize_checkpoint(
+            tmp_path / "source", tmp_path / "out"
+        )
+
+
+@pytest.mark.parametrize(
+    ("drop", "said"), [("weight_scale_inv", "has no tensor .*weight_scale_inv"), ("shape", "does not fit")]
+)
+def test_scales_that_are_absent_or_do_not_fit(drop: str, said: str, tmp_path: Path) -> None:
+    def encode(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        stored, value = fp8_blocks(x)
+        if drop == "shape":
+            return stored | {"weight_scale_inv": torch.ones(7, 3)}, value
+        return {"weight": stored["weight"]}, value
+
+    make(tmp_path / "source", encode, FP8)
+    with pytest.raises(FormatError, match=said):
+        ModelQuantizer(LLMTemplate.get("auto").get_config("mxfp4")).direct_quantize_checkpoint(
+            tmp_path / "source", tmp_path / "out"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_transformers_reads_the_fp8_source_alike(tmp_path: Path) -> None:
+    """The formula of the FP8 test is that of transformers' own loader, which takes whole tiles only."""
+    from transformers import FineGrainedFP8Config
+
+    model = make(tmp_path / "source", fp8_blocks, FP8, hidden_size=128, intermediate_size=256, num_key_value_heads=4)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
+    )
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(ours[name], theirs[name])

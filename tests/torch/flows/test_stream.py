@@ -1,0 +1,223 @@
+"""Streaming from disk: the bytes of the model in memory, also where a run was killed and went on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
+from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
+from quark.torch.config.algo_configs import AWQConfig, GPTAQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
+from quark.torch.config.config import QConfig
+from quark.torch.flows.from_disk import stream
+from quark.torch.flows.resume import Manifest
+from tests.models.torch_zoo import tiny_llama, token_batches
+from tests.torch.flows.test_file2file import contents, save_float
+
+GPTQ = GPTQConfig(damp_percent=0.01)
+
+
+def scheme(name: str, algorithms: list[Any] | None = None, **options: Any) -> QConfig:
+    config = LLMTemplate.get("auto").get_config(name, **options)
+    return QConfig(
+        **{
+            **{field: getattr(config, field) for field in ("global_quant_config", "exclude", "shared_scale_groups")},
+            "algo_config": algorithms,
+        }
+    )
+
+
+def in_memory(config: QConfig, source: Path, output: Path, data: Any) -> dict[str, bytes]:
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    export_safetensors(ModelQuantizer(config).quantize_model(model, data), output, max_shard_size="60KB")
+    return contents(output)
+
+
+def streamed(config: QConfig, source: Path, output: Path, data: Any = None, **options: Any) -> dict[str, bytes]:
+    stream(config, source, output, data, max_shard_size="60KB", **options)
+    return contents(output)
+
+
+CASES = {
+    "weights": (scheme("uint4_wo_32"), False),
+    "live activations, head too": (scheme("mxfp4", exclude_layers=[]), False),
+    "static activations": (scheme("int8"), True),
+    "shared scales": (scheme("nvfp4"), True),
+    "GPTQ": (scheme("uint4_wo_32", [GPTQ]), True),
+    "SmoothQuant, static activations": (scheme("int8", [SmoothQuantConfig(alpha=0.5)]), True),
+    "AWQ and GPTQ": (scheme("uint4_wo_32", [AWQConfig(), GPTQ]), True),
+    "GPTAQ, static activations": (scheme("int8", [GPTAQConfig()]), True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_of_the_model_in_memory(case: str, tmp_path: Path) -> None:
+    config, needs_data = CASES[case]
+    source = save_float(tmp_path / "float", torch.float32, num_hidden_layers=3)
+    data = token_batches() if needs_data else None
+    expected = in_memory(config, source, tmp_path / "memory", data)
+    assert streamed(config, source, tmp_path / "stream", data) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "memory", "stream"]
+
+
+def test_tied_embeddings_and_quantized_sources(tmp_path: Path) -> None:
+    from tests.torch.checkpoint.test_sources import FP8, fp8_blocks, make
+
+    source = save_float(tmp_path / "float", tie_word_embeddings=True)
+    expected = in_memory(scheme("int8"), source, tmp_path / "memory", token_batches())
+    assert streamed(scheme("int8"), source, tmp_path / "stream", token_batches()) == expected
+    make(tmp_path / "fp8", fp8_blocks, FP8)
+    ModelQuantizer(scheme("mxfp4")).direct_quantize_checkpoint(
+        tmp_path / "fp8", tmp_path / "files", max_shard_size="60KB"
+    )
+    assert streamed(scheme("mxfp4"), tmp_path / "fp8", tmp_path / "stream2") == contents(tmp_path / "files")
+
+
+# A run that is killed. -----------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_after(blocks: int, monkeypatch: pytest.MonkeyPatch, before_manifest: bool = False) -> None:
+    """Let the next run end when so many blocks are finished (or just before the last of them is noted)."""
+    finish, count = Manifest.finish, []
+
+    def counting(self: Manifest, *args: Any) -> None:
+        count.append(1)
+        if before_manifest and len(count) == blocks:
+            raise Killed
+        finish(self, *args)
+        if len(count) == blocks:
+            raise Killed
+
+    monkeypatch.setattr(Manifest, "finish", counting)
+
+
+@pytest.mark.parametrize("case", ["weights", "static activations", "GPTAQ, static activations"])
+@pytest.mark.parametrize(("blocks", "before_manifest"), [(1, False), (2, True), (3, False)])
+def test_a_killed_run_goes_on(
+    case: str, blocks: int, before_manifest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, needs_data = CASES[case]
+    source = save_float(tmp_path / "float", torch.float32, num_hidden_layers=3)
+    data = token_batches() if needs_data else None
+    expected = streamed(config, source, tmp_path / "whole", data)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_after(blocks, patch, before_manifest)
+        stream(config, source, tmp_path / "out", data, max_shard_size="60KB")
+    assert not (tmp_path / "out").exists()
+    done = []
+    finish = Manifest.finish
+    monkeypatch.setattr(Manifest, "finish", lambda self, block, *args: (done.append(block), finish(self, block, *args)))
+    assert streamed(config, source, tmp_path / "out", data) == expected
+    first = blocks - before_manifest
+    assert done == [f"model.layers.{i}" for i in range(first, 3)]
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was killed after its first block."""
+    source = save_float(tmp_path / "float", torch.float32)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_after(1, patch)
+        stream(scheme("int8"), source, tmp_path / "out", token_batches(), max_shard_size="60KB")
+    return tmp_path / "out.partial"
+
+
+OTHER = {
+    r"config\.global_quant_config\.weight\.dtype: \"int8\" there, \"fp8_e4m3\" now": {"config": scheme("fp8")},
+    r"calibration data: \"\w+\" there": {"data": token_batches(2)},
+    r"pack_method: \"reorder\" there, \"order\" now": {"pack_method": "order"},
+    r"max_shard_size: \"60KB\" there, \"70KB\" now": {"max_shard_size": "70KB"},
+    r"config\.exclude: ": {"config": scheme("int8", exclude_layers=["lm_head", "*.o_proj"])},
+}
+
+
+@pytest.mark.parametrize("said", OTHER)
+def test_other_settings_are_refused(said: str, unfinished: Path) -> None:
+    settings = {"config": scheme("int8"), "data": token_batches(), "max_shard_size": "60KB", **OTHER[said]}
+    folder = unfinished.parent
+    with pytest.raises(ConfigError, match=said):
+        stream(source=folder / "float", output=folder / "out", **settings)
+    assert (unfinished / "manifest.json").exists()
+
+
+def test_another_model_of_the_same_shapes_is_refused(unfinished: Path) -> None:
+    folder = unfinished.parent
+    shutil.rmtree(folder / "float")
+    save_float(folder / "float", torch.float32, seed=1)
+    with pytest.raises(ConfigError, match="model: "):
+        streamed(scheme("int8"), folder / "float", folder / "out", token_batches())
+
+
+@pytest.mark.parametrize("what", ["block", "inputs", "manifest"])
+def test_damage_is_found(what: str, unfinished: Path) -> None:
+    manifest = unfinished / "manifest.json"
+    if what == "manifest":
+        manifest.write_text(manifest.read_text()[:-50])
+    elif what == "inputs":
+        (unfinished / "inputs-1-0.safetensors").unlink()
+    else:
+        for file in (unfinished / "model").glob("*.safetensors"):
+            data = file.read_bytes()
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    folder = unfinished.parent
+    with pytest.raises(
+        FormatError, match={"manifest": "corrupt", "inputs": "inputs-1", "block": "not as it was"}[what]
+    ):
+        streamed(scheme("int8"), folder / "float", folder / "out", token_batches())
+
+
+# What is refused. ----------------------------------------------------------------------------------------------------
+
+
+def test_what_streaming_cannot_do(tmp_path: Path) -> None:
+    source = save_float(tmp_path / "float")
+    with pytest.raises(CalibrationError, match="needs calibration data"):
+        streamed(scheme("int8"), source, tmp_path / "a")
+    with pytest.raises(CalibrationError, match="GPTQConfig.*needs calibration data"):
+        streamed(scheme("uint4_wo_32", [GPTQ]), source, tmp_path / "b")
+    with pytest.raises(NotSupportedError, match=r"lm_head\.input has a static scale and lies outside the blocks"):
+        streamed(scheme("int8", exclude_layers=[]), source, tmp_path / "c", token_batches())
+    with pytest.raises(NotSupportedError, match="RotationConfig changes the whole model"):
+        streamed(scheme("uint4_wo_32", [RotationConfig()]), source, tmp_path / "e", token_batches())
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    with pytest.raises(OutputExistsError):
+        streamed(scheme("int8_wo"), source, tmp_path / "there")
+    (tmp_path / "d.partial").mkdir()
+    (tmp_path / "d.partial" / "thesis.txt").write_text("")
+    with pytest.raises(ConfigError, match="no folder of an unfinished run"):
+        streamed(scheme("int8_wo"), source, tmp_path / "d")
+    assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+
+
+# Blocks that visit the device. --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["static activations", "shared scales", "GPTAQ, static activations"])
+def test_per_block_gives_what_the_standard_flow_gives(case: str) -> None:
+    config, _ = CASES[case]
+    one, other = (tiny_llama(dtype=torch.float32) for _ in range(2))
+    ModelQuantizer(config).quantize_model(one, token_batches())
+    per_block = replace(config, quant_flow=QuantFlow.per_block, gpu_resident_blocks=1)
+    ModelQuantizer(per_block).quantize_model(other, token_batches())
+    expected, found = one.state_dict(), other.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_resident_blocks_need_the_flow() -> None:
+    with pytest.raises(ConfigError, match="gpu_resident_blocks=2 is for quant_flow"):
+        replace(scheme("int8"), gpu_resident_blocks=2)

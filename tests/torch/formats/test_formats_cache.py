@@ -1,0 +1,68 @@
+"""Scales of a quantized KV cache in the formats of other programs, under the names that vLLM reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quark.errors import NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, import_model_from_safetensors
+from tests.models.checkpoints import logits, stored
+from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
+
+
+def cached(scheme: str, cache: str = "fp8", post_rope: bool = False, **options: Any) -> Any:
+    from dataclasses import replace
+
+    config = LLMTemplate.get("llama").get_config(scheme, kv_cache_scheme=cache, **options)
+    config = replace(config, kv_cache_post_rope=post_rope)
+    quantizer = ModelQuantizer(config)
+    return quantizer.freeze(quantizer.quantize_model(tiny_llama(), token_batches()))
+
+
+@pytest.mark.parametrize("post_rope", [False, True])
+@pytest.mark.parametrize(
+    ("form", "scheme", "cache"),
+    [("fp8", "fp8", "fp8"), ("compressed-tensors", "int4_wo_32", "fp8"), ("compressed-tensors", "fp8", "int8")],
+)
+def test_scales_of_the_cache_come_along(form: str, scheme: str, cache: str, post_rope: bool, tmp_path: Path) -> None:
+    model = cached(scheme, cache, post_rope)
+    folder = export_safetensors(model, tmp_path / "out", form)
+    tensors, config = stored(folder)
+    for layer in range(2):
+        attention = model.get_submodule(f"model.layers.{layer}.self_attn")
+        for kind in "kv":
+            scale = tensors.pop(f"model.layers.{layer}.self_attn.{kind}_scale")
+            assert scale.numel() == 1
+            assert float(scale) == float(attention.get_submodule(f"{kind}_proj").output_quantizer.scale)
+    assert not [name for name in tensors if "output" in name]
+    if form == "fp8":
+        assert config["kv_cache_scheme"] == "static"
+    else:
+        kind = {"num_bits": 8, "type": "float" if cache == "fp8" else "int", "strategy": "tensor", "dynamic": False}
+        assert kind.items() <= config["kv_cache_scheme"].items() and config["kv_cache_scheme"]["symmetric"]
+    loaded = import_model_from_safetensors(tiny_llama(seed=9), folder)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_the_library_reads_the_scheme_of_the_cache(tmp_path: Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    _, config = stored(export_safetensors(cached("int4_wo_32"), tmp_path / "out", "compressed-tensors"))
+    scheme = QuantizationConfig(**config).kv_cache_scheme
+    assert (scheme.num_bits, scheme.type, scheme.strategy) == (8, "float", "tensor")
+
+
+def test_a_cache_that_has_no_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotSupportedError, match="awq format has no place for a KV cache"):
+        export_safetensors(cached("uint4_wo_32"), tmp_path / "out", "awq")
+    with pytest.raises(NotSupportedError, match=r"cache in int8\. Possible: a cache in fp8_e4m3"):
+        export_safetensors(cached("fp8", "int8"), tmp_path / "out", "fp8")
+    with pytest.raises(NotSupportedError, match="gguf format has no place for a KV cache"):
+        export_gguf(cached("int8_wo"), tmp_path / "out", "m", LANGUAGE_MODEL)
+    with pytest.raises(NotSupportedError, match="quantized biases or outputs"):
+        export_safetensors(cached("fp8", attention_scheme="fp8"), tmp_path / "out", "fp8")
+    assert not list(tmp_path.iterdir())

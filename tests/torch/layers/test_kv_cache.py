@@ -1,0 +1,279 @@
+"""Quantized caches and attention, against oracles that quantize with torch's float8 and transformers' own Cache."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from quark.core.schemes import SCHEMES
+from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.config.shorthand_specs import (
+    FP8E4M3PerChannelSpec,
+    FP8E4M3PerTensorSpec,
+    Int8PerTensorSpec,
+    Uint8PerTensorSpec,
+)
+from quark.torch.quantizer import quantized_layers
+from tests.models.families import family
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
+
+IDS = torch.arange(48).reshape(3, 16)
+FP8, INT8 = (QLayerConfig(output_tensors=spec()) for spec in (FP8E4M3PerTensorSpec, Int8PerTensorSpec))
+PATTERNS = ["*k_proj", "*v_proj"]
+FULL = "model.layers.1.self_attn"
+
+
+def cache_config(layer: QLayerConfig = FP8, **options: Any) -> QConfig:
+    return QConfig(QLayerConfig(), kv_cache_quant_config=dict.fromkeys(PATTERNS, layer), **options)
+
+
+def quantize(config: QConfig, model: nn.Module | None = None) -> Any:
+    return ModelQuantizer(config).quantize_model(family("llama") if model is None else model, [IDS])
+
+
+def scale_of(model: nn.Module, name: str) -> float:
+    return float(model.get_submodule(f"{name}.output_quantizer").scale)  # type: ignore[arg-type]
+
+
+def fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x through torch's own float8."""
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def largest_outputs(model: nn.Module) -> dict[str, float]:
+    """Name of each projection of keys and values -> largest absolute value on IDS."""
+    seen: dict[str, float] = {}
+    hooks = [
+        module.register_forward_hook(lambda m, a, y, name=name: seen.update({name: float(y.detach().abs().max())}))
+        for name, module in model.named_modules()
+        if name.endswith(("k_proj", "v_proj"))
+    ]
+    model(IDS)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_the_scales_cover_the_largest_key_and_value() -> None:
+    largest = largest_outputs(family("llama"))
+    alone, group = quantize(cache_config()), quantize(cache_config(kv_cache_group=PATTERNS))
+    for block in (0, 1):
+        names = [f"model.layers.{block}.self_attn.{leaf}" for leaf in ("k_proj", "v_proj")]
+        assert [scale_of(alone, n) for n in names] == pytest.approx([largest[n] / 448 for n in names], rel=1e-6)
+        shared = max(largest[n] for n in names) / 448
+        assert [scale_of(group, n) for n in names] == pytest.approx([shared, shared], rel=1e-6)
+    assert scale_of(group, "model.layers.0.self_attn.k_proj") != scale_of(group, f"{FULL}.k_proj")
+    floor = sum(sorted(largest.values())[1:3]) / 2 / 448
+    floored = quantize(cache_config(min_kv_scale=floor))
+    for name, value in largest.items():
+        assert scale_of(floored, name) == pytest.approx(max(value / 448, floor), rel=1e-6)
+
+
+def test_before_rope_the_projections_are_quantized() -> None:
+    model, plain = quantize(cache_config()), family("llama")
+    for name, module in plain.named_modules():
+        if name.endswith(("k_proj", "v_proj")):
+            scale = scale_of(model, name)
+            module.register_forward_hook(lambda m, a, y, scale=scale: fp8(y, scale))
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_after_rope_the_model_computes_as_with_a_quantized_cache(name: str, attention: str) -> None:
+    from transformers import DynamicCache
+
+    model, plain = family(name), family(name)
+    model.set_attn_implementation(attention)
+    plain.set_attn_implementation(attention)
+    template = LLMTemplate.get(name)
+    patterns = template.kv_layers_name
+    config = QConfig(QLayerConfig(), kv_cache_quant_config=dict.fromkeys(patterns, FP8), kv_cache_post_rope=True)
+    model = quantize(config, model)
+    leaves = ["qkv_proj", "qkv_proj"] if name == "phi3" else ["k_proj", "v_proj"]
+    seen: list[float] = []
+
+    class Quantized(DynamicCache):
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **options: Any) -> Any:
+            seen.append(float(keys.detach().abs().max()))
+            scales = [scale_of(model, f"model.layers.{layer}.self_attn.{leaf}") for leaf in leaves]
+            return super().update(fp8(keys, scales[0]), fp8(values, scales[1]), layer, *args, **options)
+
+    expected = plain(IDS, past_key_values=Quantized()).logits
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, plain(IDS).logits, atol=1e-3)
+    if name == "llama":
+        assert scale_of(model, "model.layers.0.self_attn.k_proj") == pytest.approx(seen[0] / 448, rel=1e-6)
+    # Step by step, with a cache of transformers', the same.
+    steps = model(IDS[:, :10], use_cache=True)
+    rest = model(IDS[:, 10:], past_key_values=steps.past_key_values).logits
+    torch.testing.assert_close(rest, expected[:, 10:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_probabilities_are_quantized(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = family(name)
+    plain.set_attn_implementation("eager")
+    model = ModelQuantizer(
+        QConfig(raise_layer(SCHEMES["int8_wo"]), softmax_quant_spec=FP8E4M3PerTensorSpec())
+    ).quantize_model(family(name), [IDS])
+    for layer in quantized_layers(model).values():
+        layer.weight_quantizer = None
+    scales = [float(m.prob_output_quantizer.scale) for m in model.modules() if hasattr(m, "prob_output_quantizer")]
+    assert len(scales) == 2
+    softmax, order = nn.functional.softmax, iter(scales)
+    monkeypatch.setattr(nn.functional, "softmax", lambda x, **options: fp8(softmax(x, **options), next(order)))
+    expected = plain(IDS).logits
+    monkeypatch.undo()
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, plain(IDS).logits, atol=1e-3)
+
+
+FAMILIES = {
+    "llama": {f"{FULL}.k_proj", f"{FULL}.v_proj", f"{FULL}.q_proj"},
+    "phi3": {f"{FULL}.qkv_proj"},
+    "gpt2": {"transformer.h.1.attn.c_attn"},
+    "mixtral": {f"{FULL}.k_proj", f"{FULL}.v_proj", f"{FULL}.q_proj"},
+}
+
+
+CASES = [("llama", "fp8", False), ("llama", "fp8", True), ("llama", "int8", True), ("phi3", "fp8", True),
+         ("gpt2", "fp8", False), ("mixtral", "int8", True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "scheme", "late"), CASES)
+def test_a_checkpoint_carries_the_names_that_runtimes_read(name: str, scheme: str, late: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    template = LLMTemplate.get(name)
+    config = template.get_config("uint4_wo_32", kv_cache_scheme=scheme, attention_scheme="fp8")
+    model = quantize(replace(config, kv_cache_post_rope=late), family(name))
+    expected = model(IDS).logits
+    export_safetensors(model, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as handle:
+        names = {key for key in handle.keys() if key.endswith("output_scale") and ".1." in key}  # noqa: SIM118
+    attention = {"gpt2": "transformer.h.1.attn"}.get(name, FULL)
+    assert names == {f"{layer}.output_scale" for layer in FAMILIES[name]} | {f"{attention}.prob_output_scale"}
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(loaded(IDS).logits, expected)
+    assert torch.equal(import_model_from_safetensors(family(name, seed=1), tmp_path / "out")(IDS).logits, expected)
+    assert "quark_" not in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_the_written_config_is_what_vllm_expects(template: bool, tmp_path: Path) -> None:
+    made = LLMTemplate.get("llama").get_config("fp8", kv_cache_scheme="fp8", attention_scheme="fp8")
+    if not template:
+        own = {"*layers.0.*": raise_layer(SCHEMES["fp8"])}
+        made = replace(made, layer_quant_config=own, softmax_quant_spec=None)
+    model = quantize(made)
+    export_safetensors(model, tmp_path / "out")
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group, layers = set(stored["export"]["kv_cache_group"]), stored["layer_quant_config"]
+    assert group == set(stored["kv_cache_quant_config"]) == set(PATTERNS) and group <= set(layers)
+    outputs = [layers[pattern].pop("output_tensors") for pattern in PATTERNS]
+    assert outputs[0] == outputs[1]
+    assert (outputs[0]["dtype"], outputs[0]["qscheme"], outputs[0]["is_dynamic"]) == ("fp8_e4m3", "per_tensor", False)
+    own_layer = {key: value for key, value in stored["global_quant_config"].items() if key != "output_tensors"}
+    assert all(layers[pattern] == own_layer for pattern in PATTERNS)
+    assert torch.equal(
+        import_model_from_safetensors(family("llama", 1), tmp_path / "out")(IDS).logits, model(IDS).logits
+    )
+
+
+def test_an_excluded_projection_keeps_its_weight_and_feeds_the_cache(tmp_path: Path) -> None:
+    config = LLMTemplate.get("llama").get_config(
+        "int8", kv_cache_scheme="int8", exclude_layers=["*k_proj", "*layers.0.self_attn.*", "@output_head"]
+    )
+    model = quantize(config)
+    layers = quantized_layers(model)
+    assert layers[f"{FULL}.k_proj"].weight_quantizer is layers[f"{FULL}.k_proj"].input_quantizer is None
+    assert layers["model.layers.0.self_attn.v_proj"].weight_quantizer is None
+    assert layers[f"{FULL}.v_proj"].weight_quantizer is not None and "model.layers.0.self_attn.q_proj" not in layers
+    export_safetensors(model, tmp_path / "out")
+    loaded = import_model_from_safetensors(family("llama", seed=1), tmp_path / "out")
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_an_excluded_attention_module_keeps_its_probabilities(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = LLMTemplate.get("llama").get_config(
+        "int8", attention_scheme="fp8", exclude_layers=["*layers.0.*", "@output_head"]
+    )
+    model = quantize(config)
+    assert not hasattr(model.model.layers[0].self_attn, "prob_output_quantizer")
+    export_safetensors(model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_fp8_costs_at_most_half_a_percent_of_perplexity(late: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from quark.commands.text import perplexity, token_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
+    calibration = token_windows(tokenizer, TEXT / "calibration.txt", 128, 4)
+    held = token_windows(tokenizer, TEXT / "heldout.txt", 128, 8)
+    model = AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL).eval()
+    before = perplexity(model, held)
+    config = cache_config(kv_cache_group=PATTERNS, kv_cache_post_rope=late)
+    after = perplexity(ModelQuantizer(config).quantize_model(model, calibration), held)
+    assert before != after and after <= 1.005 * before
+
+
+BAD: list[tuple[QConfig, type[Exception], str]] = [
+    (QConfig(FP8, kv_cache_post_rope=True), ConfigError, "kv_cache_post_rope has no meaning without"),
+    (QConfig(FP8, min_kv_scale=0.5), ConfigError, "min_kv_scale has no meaning without"),
+    (QConfig(FP8, kv_cache_group=["*k_proj"]), ConfigError, "kv_cache_group has no meaning without"),
+    (cache_config(min_kv_scale=-1.0), ConfigError, "must not be negative"),
+    (cache_config(QLayerConfig()), ConfigError, r"kv_cache_quant_config\['\*k_proj'\].*None"),
+    (cache_config(kv_cache_group=["*q_proj"]), ConfigError, "kv_cache_group: the pattern"),
+    (QConfig(FP8, kv_cache_quant_config={"*key": FP8}), ConfigError, "kv_cache_quant_config: the pattern"),
+    (cache_config(QLayerConfig(output_tensors=FP8E4M3PerTensorSpec(is_dynamic=True))), NotSupportedError, "static"),
+    (cache_config(QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=0))), NotSupportedError, "per tensor"),
+    (cache_config(QLayerConfig(output_tensors=Uint8PerTensorSpec())), NotSupportedError, "fp8_e4m3, int8"),
+    (
+        QConfig(FP8, softmax_quant_spec=FP8E4M3PerTensorSpec(is_dynamic=True)),
+        NotSupportedError,
+        "softmax_quant_spec.*static",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "error", "message"), BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_has_no_meaning_is_refused(config: QConfig, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize(config)
+
+
+def test_a_model_without_attention_functions_is_refused() -> None:
+    config = QConfig(raise_layer(SCHEMES["int8_wo"]), softmax_quant_spec=FP8E4M3PerTensorSpec())
+    with pytest.raises(NotSupportedError, match="Mlp has no attention module"):
+        ModelQuantizer(config).quantize_model(mlp(), [torch.randn(2, 128)])
+    late = QConfig(raise_layer(SCHEMES["int8_wo"]), kv_cache_quant_config={"up": FP8}, kv_cache_post_rope=True)
+    with pytest.raises(NotSupportedError, match="does not call transformers' attention functions"):
+        ModelQuantizer(late).quantize_model(mlp(), [torch.randn(2, 128)])
+
+
+def test_on_an_error_attention_is_as_it_was() -> None:
+    model = family("llama")
+    expected, names = model(IDS).logits, dict(model.named_modules())
+    config = LLMTemplate.get("llama").get_config("int8", kv_cache_scheme="fp8", attention_scheme="fp8")
+    with pytest.raises(CalibrationError):
+        ModelQuantizer(replace(config, kv_cache_post_rope=True)).quantize_model(model, [])
+    assert dict(model.named_modules()) == names and model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(IDS).logits, expected)

@@ -1,0 +1,147 @@
+"""The dataflow graph of one forward: what made each tensor, what read it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from quark.core.schemes import SCHEMES
+from quark.torch.layers.fake_quant import Mode
+from quark.torch.layers.linear import QuantLinear
+from quark.torch.model.dataflow import Trace
+from quark.torch.model.record_forward import record
+from tests.models.architectures import build, token_ids
+
+
+def graph_of(name: str) -> Trace:
+    model = build(name)
+    return record(model, lambda: model(token_ids()))
+
+
+def names(nodes: list | tuple) -> list[str]:
+    return [(node.module or node.kind).split(".", 2)[-1] for node in nodes]
+
+
+def test_linears_that_read_one_tensor_are_a_group() -> None:
+    graph = graph_of("llama")
+    leaves = [tuple(name.rsplit(".", 1)[-1] for name in group) for group in graph.groups()]
+    block = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
+    assert leaves == [*block, *block, ("lm_head",)]
+    assert graph.uncalled == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "expected"),
+    [
+        ("llama", "model.layers.1.self_attn.q_proj", ["1.input_layernorm"]),
+        ("llama", "model.layers.1.mlp.down_proj", ["1.mlp.gate_proj", "1.mlp.up_proj"]),
+        (
+            "qwen3",
+            "model.layers.0.self_attn.o_proj",
+            ["0.self_attn.q_norm", "0.self_attn.k_norm", "0.self_attn.v_proj"],
+        ),
+        ("phi", "model.layers.0.mlp.fc1", ["0.input_layernorm"]),
+        ("gpt_neox", "gpt_neox.layers.0.attention.dense", ["0.attention.query_key_value"]),
+    ],
+)
+def test_sources_are_the_nearest_layers(name: str, layer: str, expected: list[str]) -> None:
+    graph = graph_of(name)
+    assert names(graph.sources(graph.calls[layer][0].inputs[0])) == expected
+
+
+def test_targets_are_the_nearest_layers_behind() -> None:
+    graph = graph_of("falcon")
+    norm = graph.calls["transformer.h.0.input_layernorm"][0]
+    assert names(graph.targets(norm.outputs[0])) == ["0.self_attention.query_key_value", "0.mlp.dense_h_to_4h"]
+
+
+@pytest.mark.parametrize(
+    ("name", "writers", "readers"),
+    [
+        ("llama", ["self_attn.o_proj", "mlp.down_proj"], ["input_layernorm", "post_attention_layernorm"]),
+        ("gemma2", ["post_attention_layernorm", "post_feedforward_layernorm"],
+         ["input_layernorm", "pre_feedforward_layernorm"]),
+        ("phi", ["self_attn.dense", "mlp.fc2"], ["input_layernorm"]),
+        ("opt", ["self_attn.out_proj", "fc2"], ["self_attn_layer_norm", "final_layer_norm"]),
+    ],
+)  # fmt: skip
+def test_the_residual_stream_is_the_longest_chain(name: str, writers: list[str], readers: list[str]) -> None:
+    stream = graph_of(name).streams()[0]
+    inside = [node.module for node in stream.writers if "layers." in node.module]
+    assert [name.split("layers.")[1][2:] for name in inside] == writers * 2
+    reading = [node.module for node in stream.readers]
+    assert [name.split("layers.")[1][2:] for name in reading[:-1]] == readers * 2  # the last is the final norm
+
+
+def test_norms_on_the_stream_cut_it() -> None:
+    streams = graph_of("bert").streams()
+    assert all(len(stream.readers) == 1 for stream in streams[:1]) and len(streams) >= 5
+
+
+class Experts(nn.Module):
+    """Each expert reads some rows; the last one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(x).reshape(-1, 8)
+        result = torch.zeros_like(flat)
+        for rows, expert in zip((torch.tensor([0, 2]), torch.tensor([1])), self.experts, strict=False):
+            result.index_add_(0, rows, expert(flat[rows]) * torch.rand(len(rows), 1))
+        result[:, :4] += 1
+        return x + result.view_as(x)
+
+
+def test_chosen_rows_count_as_the_same_input_and_writes_in_place_are_seen() -> None:
+    model = Experts()
+    graph = record(model, lambda: model(torch.randn(1, 3, 8)))
+    assert graph.groups() == [("experts.0", "experts.1")]
+    assert graph.uncalled == ("experts.2",)
+    assert names(graph.sources(graph.spans[""][1][0])) == ["0", "1"]
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):  # type: ignore[no-untyped-def]
+        return x * w
+
+
+class Unseen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Hidden.apply(x, self.weight)
+
+
+def test_a_leaf_module_whose_operations_nobody_sees_reads_all_it_was_given() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Unseen(), nn.Linear(4, 4))
+    graph = record(model, lambda: model(torch.randn(2, 4)))
+    assert [node.module for node in graph.sources(graph.calls["2"][0].inputs[0])] == ["1"]
+    assert [node.module for node in graph.sources(graph.calls["1"][0].inputs[0])] == ["0"]
+
+
+def test_quantized_layers_are_leaves_and_run_in_float() -> None:
+    linear = nn.Linear(32, 4)
+    spec = SCHEMES["mxfp4"]
+    model = nn.Sequential(nn.LayerNorm(32), QuantLinear.from_float(linear, spec))
+    x, seen = torch.randn(2, 32), []
+    graph = record(model, lambda: seen.append(model(x)))
+    assert torch.equal(seen[0], linear(model[0](x)))
+    assert model[1].input_quantizer.mode is Mode.quantize, "afterwards the layer quantizes again"
+    assert [node.module for node in graph.sources(graph.calls["1"][0].inputs[0])] == ["0"]
+    assert not model[1]._forward_hooks and not model[1]._forward_pre_hooks
+
+
+def test_a_move_repeats_what_was_done_to_the_elements() -> None:
+    graph = graph_of("gpt_neox")
+    fused = graph.calls["gpt_neox.layers.0.attention.query_key_value"][0]
+    (view,) = graph.readers(fused.outputs[0])
+    rows = torch.arange(96).expand(graph.values[fused.outputs[0]].shape)
+    assert view.move is not None
+    assert torch.equal(view.move(rows)[0, 0, :, 0], torch.tensor([0, 24, 48, 72]))

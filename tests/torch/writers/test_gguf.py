@@ -1,0 +1,418 @@
+"""GGUF files, read back by gguf's own dequantizer, by transformers, and by ourselves."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
+from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.scales import ScaleType
+from quark.core.schemes import SCHEMES
+from quark.core.spec import TensorSpec, spec
+from quark.errors import (
+    ConfigError,
+    FormatError,
+    MissingDependencyError,
+    NonFiniteError,
+    NotSupportedError,
+    OutputExistsError,
+    ShapeError,
+)
+from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer, export_gguf, import_model_from_gguf
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import raise_layer
+from quark.torch.quantizer import quantized_layers
+from quark.torch.writers.gguf.architectures import ARCHITECTURES
+from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+GPT2 = {"vocab_size": 2048, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"attention_bias": True},
+    "mistral": SIZES | {"sliding_window": None},
+    "qwen2": SIZES,
+    "qwen3": SIZES | {"head_dim": 32},
+    "phi3": SIZES | {"sliding_window": None},
+    "starcoder2": SIZES | {"sliding_window": None},
+    "gemma2": SIZES | GEMMA,
+    "gemma3_text": SIZES | GEMMA,
+    "gpt2": GPT2,
+}
+IDS = torch.randint(3, 2048, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def build(kind: str, dtype: torch.dtype = F32, seed: int = 0, **options: Any) -> Any:
+    """A random model of a model type, its norms and biases random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **(CONFIGS[kind] | options))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def quantized(scheme: str, kind: str = "llama", dtype: torch.dtype = F32, **options: Any) -> Any:
+    model = build(kind, dtype, **options)
+    config = LLMTemplate.get("auto").get_config(scheme)
+    quantizer = ModelQuantizer(config)
+    return quantizer.freeze(quantizer.quantize_model(model))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(IDS).logits
+    return out
+
+
+def theirs(file: Path, model: Any, dtype: torch.dtype = F32) -> Any:
+    """The file as transformers loads it. What GGUF has no key for comes from the config: biases, Gemma's scale."""
+    from transformers import AutoModelForCausalLM
+
+    # transformers knows a mistral file as one of the architecture llama only.
+    config = {} if model.config.model_type == "mistral" else {"config": model.config}
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype, **config).eval()
+
+
+def tensors(file: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+
+def metadata(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+F16_SCALE: dict[str, Any] = {"scale_type": ScaleType.float16}
+EXACT = [
+    spec("int4", PerGroup(-1, 32), **F16_SCALE),
+    spec("int4", PerGroup(-1, 128), **F16_SCALE),
+    spec("int4", PerChannel(0), **F16_SCALE),
+    spec("int8", PerGroup(-1, 32), **F16_SCALE),
+    spec("int8", PerTensor(), **F16_SCALE),
+    spec("int8", PerBlock((4, 64)), **F16_SCALE),
+    SCHEMES["mxfp4"].weight,
+]
+
+
+def decoded(layout: GgufLayout, stored: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
+    """The blocks as the gguf package decodes them."""
+    kind = gguf.GGMLQuantizationType[block_type(layout.spec)]
+    return gguf.quants.dequantize(stored.numpy(), kind).reshape(shape)
+
+
+@pytest.mark.parametrize("tensor_spec", EXACT, ids=str)
+def test_blocks_decode_to_the_quantized_values(tensor_spec: TensorSpec) -> None:
+    x = torch.randn(16, 256) * torch.logspace(-3, 2, 16)[:, None]
+    x[3, :64] = 0
+    layout, params = GgufLayout(tensor_spec, F32), compute_qparams(x, tensor_spec)
+    stored = layout.store(x, params)
+    expected = fake_quantize(x, params, tensor_spec)
+    assert np.array_equal(decoded(layout, stored[""], (16, 256)), expected.numpy())
+    assert torch.equal(layout.load(stored, (16, 256)), expected)
+
+
+def test_the_offset_of_q4_1_is_a_float16() -> None:
+    tensor_spec = spec("uint4", PerGroup(-1, 32), symmetric=False, **F16_SCALE)
+    x = torch.randn(16, 256) + 0.3
+    layout, params = GgufLayout(tensor_spec, F32), compute_qparams(x, tensor_spec)
+    stored = layout.store(x, params)
+    values = decoded(layout, stored[""], (16, 256))
+    assert np.array_equal(layout.load(stored, (16, 256)).numpy(), values)
+    offset = (params.scale * params.zero_point).repeat_interleave(32, 1)
+    error = np.abs(values - fake_quantize(x, params, tensor_spec).numpy())
+    assert (error <= offset.numpy() * 2.0**-11 + 1e-7).all() and error.max() > 0
+
+
+def test_a_scale_beyond_float16_is_refused() -> None:
+    x = torch.full((1, 32), 1e7)
+    with pytest.raises(NonFiniteError, match="65504"):
+        GgufLayout(EXACT[0], F32).store(x, compute_qparams(x, spec("int4", PerGroup(-1, 32))))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_a_scheme_is_read_back_or_refused(scheme: str, tmp_path: Path) -> None:
+    if GgufFormat().refusal(SCHEMES[scheme]):
+        with pytest.raises(NotSupportedError, match="It takes the schemes int4_wo_32"):
+            GgufFormat().check_scheme(scheme)
+        return
+    model = quantized(scheme, dtype=F16, hidden_size=128)
+    float_model = build("llama", F16, seed=5, hidden_size=128)
+    loaded = import_model_from_gguf(float_model, export_gguf(model, tmp_path, "m", LANGUAGE_MODEL))
+    # A float16 layer of a float16 model is a plain layer of it.
+    assert quantized_layers(loaded).keys() == (set() if scheme == "float16" else quantized_layers(model).keys())
+    if scheme.startswith("uint4"):
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=2e-3)
+    else:
+        assert torch.equal(logits(loaded), logits(model))
+
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(("scheme", "dtype"), [("int4_wo_32", F16), ("uint4_wo_32", F32)])
+def test_transformers_reads_equal_logits(kind: str, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = quantized(scheme, kind, dtype)
+    file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
+    assert metadata(file)["general.architecture"] == ARCHITECTURES[kind].arch
+    loaded = import_model_from_gguf(build(kind, dtype, seed=5), file)
+    for result in (theirs(file, model, dtype), loaded):
+        if scheme == "int4_wo_32" and kind != "gpt2":
+            assert torch.equal(logits(result), logits(model))
+        else:
+            # Q4_1: a float32 scale and the offset are rounded to float16. The weight of a Conv1D lies transposed in
+            # memory, and a product over it sums in another order.
+            torch.testing.assert_close(logits(result), logits(model), rtol=0, atol=3e-3)
+
+
+def test_the_trained_model_keeps_its_logits_and_its_config(tmp_path: Path) -> None:
+    """Without any config from us: what transformers finds in the file is all that it needs."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=F16)
+    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("int4_wo_32"))
+    model = quantizer.freeze(quantizer.quantize_model(model))
+    file = ModelExporter(tmp_path).export_gguf_model(model, LANGUAGE_MODEL, "trained")
+    assert file == tmp_path / "trained.gguf"
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="trained.gguf", dtype=F16)), logits(model)
+    )
+
+
+FILE_TYPES = {"uint4_wo_32": 3, "int4_wo_64": 2, "int8_wo": 7, "mxfp4_weight_only": 38, "float16": 1, "bfloat16": 32}
+
+
+@pytest.mark.parametrize("scheme", FILE_TYPES)
+def test_file_type_and_hyperparameters(scheme: str, tmp_path: Path) -> None:
+    file = export_gguf(quantized(scheme), tmp_path, "model", LANGUAGE_MODEL)
+    found = metadata(file)
+    assert found["general.file_type"] == FILE_TYPES[scheme]
+    expected = {
+        "context_length": 64,
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 128,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "rope.dimension_count": 16,
+        "rope.freq_base": 10000.0,
+        "vocab_size": 2048,
+    }
+    assert {key: found[f"llama.{key}"] for key in expected} == expected
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors(file).items()}
+    assert (
+        kinds["blk.0.ffn_down.weight"]
+        == {3: "Q4_1", 2: "Q4_0", 7: "Q8_0", 38: "MXFP4", 1: "F16", 32: "BF16"}[FILE_TYPES[scheme]]
+    )
+    assert kinds["blk.1.attn_norm.weight"] == kinds["output_norm.weight"] == "F32"
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "F32"
+
+
+def test_queries_and_keys_of_llama_lie_in_the_order_of_its_readers(tmp_path: Path) -> None:
+    """Rows 0 and size / 2 of a head, which rotate together, become neighbours."""
+    model = quantized("int4_wo_32", dtype=F16)
+    held = tensors(export_gguf(model, tmp_path, "model", LANGUAGE_MODEL))
+    for stored, name in {"attn_q": "q_proj", "attn_k": "k_proj"}.items():
+        weight = model.get_submodule(f"model.layers.0.self_attn.{name}").weight
+        tensor = held[f"blk.0.{stored}.weight"]
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).to(F16)
+        for head in range(weight.shape[0] // 16):
+            for pair in range(8):
+                for half in range(2):
+                    assert torch.equal(values[head * 16 + 2 * pair + half], weight[head * 16 + half * 8 + pair])
+
+
+def test_quantized_embeddings_travel_too(tmp_path: Path) -> None:
+    layer = raise_layer(SCHEMES["int8_wo"])
+    config = QConfig(global_quant_config=layer, layer_quant_config={"*embed_tokens": layer}, exclude=["lm_head"])
+    model = ModelQuantizer(config).quantize_model(build("llama", F16))
+    file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
+    assert tensors(file)["token_embd.weight"].tensor_type.name == "Q8_0"
+    assert torch.equal(logits(import_model_from_gguf(build("llama", F16, seed=5), file)), logits(model))
+
+
+# Tokenizers -----------------------------------------------------------------------------------------------------------
+
+PROSE = " ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:300]) + " 12345 it's naïve\n\n  x = [1]"
+
+
+def same_tokens(file: Path, tokenizer: Any) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert (
+        loaded(PROSE, add_special_tokens=False)["input_ids"] == tokenizer(PROSE, add_special_tokens=False)["input_ids"]
+    )
+    assert loaded.eos_token == tokenizer.eos_token and loaded.bos_token == tokenizer.bos_token
+
+
+def train(folder: Path, split: Any, byte_level: bool = True) -> Any:
+    """A small BPE tokenizer, byte-level or with byte fallback as sentencepiece has it, saved to the folder."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>", *([] if byte_level else [f"<0x{i:02X}>" for i in range(256)])]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=not byte_level, unk_token=None if byte_level else "<unk>"))
+    if byte_level:
+        tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        alphabet = []
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special[:3], initial_alphabet=alphabet)
+    if not byte_level:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    tokenizer.train_from_iterator([PROSE], trainer)
+    if not byte_level:
+        tokenizer.pre_tokenizer = None
+        tokenizer.add_tokens(special[3:])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def test_the_byte_level_tokenizer_comes_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    file = export_gguf(quantized("int8_wo"), tmp_path, "model", LANGUAGE_MODEL)
+    same_tokens(file, AutoTokenizer.from_pretrained(LANGUAGE_MODEL))
+    found = metadata(file)
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert found["tokenizer.ggml.add_bos_token"] is True and found["tokenizer.ggml.add_eos_token"] is False
+    assert found["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert len(found["tokenizer.ggml.merges"]) == 1789
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
+def test_the_rule_that_splits_words_is_named(name: str, tmp_path: Path) -> None:
+    from tokenizers import Regex, pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated")
+    rule = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer = train(tmp_path / "tokenizer", rule)
+    file = export_gguf(quantized("int8_wo"), tmp_path, "model", tmp_path / "tokenizer")
+    assert metadata(file)["tokenizer.ggml.pre"] == name
+    same_tokens(file, tokenizer)
+    # The tokenizer has fewer tokens than the model has rows.
+    assert metadata(file)["tokenizer.ggml.tokens"][-1] == "[PAD2047]"
+
+
+def test_a_sentencepiece_tokenizer_has_scores(tmp_path: Path) -> None:
+    train(tmp_path / "tokenizer", None, byte_level=False)
+    found = metadata(export_gguf(quantized("int8_wo"), tmp_path, "model", tmp_path / "tokenizer"))
+    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_space_prefix"] is True
+    tokens, kinds, scores = (found[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "scores"))
+    assert kinds[tokens.index("<0x41>")] == gguf.TokenType.BYTE or kinds[tokens.index("<0x41>")] == 4
+    merged = [score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == 1 and len(token) > 1]
+    assert merged == sorted(merged, reverse=True) and merged[0] == -1
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_cannot_be_verified_are_refused(tmp_path: Path) -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    opt = OPTForCausalLM(
+        OPTConfig(vocab_size=64, hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model = ModelQuantizer(LLMTemplate.get("opt").get_config("int8_wo")).quantize_model(opt)
+    with pytest.raises(NotSupportedError, match=r"'opt' models .*Possible: llama, mistral, qwen2"):
+        export_gguf(model, tmp_path, "opt", LANGUAGE_MODEL)
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(NotSupportedError, match="rotary scaling of type linear"):
+        export_gguf(quantized("int8_wo", rope_parameters=scaled), tmp_path, "m", LANGUAGE_MODEL)
+    with pytest.raises(NotSupportedError, match="query_pre_attn_scalar"):
+        export_gguf(quantized("int8_wo", "gemma2", query_pre_attn_scalar=32), tmp_path, "m", LANGUAGE_MODEL)
+    plain = ModelQuantizer(QConfig(global_quant_config=raise_layer(SCHEMES["int8_wo"]))).quantize_model(mlp())
+    with pytest.raises(ConfigError, match="save_params"):
+        export_gguf(plain, tmp_path, "m", LANGUAGE_MODEL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match=r"down_proj: .* blocks of 32; 136 values"):
+        export_gguf(quantized("int8_wo", intermediate_size=136), tmp_path, "m", LANGUAGE_MODEL)
+
+
+def test_tokenizers_that_gguf_has_no_name_for_are_refused(tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    model = quantized("int8_wo")
+    train(tmp_path / "words", pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()]))
+    with pytest.raises(NotSupportedError, match="known: gpt-2, starcoder"):
+        export_gguf(model, tmp_path / "out", "m", tmp_path / "words")
+    with pytest.raises(FormatError, match="no tokenizer"):
+        export_gguf(model, tmp_path / "out", "m", tmp_path)
+    small = quantized("int8_wo", vocab_size=512)
+    with pytest.raises(FormatError, match="2048 tokens; the model has 512"):
+        export_gguf(small, tmp_path / "out", "m", LANGUAGE_MODEL)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_file_that_is_there_is_kept_unless_replaced(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_text("mine")
+    model = quantized("int8_wo")
+    with pytest.raises(OutputExistsError, match="exists already"):
+        export_gguf(model, tmp_path, "m", LANGUAGE_MODEL)
+    assert (tmp_path / "m.gguf").read_text() == "mine"
+    export_gguf(model, tmp_path, "m", LANGUAGE_MODEL, overwrite=True)
+    assert tensors(tmp_path / "m.gguf")
+
+
+def test_bad_files_are_refused_and_the_model_stays(tmp_path: Path) -> None:
+    file = export_gguf(quantized("int8_wo"), tmp_path, "m", LANGUAGE_MODEL)
+    qwen = build("qwen2")
+    with pytest.raises(FormatError, match="architecture 'llama'; the model needs 'qwen2'"):
+        import_model_from_gguf(qwen, file)
+    wide = build("llama", intermediate_size=192)
+    with pytest.raises(FormatError, match="has shape"):
+        import_model_from_gguf(wide, file)
+    assert not quantized_layers(wide)
+    data = file.read_bytes()
+    for damage in (b"no gguf file", data[:2000], data[:-5000]):
+        file.write_bytes(damage)
+        with pytest.raises(FormatError, match="no GGUF file, or truncated"):
+            import_model_from_gguf(build("llama"), file)
+
+
+def test_without_the_package_the_pip_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized("int8_wo")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingDependencyError, match=r"openquark\[gguf\]"):
+        export_gguf(model, tmp_path, "m", LANGUAGE_MODEL)
+
+
+def test_a_folder_without_its_own_tokenizer_files(tmp_path: Path) -> None:
+    shutil.copyfile(LANGUAGE_MODEL / "tokenizer.json", tmp_path / "tokenizer.json")
+    shutil.copyfile(LANGUAGE_MODEL / "config.json", tmp_path / "config.json")
+    assert export_gguf(quantized("int8_wo"), tmp_path, "m", tmp_path).exists()
