@@ -6,7 +6,9 @@ Between the two nothing of the graph has changed, so what was decided can be loo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
 
 from quark.core.scales import QParams
 from quark.onnx.calibration.calibrate import activation_params
@@ -19,9 +21,6 @@ from quark.onnx.npu import adjust
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import Placement, place
 from quark.onnx.qdq.rewriter import Rewriter
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass

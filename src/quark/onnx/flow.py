@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
 
 from quark.onnx.algorithms import run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import Job
@@ -13,9 +15,6 @@ from quark.onnx.decide import decide
 from quark.onnx.npu import simulate
 from quark.onnx.passes import POST_PASSES, run_passes
 from quark.onnx.prepare import prepare
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:

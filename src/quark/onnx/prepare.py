@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
 from quark.core.scales import ScaleType
@@ -17,9 +18,6 @@ from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import PASSES, run_passes
 from quark.onnx.qdq.extended_ops import EXTENDED
 from quark.onnx_ops import BLOCK_OPSET
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MINIMUM_OPSET = 13
 GROUP_OPSET = 21

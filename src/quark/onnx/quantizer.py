@@ -6,21 +6,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
+import onnx_ir as ir
 
 from quark.errors import ConfigError, OutputExistsError
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.data.path_reader import PathDataReader
+from quark.onnx.config.config import Config, QConfig, QuantizationConfig
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
+from quark.onnx.evaluation.score import Metric
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load, save
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from quark.onnx.evaluation.recovery.search import Recovery
+__all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
 
 Model = str | os.PathLike[str] | onnx.ModelProto
@@ -37,13 +39,9 @@ class ModelQuantizer:
     """
 
     def __init__(self, config: Any) -> None:
-        # The documented configs and their lowering: the quantizer itself knows Settings only.
-        from quark.onnx.config.config import Config, QConfig
-        from quark.onnx.config.lowering.lower import lower
-
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
-        self.config, self._lower = config, lower
+        self.config = config
         self.settings = lower(config)
 
     def quantize_model(
@@ -72,7 +70,7 @@ class ModelQuantizer:
         """
         _refuse_overwriting(model_input, model_output)
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
-        settings = self._lower(self.config, tuple(algorithms)) if algorithms else self.settings
+        settings = lower(self.config, tuple(algorithms)) if algorithms else self.settings
         check_algorithms(settings.algorithms)
         model = quantize(load(model_input), settings, reader)
         logger.info("Model quantization has been completed.")
@@ -109,10 +107,6 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples.
             QuarkError: See its children; no file is written then.
         """
-        # Its steps are configs, which pydantic checks: a tenth of a second that only this needs.
-        from quark.onnx.evaluation.recovery.search import duration, recover
-        from quark.onnx.evaluation.score import Metric
-
         _refuse_overwriting(model_input, model_output)
         seconds = None if budget is None else duration(budget)
         measure, reader = Metric(metric), _reader(model_input, calibration_data_reader, calibration_data_path)
@@ -160,8 +154,6 @@ def quantize_static(
     Returns:
         The quantized model if `model_output` is None.
     """
-    from quark.onnx.config.legacy import Config, QuantizationConfig
-
     config = Config(QuantizationConfig(**fields))
     return ModelQuantizer(config).quantize_model(
         model_input, model_output, calibration_data_reader, calibration_data_path
@@ -180,7 +172,5 @@ def quantize_dynamic(
     Returns:
         The quantized model if `model_output` is None.
     """
-    from quark.onnx.config.legacy import Config, QuantizationConfig
-
     config = Config(QuantizationConfig(use_dynamic_quant=True, **fields))
     return ModelQuantizer(config).quantize_model(model_input, model_output)

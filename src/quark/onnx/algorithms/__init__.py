@@ -8,7 +8,9 @@ runs in the order that the config has. An algorithm may be in two lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
@@ -33,9 +35,6 @@ from quark.onnx.config.algo_configs import (
     SmoothQuantConfig,
 )
 from quark.onnx.config.settings import Settings
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,

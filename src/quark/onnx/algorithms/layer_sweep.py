@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import overload
+
+import onnx_ir as ir
 
 from quark.log import progress
 from quark.onnx.algorithms.quantized_layers import Job, Layer
 from quark.onnx.algorithms.sliced_run import Walk
 from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 class Column(Sequence[Array]):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.quantize import QParams, compute_qparams, dequantize, quantize
 from quark.core.spec import TensorSpec
@@ -16,9 +17,6 @@ from quark.onnx.decide import Decision, write
 from quark.onnx.graph.edit import added_bias, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import ACTIVATIONS, rule_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 

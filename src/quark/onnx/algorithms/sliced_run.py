@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
+import onnx_ir as ir
 
 from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.sessions import open_session, run_sample
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
 
@@ -134,8 +132,6 @@ class Walk:
         constants: Sequence[ir.Value],
         outputs: Sequence[ir.Value],
     ) -> onnx.ModelProto:
-        import onnx_ir as ir
-
         proto = onnx.ModelProto(ir_version=self.model.ir_version)
         proto.opset_import.extend(
             onnx.helper.make_opsetid(domain, version) for domain, version in self.model.opset_imports.items()
@@ -165,8 +161,6 @@ def _is_fixed(value: ir.Value) -> bool:
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads of its graph, by itself or in the bodies that it holds."""
-    import onnx_ir as ir
-
     inner = (
         part
         for attribute in node.attributes.values()

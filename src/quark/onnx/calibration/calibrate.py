@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from quark.core.observers import Observer
 from quark.core.scales import QParams
@@ -32,7 +33,6 @@ from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.place import Placement
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     import onnxruntime
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel
@@ -15,9 +15,6 @@ from quark.errors import ConfigError, did_you_mean
 from quark.onnx.calibration.qparams import Parameters, onnx_range
 from quark.onnx.config.settings import Override, Settings
 from quark.onnx.placement.place import Placement, weight_spec
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Constant = tuple["ir.Node", int]
 

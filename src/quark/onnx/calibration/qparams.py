@@ -7,9 +7,10 @@ scale = input scale * weight scale, taken when it is written.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.array import row_chunks
 from quark.core.granularity import PerChannel, PerTensor
@@ -24,9 +25,6 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import constant
 from quark.onnx.placement.place import Placement
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 1 << 22

@@ -11,18 +11,16 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError
 from quark.files import atomic_file
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")

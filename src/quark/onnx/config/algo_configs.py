@@ -16,6 +16,19 @@ from quark.checked import checked, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, did_you_mean
 
+__all__ = [
+    "AdaQuantConfig",
+    "AdaRoundConfig",
+    "AlgoConfig",
+    "AutoMixprecisionConfig",
+    "BiasCorrectionConfig",
+    "CLEConfig",
+    "GPTQConfig",
+    "QuarotConfig",
+    "SmoothQuantConfig",
+]
+
+
 A_ = TypeVar("A_", bound="AlgoConfig")
 
 TUNED = ["Conv", "ConvTranspose", "Gemm", "MatMul", "InstanceNormalization", "LayerNormalization"]

@@ -25,6 +25,9 @@ from quark.onnx.config.enums import (
 from quark.onnx.config.extra_options import check_options
 from quark.onnx.config.serialized import as_scope, from_json, to_json
 
+__all__ = ["Config", "QuantizationConfig"]
+
+
 ENUMS: Mapping[str, tuple[type[Enum], ...]] = {
     "calibrate_method": (CalibrationMethod, PowerOfTwoMethod, Int16Method, LayerWiseMethod),
     "quant_format": (QuantFormat, ExtendedQuantFormat, VitisQuantFormat),

@@ -6,6 +6,17 @@ from typing import Any, NoReturn
 
 from quark.errors import NotSupportedError
 
+__all__ = [
+    "AutoSearch",
+    "AutoSearchPro",
+    "SearchSpace",
+    "create_calibrator_float_scale",
+    "create_calibrator_power_of_two",
+    "dump_model",
+    "generate_all_configs",
+    "get_auto_search_config",
+]
+
 
 def _later(name: str, instead: str) -> Any:
     def refuse(*args: Any, **options: Any) -> NoReturn:

@@ -29,6 +29,9 @@ from quark.onnx.config.enums import (
     QuantType,
 )
 
+__all__ = ["get_default_config", "get_default_config_mapping"]
+
+
 Options = Mapping[str, Any]
 
 

@@ -13,6 +13,53 @@ from quark.core.registry import Registry
 from quark.errors import ConfigError
 from quark.onnx.config.enums import CalibMethod, QuantGranularity, ScaleType
 
+__all__ = [
+    "BFP16",
+    "MX4",
+    "MX6",
+    "MX9",
+    "MXFP4E2M1",
+    "MXFP6E2M3",
+    "MXFP6E3M2",
+    "MXFP8E4M3",
+    "MXFP8E5M2",
+    "BFP16Spec",
+    "BFloat16",
+    "BFloat16Spec",
+    "DataType",
+    "Float16",
+    "Float16Spec",
+    "Int4",
+    "Int4Spec",
+    "Int8",
+    "Int8Spec",
+    "Int16",
+    "Int16Spec",
+    "Int32",
+    "Int32Spec",
+    "MX4Spec",
+    "MX6Spec",
+    "MX9Spec",
+    "MXFP4E2M1Spec",
+    "MXFP6E2M3Spec",
+    "MXFP6E3M2Spec",
+    "MXFP8E4M3Spec",
+    "MXFP8E5M2Spec",
+    "MXInt8",
+    "MXInt8Spec",
+    "QTensorConfig",
+    "UInt4",
+    "UInt4Spec",
+    "UInt8",
+    "UInt8Spec",
+    "UInt16",
+    "UInt16Spec",
+    "UInt32",
+    "UInt32Spec",
+    "XInt8Spec",
+]
+
+
 Q_ = TypeVar("Q_", bound="QTensorConfig")
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir as ir
 
 from quark.errors import NotSupportedError
 from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
 from quark.onnx.graph.edit import remove_unused
 from quark.onnx.graph.model_file import constant, opset
 from quark.onnx.qdq.rewriter import FIRST_OPSET
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 CUSTOM, FORMER, CONTRIB = "com.amd.quark", "com.vai.quantize", "com.microsoft"
 FORMER_NAMES = {
@@ -67,8 +63,6 @@ def rename_custom_ops(model: ir.Model, reverse_conversion: bool = False) -> int:
 
 def bfloat16_to_casts(model: ir.Model) -> int:
     """Turn custom Q/DQ of bfloat16 with scale 1 into Casts; return how many nodes."""
-    import onnx_ir as ir
-
     count = 0
     for node in [node for node in model.graph if node.op_type in (*QUANTIZE, *DEQUANTIZE)]:
         zero = node.inputs[2] if len(node.inputs) > 2 else None

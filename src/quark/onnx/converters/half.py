@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir as ir
 
 from quark.errors import NotSupportedError
 from quark.onnx.graph.edit import is_op, new_initializer, prune, redirect, remove_unused
 from quark.onnx.graph.model_file import constant, infer_shapes, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.simplify import simplify
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 FORMATS = ("with_cast", "customqdq", "simulate_bf16", "bf16")
 
@@ -62,8 +58,6 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
 
 def remove_bfloat16_casts(model: ir.Model) -> int:
     """Remove pairs of Cast to bfloat16 and back, and store bfloat16 weights as float32; return how many."""
-    import onnx_ir as ir
-
     count = 0
     for node in [node for node in model.graph if _casts_to(node, ir.DataType.FLOAT)]:
         source = node.inputs[0]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.model_file import refuse_quantized
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:

@@ -5,16 +5,14 @@ float = (code - zero point) * scale        in float32, as the runtime computes i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.onnx.graph.edit import new_initializer, prune, redirect, remove_unused
 from quark.onnx.graph.model_file import constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear", "VitisQuantizeLinear")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import set_initializer
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def replace_inf_weights(model: ir.Model, replace_inf_value: float) -> int:

@@ -6,17 +6,13 @@ narrower       k = (max - min) / (max' - min')        scale' = k * scale        
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
 from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
 from quark.onnx.graph.edit import new_initializer
 from quark.onnx.graph.model_file import constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def shift_codes(model: ir.Model, source: str, target: str) -> int:
@@ -58,7 +54,5 @@ def _change(
 
 
 def _set_type(node: ir.Node, target: str) -> None:
-    import onnx_ir as ir
-
     node.attributes.pop("output_dtype", None)
     node.outputs[0].type = ir.TensorType(ir.DataType[target.upper()])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
+import onnx_ir as ir
 
 from quark.errors import FormatError
 from quark.files import atomic_file
 from quark.onnx.graph.model_file import read, to_proto
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def read_text(path: Path) -> ir.Model:

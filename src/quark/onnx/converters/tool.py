@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import onnx_ir as ir
 
 from quark.errors import ConfigError, QuarkError, did_you_mean, one_line
 from quark.onnx.graph.model_file import read, save
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 PATHS = {
     "input": ("--input", "--input_model", "--input_model_path"),

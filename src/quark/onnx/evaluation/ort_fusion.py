@@ -19,6 +19,9 @@ from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
 from quark.onnx.evaluation.ort_fusion_sites import DECODERS, ENCODERS, Sites
 from quark.onnx.graph.sessions import open_session
 
+__all__ = ["Fusion", "inspect_fusion"]
+
+
 INTEGER_KERNELS = frozenset(
     {"QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger"}
     | {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"}

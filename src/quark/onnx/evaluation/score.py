@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.metrics import Comparison
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
@@ -14,9 +14,6 @@ from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.sessions import run_sample
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 UNITS = {"sqnr": "dB", "psnr": "dB", "cosine": "", "l2": ""}
 FALLS = frozenset({"l2"})

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.array import row_chunks
 from quark.onnx.graph.edit import is_op, new_initializer, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 LINEAR = ("Gemm", "MatMul")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
+import onnx_ir as ir
 
 from quark.errors import FormatError
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def check_graph(model: ir.Model, name: str) -> None:
@@ -57,8 +54,6 @@ def _check_names(model: ir.Model, name: str) -> None:
 
 def check_weights(model: ir.Model, name: str) -> None:
     """Raise FormatError for weights that are missing, truncated, or outside the folder of the model."""
-    import onnx_ir as ir
-
     for graph in model.graphs():
         for value in graph.initializers.values():
             tensor = value.const_value

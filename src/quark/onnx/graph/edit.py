@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from quark.onnx.graph.model_file import constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 STANDS_FOR = "stands for"
@@ -77,8 +76,6 @@ def redirect(old: ir.Value, new: ir.Value) -> bool:
 
 def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> ir.Node:
     """Put another op in the place of a node with one output; what only the old one read is removed."""
-    import onnx_ir as ir
-
     old = node.outputs[0]
     new = ir.node(op_type, inputs, dict(attributes), name=node.name)
     new.meta.update(node.meta)
@@ -93,8 +90,6 @@ def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attr
 def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any],
            name: str) -> ir.Value:  # fmt: skip
     """A new node before another, which it is a part of; its output has its name."""
-    import onnx_ir as ir
-
     new = ir.node(op_type, inputs, dict(attributes), name=name)
     new.outputs[0].name = name
     new.meta[STANDS_FOR] = before.meta.get(STANDS_FOR, before.name)
@@ -118,23 +113,17 @@ def prune(node: ir.Node) -> None:
 
 def remove_unused(model: ir.Model) -> None:
     """Drop nodes, constants, functions and imports of domains that nothing uses any more."""
-    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
-
     for step in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):  # type: ignore[no-untyped-call]
         step(model)
 
 
 def new_initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     """A new initializer; the name gets a suffix where it is taken."""
-    import onnx_ir as ir
-
     return add_initializer(graph, name, ir.tensor(array))
 
 
 def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """An initializer of a tensor, which may be another's: it is neither copied nor renamed."""
-    import onnx_ir as ir
-
     while name in graph.initializers:
         name += "_"
     own = ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=fixed_shape(tensor), name=name)
@@ -145,14 +134,10 @@ def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir
 
 def fixed_shape(tensor: ir.TensorProtocol) -> ir.Shape:
     """The shape of a tensor as that of a value."""
-    import onnx_ir as ir
-
     return ir.Shape([int(size) for size in tensor.shape.numpy()])
 
 
 def set_initializer(value: ir.Value, array: Array) -> None:
     """Give an initializer new values under its name."""
-    import onnx_ir as ir
-
     value.const_value = ir.tensor(array, name=value.name)
     value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)

@@ -7,15 +7,11 @@ from: a huge constant, and what it is added to, selected with, or moved.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.model_file import constant
 from quark.onnx.operators import RULES
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MASK = 1e30
 """Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""

@@ -9,16 +9,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from quark.errors import ConfigError, FormatError, OutputError
 from quark.onnx.graph.check import check_graph, check_weights
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 SMALL = 1024
 """Bytes below which a weight stays inside the model."""
@@ -53,9 +52,6 @@ def refuse_quantized(model: ir.Model) -> None:
 
 def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     """The same for a model that may be quantized."""
-    # onnx_ir takes half a second to import: when a model is really loaded.
-    import onnx_ir as ir
-
     if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
         raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")
     with _quiet():
@@ -80,7 +76,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _load_file(path: Path) -> ir.Model:
-    import onnx_ir as ir
     from google.protobuf.message import DecodeError
 
     if not path.is_file():
@@ -114,8 +109,6 @@ def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
 
 
 def _has_external(model: ir.Model) -> bool:
-    import onnx_ir as ir
-
     return any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
 
 
@@ -133,9 +126,6 @@ def name_nodes(model: ir.Model) -> None:
 
 def infer_shapes(model: ir.Model) -> None:
     """Fill in the types and shapes that follow from the inputs; values with unknown ones stay as they are."""
-    import onnx_ir as ir
-    from onnx_ir.passes.common import ShapeInferencePass
-
     with _quiet():
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for node in model.graph.all_nodes():
@@ -152,8 +142,6 @@ def opset(model: ir.Model) -> int:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """The model as a ModelProto, weights inside."""
-    import onnx_ir as ir
-
     return ir.to_proto(model)
 
 
@@ -163,8 +151,6 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
     For `SessionOptions.add_external_initializers`: the runtime then reads the arrays where they are, be it a mapped
     file, and nothing is copied, nor limited to 2 GB.
     """
-    import onnx_ir as ir
-
     values = {
         name: value
         for name, value in model.graph.initializers.items()
@@ -193,8 +179,6 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
 
 def _plain() -> set[ir.DataType]:
     """The element types that numpy has itself."""
-    import onnx_ir as ir
-
     kinds = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "INT16", "INT8", "UINT8")
     return {ir.DataType[kind] for kind in kinds}
 
@@ -236,8 +220,6 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
         OutputError: The file cannot be written. Nothing is left behind.
         FormatError: The model is not valid.
     """
-    import onnx_ir as ir
-
     target = Path(path)
     temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:8]}"
     outside = external_data or weight_bytes(model) > PROTOBUF_LIMIT or _has_external(model)

@@ -7,16 +7,14 @@ RMS norm    y = x / sqrt(mean(x^2) + eps) * gain
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.onnx.graph.channels import Place
 from quark.onnx.graph.edit import axes_of, dims
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op
 from quark.onnx.placement.place import DOMAINS
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)

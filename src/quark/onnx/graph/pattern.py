@@ -14,13 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import TYPE_CHECKING, Union
+from typing import Union
+
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 COMMUTATIVE = ("Add", "Mul")
 TOLERANCE = 5e-4

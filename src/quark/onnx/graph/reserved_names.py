@@ -6,12 +6,9 @@ A tensor t gets nodes `t_QuantizeLinear` and `t_DequantizeLinear`, whose outputs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import fixed_shape
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 NODES = ("_QuantizeLinear", "_DequantizeLinear")
 VALUES = ("_scale", "_zero_point", "_quantized", "_QuantizeLinear_Input", *(f"{name}_Output" for name in NODES))
@@ -33,8 +30,6 @@ def make_way(graph: ir.Graph) -> None:
 
 def _rename(value: ir.Value, name: str) -> None:
     """Rename a tensor; what an initializer holds is the user's, and would be renamed with it."""
-    import onnx_ir as ir
-
     own = value.const_value
     if own is not None:
         value.const_value = ir.LazyTensor(lambda: own, dtype=own.dtype, shape=fixed_shape(own), name=name)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.errors import StructureError
 from quark.onnx.graph.channels import Place, input_axis, is_linear, linear_places
@@ -19,9 +19,6 @@ from quark.onnx.graph.edit import dims, is_op
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.norms import Norm, find_norms
 from quark.onnx.graph.pattern import scalar
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand")
 """They leave the last axis alone if it is as long afterwards."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.core.patterns import matches, require_matches
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Scope, Settings
 from quark.onnx.graph.edit import STANDS_FOR
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:

@@ -9,17 +9,15 @@ its inputs) are one class, hence one position.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.scales import QParams
 from quark.errors import ConfigError
 from quark.onnx.calibration.qparams import Parameters
 from quark.onnx.placement.place import Placement
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 Key = Any

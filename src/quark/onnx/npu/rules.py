@@ -16,15 +16,12 @@ bias that is much coarser than its products moves the weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.npu.positions import Limit, Positions
 from quark.onnx.operators import RULES as OPERATORS
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 CUT_BITS, READ_BITS = 16, 7
 

@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant, infer_shapes
 from quark.onnx.placement.place import FACTOR, select_nodes
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
 HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
@@ -115,8 +112,6 @@ def _sizes(node: ir.Node, axes: object) -> tuple[int, ...]:
 
 def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
     """Multiply the output of a node, which keeps its name."""
-    import onnx_ir as ir
-
     if factor == 1 or any(FACTOR in use.node.meta for use in node.outputs[0].uses()):
         return False
     old = node.outputs[0]
@@ -144,8 +139,6 @@ def _float(node: ir.Node, name: str, default: float) -> float:
 
 
 def _set(node: ir.Node, name: str, value: float) -> None:
-    import onnx_ir as ir
-
     node.attributes[name] = ir.AttrFloat32(name, value)
 
 

@@ -1,7 +1,3 @@
-"""Address: the extended operators."""
+"""Address of the extended operators."""
 
-from quark.onnx.custom_ops import get_library_path
-from quark.onnx_ops import DOMAIN as _COP_DOMAIN
-from quark.onnx_ops import VERSION as _COP_VERSION
-
-__all__ = ["_COP_DOMAIN", "_COP_VERSION", "get_library_path"]
+from quark.onnx.custom_ops import *

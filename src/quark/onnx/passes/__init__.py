@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.onnx.config.settings import Settings
 from quark.onnx.passes.convert_bn_to_conv import convert_bn_to_conv
@@ -23,9 +24,6 @@ from quark.onnx.passes.fuse_layer_norm import fuse_layer_norm
 from quark.onnx.passes.remove_input_init import remove_input_init
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.split_large_pool import split_large_pool
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Pass = Callable[..., int]
 """(model) or (model, argument) -> how many places changed."""

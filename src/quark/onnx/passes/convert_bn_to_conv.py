@@ -5,14 +5,11 @@ y = x * f + s        weight (C, 1, 1, 1) = f        bias = s        f and s as i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import dims, is_op, new_initializer, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.passes.fold_batch_norm import affine_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def convert_bn_to_conv(model: ir.Model) -> int:

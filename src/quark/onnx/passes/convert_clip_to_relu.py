@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
 from quark.onnx.graph.edit import is_op, read_once, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.pattern import scalar
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def convert_clip_to_relu(model: ir.Model) -> int:

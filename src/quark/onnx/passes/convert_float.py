@@ -7,14 +7,12 @@ Weights, constants, Casts, inputs, outputs and the bodies of If and Loop follow.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import fixed_shape, is_op, prune, redirect
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
 """Op type -> inputs that ONNX has in float32 only."""
@@ -22,28 +20,20 @@ FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 
 
 def convert_fp16_to_fp32(model: ir.Model) -> int:
     """Turn every float16 tensor into float32; return how many there were. The same numbers are then exact."""
-    import onnx_ir as ir
-
     return _convert(model, ir.DataType.FLOAT16, ir.DataType.FLOAT)
 
 
 def convert_fp32_to_fp16(model: ir.Model, keep_io_types: bool = False) -> int:
     """Turn float32 tensors into float16; inputs and outputs too, unless they are kept by a Cast."""
-    import onnx_ir as ir
-
     return _lower(model, ir.DataType.FLOAT16, keep_io_types)
 
 
 def convert_fp32_to_bf16(model: ir.Model) -> int:
     """Turn float32 tensors into bfloat16, inputs and outputs included."""
-    import onnx_ir as ir
-
     return _lower(model, ir.DataType.BFLOAT16, False)
 
 
 def _lower(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
-    import onnx_ir as ir
-
     ends = [v for v in (*model.graph.inputs, *model.graph.outputs) if keep_io_types and v.dtype == ir.DataType.FLOAT]
     needed = _float32_inputs(model)
     spared = {value for value in needed.values() if value.is_initializer() and _read_by(value) <= needed.keys()}
@@ -72,8 +62,6 @@ def _read_by(value: ir.Value) -> set[tuple[ir.Node, int]]:
 
 
 def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, spared: set[ir.Value] | None = None) -> int:
-    import onnx_ir as ir
-
     count = 0
     for value in _values(model):
         if value.dtype != source or value in (spared or ()):
@@ -99,8 +87,6 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _convert_attributes(node: ir.Node, source: ir.DataType, target: ir.DataType) -> None:
-    import onnx_ir as ir
-
     for name, attribute in list(node.attributes.items()):
         if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == source:
             node.attributes[name] = ir.AttrTensor(name, _cast(attribute.as_tensor(), target))
@@ -123,7 +109,6 @@ def _drop_idle(node: ir.Node) -> None:
 
 def _cast(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
     """A tensor of another type, computed when it is read."""
-    import onnx_ir as ir
 
     def compute() -> ir.TensorProtocol:
         array: np.ndarray[Any, Any] = tensor.numpy()
@@ -137,8 +122,6 @@ def _cast(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
 
 def _cast_input(node: ir.Node, index: int) -> None:
     """Give an input that must be float32 a Cast, unless it is an initializer of its own."""
-    import onnx_ir as ir
-
     value = node.inputs[index]
     if value is None or value.dtype == ir.DataType.FLOAT:
         return
@@ -151,8 +134,6 @@ def _cast_input(node: ir.Node, index: int) -> None:
 
 def _keep(graph: ir.Graph, value: ir.Value) -> None:
     """Give an input or output back its type: a Cast stands between it and the model."""
-    import onnx_ir as ir
-
     low, name, uses = value.dtype, value.name, list(value.uses())
     assert low is not None
     if value.is_graph_input():

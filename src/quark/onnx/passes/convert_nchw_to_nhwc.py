@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.onnx.graph.edit import is_op
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 TO_NHWC, TO_NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
 
@@ -38,8 +35,6 @@ def _is_nhwc(value: ir.Value) -> bool:
 
 
 def _convert(graph: ir.Graph, value: ir.Value) -> None:
-    import onnx_ir as ir
-
     readers = list(value.uses())
     node = ir.node("Transpose", [value], {"perm": list(TO_NCHW)}, name=f"{value.name}_to_nchw")
     output = node.outputs[0]

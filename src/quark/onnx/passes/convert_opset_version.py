@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import onnx_ir as ir
+
 from quark.errors import NotSupportedError, QuarkError
 from quark.onnx.graph.edit import fixed_shape
 from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
 
 if TYPE_CHECKING:
     import onnx
-    import onnx_ir as ir
 
 LARGEST_INSIDE = 1024
 """Bytes: the converter reads small constants such as axes and shapes."""
@@ -27,8 +28,6 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
         QuarkError: An operator has no counterpart there.
         NotSupportedError: The model has local functions, which the converter drops.
     """
-    # onnx_ir and the converter are imported when a model is really converted.
-    import onnx_ir as ir
     from onnx import helper
 
     source = opset(model)
@@ -54,8 +53,6 @@ def _is_large(value: ir.Value) -> bool:
 
 def _without(model: ir.Model, weights: dict[str, ir.Value]) -> onnx.ModelProto:
     """The model with inputs in the place of the weights."""
-    import onnx_ir as ir
-
     bare = model.clone()
     for value in bare.graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor) and value.name not in weights:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import axes_of, dims, insert, is_op, replace
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def convert_reduce_mean(model: ir.Model) -> int:

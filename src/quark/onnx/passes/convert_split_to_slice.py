@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import dims, insert, is_op, is_read, new_initializer, prune
 from quark.onnx.graph.model_file import constant, opset
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 FIRST_OPSET = 10
 """Of Slice with its bounds as inputs."""

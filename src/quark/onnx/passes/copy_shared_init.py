@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import add_initializer, is_op
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 BIASED = ("Conv", "ConvTranspose", "Gemm")
 

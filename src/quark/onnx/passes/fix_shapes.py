@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.model_file import infer_shapes
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 ENTRY = re.compile(r"\s*(?P<name>.+?)\s*:\s*\[(?P<sizes>\s*\d+(\s*,\s*\d+)*)\s*\]\s*")
 
@@ -23,8 +21,6 @@ def fix_shapes(model: ir.Model, shapes: str) -> int:
     Raises:
         ConfigError: The text is of another form, or a name or shape does not fit the model.
     """
-    import onnx_ir as ir
-
     inputs = {value.name or "": value for value in model.graph.inputs if not value.is_initializer()}
     known: dict[str, int] = {}
     count = 0
@@ -71,8 +67,6 @@ def _bind(value: ir.Value, sizes: list[int], known: dict[str, int]) -> None:
 
 def _substitute(model: ir.Model, known: dict[str, int]) -> None:
     """Put numbers for named dimensions everywhere."""
-    import onnx_ir as ir
-
     values = [*model.graph.inputs, *(output for node in model.graph.all_nodes() for output in node.outputs)]
     for value in values:
         if value.shape is not None:

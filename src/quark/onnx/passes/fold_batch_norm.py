@@ -7,15 +7,13 @@ Not folded: a convolution whose output or whose weight anything else reads (its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op, new_initializer, prune, read_once, redirect, set_initializer
 from quark.onnx.graph.model_file import constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 Affine = tuple[Array, Array]

@@ -7,14 +7,12 @@ tanh:   x * 1/2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op, replace
 from quark.onnx.graph.model_file import opset
 from quark.onnx.graph.pattern import either, match, op, product
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 FIRST_OPSET = 20
 

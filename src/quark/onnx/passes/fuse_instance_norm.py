@@ -5,15 +5,12 @@ y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * gamma + beta        means over
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import dims, new_initializer, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.pattern import Match, match
 from quark.onnx.passes.fuse_layer_norm import NORMALIZED, reduced_axes
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def fuse_instance_norm(model: ir.Model) -> int:

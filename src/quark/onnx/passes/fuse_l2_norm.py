@@ -5,14 +5,11 @@ y = x / sqrt(sum(x^2))        the sum over one axis; a lower bound of the norm i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import axes_of, dims, is_op, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.pattern import Const, Match, either, match, op, scalar
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 LARGEST_BOUND = 1e-5
 """Of the norm: a bound over this one is part of the function."""

@@ -6,14 +6,12 @@ y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * gamma + beta        means over
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import axes_of, dims, replace
 from quark.onnx.graph.model_file import constant, opset
 from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op, scalar
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 FIRST_OPSET = 17
 

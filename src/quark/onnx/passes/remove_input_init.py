@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+import onnx_ir as ir
 
 FIRST_IR_VERSION = 4
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
 from quark.onnx.graph.model_file import constant, is_constant, opset
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
 COMPUTES = ("Add", "ConstantOfShape", "Div", "Equal", "Floor", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Range")
@@ -94,7 +92,6 @@ def _shape(node: ir.Node) -> Any:
 
 def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
     """The output of a node of constants by the reference evaluator of onnx; None where it is large or fails."""
-    import onnx_ir as ir
     from onnx import helper
     from onnx.reference import ReferenceEvaluator
 

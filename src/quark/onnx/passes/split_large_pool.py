@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from quark.onnx.graph.edit import dims, insert, is_op
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 LARGEST_KERNEL = 512
 
@@ -45,6 +42,4 @@ def _divisors(number: int) -> list[int]:
 
 
 def _set_shape(value: ir.Value, shape: list[int | None]) -> None:
-    import onnx_ir as ir
-
     value.shape = ir.Shape(shape)

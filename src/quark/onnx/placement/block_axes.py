@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import onnx_ir as ir
+
 from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quark.onnx.placement.place import Placement
 
 CONVOLUTIONS = ("Conv", "ConvTranspose")

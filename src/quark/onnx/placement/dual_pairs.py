@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir as ir
+
 from quark.core.spec import TensorSpec
 from quark.onnx.operators import rule_of
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quark.onnx.placement.place import Placement
 
 BORDER = "quark.border"
@@ -36,8 +36,6 @@ def widen_sources(placement: Placement) -> None:
 
 def split_borders(placement: Placement) -> None:
     """Put an Identity before every node that reads another type than its input has."""
-    import onnx_ir as ir
-
     made: dict[tuple[ir.Value, TensorSpec], ir.Value] = {}
     for (node, index), spec in placement.reads.items():
         value = node.inputs[index]

@@ -8,9 +8,9 @@ scale between them, as runtimes fuse the two.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.patterns import require_matches
@@ -28,9 +28,6 @@ from quark.onnx.placement.dual_pairs import split_borders, widen_sources
 from quark.onnx.placement.shared_scales import free_relu_zero, join
 from quark.onnx.qdq.dynamic_quantize import fits_dynamic
 from quark.onnx.qdq.matmul_nbits import fits_nbits
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 WIDEST_DIVISOR = 16
 """Largest over smallest magnitude of a constant divisor that is quantized: beyond, the smallest keeps few bits."""
@@ -367,8 +364,6 @@ def _factored(node: ir.Node, placement: Placement) -> list[ir.Value]:
 
 def _is_float(value: ir.Value, placement: Placement, guess: bool = True) -> bool:
     """Whether a value is a tensor of float32; of unknown type: what is guessed, by an op that is known."""
-    import onnx_ir as ir
-
     if value.type is None:
         return guess
     # A sequence of tensors has an element type too.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import onnx_ir as ir
+
 from quark.core.dtypes import DTYPES
 from quark.core.spec import LayerSpec
 from quark.onnx.graph.model_file import constant
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quark.onnx.placement.place import Placement
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.onnx.graph.model_file import constant, is_constant
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quark.onnx.qdq.rewriter import Rewriter
 
 KERNELS = {"MatMul": "MatMulInteger", "Gemm": "MatMulInteger", "Conv": "ConvInteger"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
 from quark.core.scales import QParams
@@ -13,8 +14,6 @@ from quark.onnx.graph.model_file import opset
 from quark.onnx_ops import Operator, add_function_node, block, linear
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quark.onnx.qdq.rewriter import Rewriter
 
 EXTENDED = {"bfloat16": "bfloat16", "bfloat16_scaled": "bfloat16", "float16": "float16"}
@@ -70,8 +69,6 @@ def cast_up(rewriter: Rewriter, codes: ir.Value, name: str, params: QParams, spe
 
 
 def _node(op_type: str, inputs: list[ir.Value], name: str, attributes: Any = ()) -> ir.Node:
-    import onnx_ir as ir
-
     node = ir.node(op_type, inputs, dict(attributes), name=name)
     node.outputs[0].name = f"{name}_Output"
     return node

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.array import pad_axis
 from quark.core.granularity import PerGroup
@@ -20,8 +21,6 @@ from quark.core.spec import TensorSpec
 from quark.onnx.graph.model_file import constant
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from quark.onnx.qdq.rewriter import Rewriter
 
 Array = np.ndarray[Any, Any]

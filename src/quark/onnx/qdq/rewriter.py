@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
@@ -37,9 +38,6 @@ from quark.onnx.qdq.extended_ops import (
 from quark.onnx.qdq.matmul_nbits import write_nbits
 from quark.onnx_ops import add_function_node
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 Array = np.ndarray[Any, Any]
 FIRST_OPSET = {"int8": 13, "uint8": 13, "int32": 13, "int16": 21, "uint16": 21, "int4": 21, "uint4": 21}
 CONTRIB = "com.microsoft"
@@ -56,8 +54,6 @@ class Rewriter:
     """
 
     def __init__(self, model: ir.Model, settings: Settings, parameters: Parameters, placement: Placement) -> None:
-        import onnx_ir as ir
-
         self.ir, self.model, self.graph = ir, model, model.graph
         self.settings, self.parameters, self.placement = settings, parameters, placement
         self.quantized = set(placement.nodes)

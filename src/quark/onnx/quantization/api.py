@@ -1,5 +1,3 @@
 """Address of the quantizer."""
 
-from quark.onnx.quantizer import ModelQuantizer
-
-__all__ = ["ModelQuantizer"]
+from quark.onnx.quantizer import ModelQuantizer as ModelQuantizer

@@ -17,7 +17,8 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.log import logger
@@ -28,9 +29,6 @@ from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import weight_bytes
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
 """Parameters that scores depend on, beside the settings."""

@@ -11,7 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
 
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError, did_you_mean
@@ -19,9 +21,6 @@ from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings, Subgraph
 from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.placement.place import place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 UNGROUPED = "__ungrouped__"
 Option = tuple[tuple[str, LayerSpec], ...]

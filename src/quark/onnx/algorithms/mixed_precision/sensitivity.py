@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
 
 from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
@@ -18,9 +20,6 @@ from quark.onnx.algorithms.mixed_precision.candidates import Candidate, Option
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import fingerprint
 from quark.onnx.config.settings import Settings
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 FORMAT = "quark sensitivity 1"
 

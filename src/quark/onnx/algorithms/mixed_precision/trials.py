@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
@@ -26,9 +27,6 @@ from quark.onnx.decide import decide, write
 from quark.onnx.graph.model_file import constant, to_proto, weight_bytes
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.placement.place import place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Distance = Callable[[Iterator[Array], Iterator[Array]], float]
 """(float outputs, quantized outputs), one of each sample -> distance; less is better."""

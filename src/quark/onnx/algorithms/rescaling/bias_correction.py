@@ -6,9 +6,10 @@ zeros first. The formula is in `core/solvers/bias_correction.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.solvers.bias_correction import certain_mean
 from quark.errors import CalibrationError
@@ -21,9 +22,6 @@ from quark.onnx.graph.edit import is_op, new_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import rule_of
 from quark.onnx.placement.place import select_nodes
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")

@@ -8,9 +8,10 @@ LeakyRelu, PRelu, pooling, a mean over positions, zero padding, a bias, or Flatt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.errors import ConfigError
@@ -20,9 +21,6 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import LAYERS, LINEAR, bias_beside, input_axis, multiply, output_axis
 from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
 from quark.onnx.graph.model_file import constant, is_constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 SCALES_WITH_INPUT = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")

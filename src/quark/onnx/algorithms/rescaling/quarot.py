@@ -11,9 +11,10 @@ Q is orthonormal, and keeps the mean where a norm subtracts it. All is computed 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, StructureError
@@ -26,9 +27,6 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import Place, bias_of
 from quark.onnx.graph.norms import Norm
 from quark.onnx.graph.residual_stream import Stream, find_streams
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-3

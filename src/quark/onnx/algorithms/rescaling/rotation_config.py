@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx_ir as ir
 
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.channels import Place, bias_of, input_axis, is_linear, output_axis
@@ -19,9 +21,6 @@ from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import find_norms
 from quark.onnx.graph.residual_stream import Stream
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 KEYS = ("prev_nodes", "next_nodes", "norm_node")
 

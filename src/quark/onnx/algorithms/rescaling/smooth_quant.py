@@ -9,9 +9,10 @@ the tensor or a value on that way, one Mul for all linear layers takes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import qparams_from_range
@@ -30,9 +31,6 @@ from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import fused_norm
 from quark.onnx.operators import rule_of
 from quark.onnx.placement.place import FACTOR, Placement, place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
@@ -232,8 +230,6 @@ def _noise(group: Group, moments: Moments, s: Array) -> float | None:
 
 def _insert_mul(group: Group, factor: Array) -> None:
     """Let the layers read value * factor."""
-    import onnx_ir as ir
-
     value, graph = group.value, group.layers[0].graph
     assert graph is not None
     constant = new_initializer(graph, f"{value.name}_smoothing", factor.astype(_weight(group.layers[0]).array.dtype))

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.array import to_numpy
 from quark.core.scales import QParams
@@ -31,9 +32,6 @@ from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.passes import PASSES, run_passes
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.granularity import PerGroup, PerTensor
 from quark.core.quantize import elementwise, quantize_elements
@@ -24,9 +25,6 @@ from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import Job, Layer
 from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 CONTINUOUS = (ScaleType.float32, ScaleType.float16)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.solvers.reconstruct import Activation, Rows
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit
 from quark.onnx.algorithms.rounding.patches import Product
 from quark.onnx.graph.model_file import constant, is_constant
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 

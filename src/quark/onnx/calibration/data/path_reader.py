@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.onnx.calibration.data.inputs import Array, Feed, Input, check_feed, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader
 from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image, rebatch
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
+__all__ = ["PathDataReader"]
 
 
 class PathDataReader(CalibrationDataReader):

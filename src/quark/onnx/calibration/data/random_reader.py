@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.calibration.data.inputs import Array, Feed, Input, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
+__all__ = ["RandomDataReader"]
+
 
 SEED = 42
 

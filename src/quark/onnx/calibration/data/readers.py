@@ -14,6 +14,8 @@ import numpy as np
 from quark.errors import CalibrationError, NotSupportedError
 from quark.onnx.calibration.data.inputs import Array, Feed, Input, check_feed
 
+__all__ = ["CachedDataReader", "CalibrationDataReader"]
+
 
 class CalibrationDataReader(ABC):
     """Yields samples one by one; a class of ONNX Runtime's name and protocol."""

@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
+import onnx_ir as ir
 
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.log import logger, severity
@@ -29,9 +30,6 @@ from quark.onnx.evaluation.recovery.steps import STEPS, Step
 from quark.onnx.evaluation.score import Judge, Metric
 from quark.onnx.flow import convert
 from quark.onnx.prepare import prepare
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 EVERY = 4
 """One sample in this many is held out; as many samples are needed."""

@@ -1,5 +1,3 @@
 """Address of the model configs."""
 
-from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig
-
-__all__ = ["Config", "QConfig", "QLayerConfig", "QuantizationConfig"]
+from quark.onnx.config.config import *

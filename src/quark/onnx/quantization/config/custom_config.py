@@ -1,6 +1,4 @@
 """Address of the named configurations (`XINT8_CONFIG`, `A8W8_QCONFIG`), which are made when they are asked for."""
 
+from quark.onnx.config.presets import *
 from quark.onnx.config.presets import __getattr__ as __getattr__
-from quark.onnx.config.presets import get_default_config, get_default_config_mapping
-
-__all__ = ["get_default_config", "get_default_config_mapping"]
