@@ -25,7 +25,7 @@ from quark.core.granularity import Granularity, PerGroup
 from quark.core.observers import OBSERVERS
 from quark.core.registry import Registry
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule, ScaleType
+from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError

@@ -18,7 +18,7 @@ from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, 
 from quark.core.packing import decode
 from quark.core.quantize import QParams, compute_qparams, dequantize, fake_quantize, quantize, range_of, recover_codes
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleType
+from quark.core.scale_types import ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError

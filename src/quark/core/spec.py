@@ -8,7 +8,7 @@ from enum import Enum
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerGroup, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule, ScaleType
+from quark.core.scale_types import ScaleRule, ScaleType
 from quark.errors import ConfigError
 
 SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}

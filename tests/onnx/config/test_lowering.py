@@ -12,8 +12,8 @@ import pytest
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule
-from quark.core.scales import ScaleType as CoreScale
+from quark.core.scale_types import ScaleRule
+from quark.core.scale_types import ScaleType as CoreScale
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config import tensor_specs as specs

@@ -9,7 +9,7 @@ import pytest
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule, ScaleType
+from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError

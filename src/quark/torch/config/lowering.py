@@ -18,7 +18,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule, ScaleType
+from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.spec import LayerSpec, Learning, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig, QTensorConfig, TensorConfigs

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule, ScaleType
+from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.spec import Learning
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType

@@ -20,7 +20,7 @@ from torch import nn
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerGroup, PerTensor
-from quark.core.scales import ScaleType
+from quark.core.scale_types import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import raise_layer

@@ -17,7 +17,8 @@ import onnx_ir as ir
 
 from quark.core.granularity import PerGroup, PerTensor
 from quark.core.quantize import elementwise, quantize_elements
-from quark.core.scales import QParams, ScaleType, round_scale
+from quark.core.scale_types import ScaleType
+from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
 from quark.core.solvers.importance import weighted_qparams
 from quark.errors import CalibrationError

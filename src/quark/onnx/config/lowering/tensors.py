@@ -18,8 +18,8 @@ from typing import Any
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scales import ScaleRule
-from quark.core.scales import ScaleType as CoreScale
+from quark.core.scale_types import ScaleRule
+from quark.core.scale_types import ScaleType as CoreScale
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.config.algo_configs import GPTQConfig

@@ -12,7 +12,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.metrics import Comparison
 from quark.core.observers import OBSERVERS
-from quark.core.scales import ScaleType
+from quark.core.scale_types import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.rounding.checks import optimizer_device

@@ -15,7 +15,8 @@ import torch
 from quark.core.array import dtype_name
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import elementwise, quantize_elements
-from quark.core.scales import QParams, ScaleType, round_scale
+from quark.core.scale_types import ScaleType
+from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import TensorSpec

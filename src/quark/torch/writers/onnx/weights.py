@@ -26,7 +26,8 @@ from quark.core.array import to_numpy
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode, encode
-from quark.core.scales import QParams, ScaleType
+from quark.core.scale_types import ScaleType
+from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx_ops.graph_writer import Array, GraphWriter
