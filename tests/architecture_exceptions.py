@@ -4,8 +4,6 @@ from __future__ import annotations
 
 # Circles that are still to be cut.
 FILE_CIRCLES = [
-    # until the rule of scales stands in a file of its own
-    {"core/scales.py", "core/spec.py"},
     # until an observer class takes a TensorSpec
     {"torch/config/config.py", "torch/config/lowering.py", "torch/config/observer_classes.py", "torch/config/rules.py"},
     # until what exporters share has left the quantizer
@@ -39,7 +37,10 @@ LISTS = {
     "onnx/passes": "a pass each",
     "onnx/tools": "a documented address each",
 }
-FULL_FOLDERS = {"onnx": "four files that are the flow, beside the eleven rooms that it leads through"}
+FULL_FOLDERS = {
+    "onnx": "four files that are the flow, beside the rooms that it leads through",
+    "core": "until",  # one of its files has found another home
+}
 
 # Names that are documented for both flows, where each has its own meaning: `quark.torch.X` and `quark.onnx.X`.
 IN_BOTH_FLOWS = {
