@@ -76,7 +76,7 @@ def test_bad_folders_and_command_lines_are_one_line(
 ) -> None:
     good, other = folders
     cases = {
-        "unrecognized arguments: --baseline_results": ("--baseline_results", good, "--quantized_results_folder", other),
+        "No such option: --baseline_results": ("--baseline_results", good, "--quantized_results_folder", other),
         "Two folders are needed": (good,),
         "Two folders": (good, other, "--baseline_results_folder", good),
         "is not a folder": (good, good / "absent"),

@@ -12,13 +12,13 @@ from quark.onnx.converters.remove_qdq import remove_qdq, remove_qdq_between
 from quark.onnx.converters.replace_inf import replace_inf_weights
 from quark.onnx.converters.shift_codes import shift_codes
 from quark.onnx.converters.text import read_text, write_text
-from quark.onnx.converters.tool import Flag, Tool, run_tool
+from quark.onnx.converters.tool import Flag, Tool
 from quark.onnx.passes import PASSES
 
 TOOLS: Registry[Tool] = Registry("ONNX tool")
 
 _shapes = {"fix_shapes": Flag('shapes of inputs, as "name:[1,3,224,224];other:[1,10]"')}
-_bfloat16 = {"format": Flag("how bfloat16 is written", default="with_cast", choices=FORMATS)}
+_bfloat16 = {"format": Flag(f"how bfloat16 is written: {', '.join(FORMATS)}", default="with_cast")}
 
 
 def _unique(model: object, op_types: str) -> int:
@@ -105,4 +105,4 @@ for _name, _tool in {
 }.items():
     TOOLS.register(_name, _tool)
 
-__all__ = ["TOOLS", "Flag", "Tool", "run_tool"]
+__all__ = ["TOOLS", "Flag", "Tool"]

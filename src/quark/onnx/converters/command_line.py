@@ -1,30 +1,92 @@
-"""A command line whose errors are one line each, for programs that run as `python -m`."""
+"""`python -m quark.onnx.tools.<name>`: the command line of every tool, made from its row of `TOOLS`.
+
+The paths stand in their place or after a flag, in each documented spelling.
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any
 
-from quark.errors import ConfigError, QuarkError, one_line
+import typer
+
+from quark.command_line import program, run
+from quark.errors import ConfigError
+from quark.onnx.converters import TOOLS
+from quark.onnx.converters.tool import Flag, Tool
+
+INPUT = typer.Option("--input", "--input_model", "--input_model_path", help="path of the input model")
+OUTPUT = typer.Option(
+    "--output", "--output_model", "--output_model_path", "--quantized_model_path", help="path of the output model"
+)
+BESIDE = typer.Option("--save_as_external_data", "--external_data", help="write weights beside the model")
 
 
-class Parser(argparse.ArgumentParser):
-    """A command line where an unknown or shortened flag is an error of one line."""
+def run_tool(name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a tool. A wrong command line and a QuarkError become one line on stderr and exit code 1.
 
-    def __init__(self, **keywords: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+    Args:
+        name: A name in `TOOLS`.
+        arguments: What follows the name; by default what this process was started with.
+    """
+    run(program(command(name, TOOLS[name])), name, arguments)
 
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError in place of printing the usage."""
-        raise ConfigError(f"{message}. `{self.prog} --help` shows what is possible.")
+
+def command(name: str, tool: Tool) -> Callable[..., None]:
+    """The tool as a function whose signature typer makes a command line of."""
+
+    def convert(positional: list[str] | None, **values: Any) -> None:
+        values = _placed(tool, values, positional or [])
+        source, target = Path(values.pop("input")), Path(values.pop("output"))
+        count = tool.convert(source, target, **values)
+        sys.stdout.write(f"{name}: {count} {'place' if count == 1 else 'places'} changed, written to {target}\n")
+
+    in_order = typer.Argument(metavar=" ".join(tool.order), help="in this order, or as flags", show_default=False)
+    parameters = [
+        _parameter("positional", Annotated[list[str] | None, in_order], None),
+        _parameter("input", Annotated[str | None, INPUT], None),
+        _parameter("output", Annotated[str | None, OUTPUT], None),
+        _parameter("external_data", Annotated[bool, BESIDE], False),
+        *(_flag_parameter(key, flag, key in tool.order) for key, flag in tool.flags.items()),
+    ]
+    convert.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    convert.__doc__ = tool.summary
+    return convert
 
 
-def run(parser: Parser, function: Callable[..., None]) -> None:
-    """Call a function with the arguments of the command line; a QuarkError becomes one line and exit code 1."""
-    try:
-        function(**vars(parser.parse_args()))
-    except QuarkError as error:
-        sys.stderr.write(f"quark: {one_line(error)}\n")
-        sys.exit(1)
+def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _flag_parameter(name: str, flag: Flag, positional: bool) -> Parameter:
+    option = typer.Option(f"--{name}", help=flag.help)
+    if flag.kind is bool:
+        return _parameter(name, Annotated[bool, option], False)
+    if positional:  # may stand in its place instead
+        return _parameter(name, Annotated[flag.kind | None, option], None)
+    return _parameter(name, Annotated[flag.kind, option], Parameter.empty if flag.default is None else flag.default)
+
+
+def _placed(tool: Tool, flags: Mapping[str, Any], positional: Sequence[str]) -> dict[str, Any]:
+    """The values of the flags, with the words that stand in their place put where no flag gave a value.
+
+    Raises:
+        ConfigError: There are too many words or too few, or one is not of its type.
+    """
+    values = dict(flags)
+    free = [key for key in tool.order if values[key] is None]
+    if len(positional) > len(free):
+        raise ConfigError(f"Unexpected argument {positional[len(free)]!r}; there are: {', '.join(tool.order)}.")
+    for key, text in zip(free, positional, strict=False):
+        kind = tool.flags[key].kind if key in tool.flags else str
+        try:
+            values[key] = kind(text)
+        except ValueError:
+            raise ConfigError(f"{key} must be {kind.__name__}, got {text!r}.") from None
+    missing = [key for key in tool.order if values[key] is None]
+    if missing:
+        raise ConfigError(f"Missing: {', '.join(missing)}. `--help` lists the arguments.")
+    return values

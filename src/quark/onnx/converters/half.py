@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark.errors import NotSupportedError
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.onnx.config.config import Config
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
+from quark.onnx.flow import quantize
 from quark.onnx.graph.edit import is_op, new_initializer, prune, redirect, remove_unused
 from quark.onnx.graph.model_file import constant, infer_shapes, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
@@ -34,9 +38,15 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
         format: "bf16": every tensor. "with_cast": a float32 graph whose tensors pass through bfloat16 by pairs of
             Cast. "customqdq": the same by custom Q/DQ.
 
+    Returns:
+        How many tensors or places changed.
+
     Raises:
+        ConfigError: For a format that is none of `FORMATS`.
         NotSupportedError: For "simulate_bf16".
     """
+    if format not in FORMATS:
+        raise ConfigError(f"The format {format!r} is unknown. {did_you_mean(format, FORMATS)}")
     refuse_quantized(model)
     convert_fp16_to_fp32(model)
     infer_shapes(model)
@@ -44,12 +54,6 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
         return convert_fp32_to_bf16(model)
     if format == "simulate_bf16":
         raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
-    # The quantizer and its configs are imported for the formats that use them.
-    from quark.onnx.config.config import Config
-    from quark.onnx.config.lowering.lower import lower
-    from quark.onnx.config.presets import get_default_config
-    from quark.onnx.flow import quantize
-
     config = get_default_config("BF16")
     config.extra_options["BF16QDQToCast"] = format == "with_cast"
     quantize(model, lower(Config(global_quant_config=config)))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from quark.onnx.config.config import Config
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
+from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import refuse_quantized
 
 
@@ -15,12 +19,6 @@ def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:
         config: Name of a configuration.
         exclude_nodes: Names of nodes or patterns, separated by ";".
     """
-    # The quantizer and its configs are imported when they are used.
-    from quark.onnx.config.config import Config
-    from quark.onnx.config.lowering.lower import lower
-    from quark.onnx.config.presets import get_default_config
-    from quark.onnx.flow import quantize
-
     refuse_quantized(model)
     options = get_default_config(config)
     options.extra_options["UseRandomData"] = True

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quark.command_line import program, run
 from quark.core.metrics import Comparison
 from quark.errors import ConfigError, FormatError
 from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.data.sample_files import IMAGES, read_array, read_image
-from quark.onnx.converters.command_line import Parser, run
 
 KINDS = IMAGES | {".npy"}
 METRICS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -66,10 +70,6 @@ def _read(path: Path) -> Array:
 
 def show(baseline: Path, quantized: Path) -> None:
     """Print the mean and the worst of each metric over all files."""
-    # rich costs 50 ms: only this program draws a table here.
-    from rich.console import Console
-    from rich.table import Table
-
     found = compare_folders(baseline, quantized)
     table = Table("metric", "mean", "worst", "worst file", title=f"{len(found)} results")
     for name, (title, worst) in METRICS.items():
@@ -81,27 +81,31 @@ def show(baseline: Path, quantized: Path) -> None:
 
 def main() -> None:
     """The program; the folders come by position or by flag."""
-    parser = Parser(
-        prog="python -m quark.onnx.tools.evaluate",
-        description="Compare the results of a quantized model with those of the float model: cosine similarity, L2 "
-        "distance\nand PSNR (the peak is the largest magnitude of the float result; inf where both are equal).",
-        epilog="Example: python -m quark.onnx.tools.evaluate --baseline_results_folder float "
-        "--quantized_results_folder int8",
-    )
-    for name, words in (("baseline", "float"), ("quantized", "quantized")):
-        text = f"Folder with the results of the {words} model: .npy, .png or .jpg files."
-        parser.add_argument(f"{name}_position", nargs="?", type=Path, metavar=name.upper(), help=text)
-        parser.add_argument(f"--{name}_results_folder", dest=name, type=Path, metavar="FOLDER", help="The same.")
-    run(parser, _start)
+    example = "--baseline_results_folder float --quantized_results_folder int8"
+    run(program(_compare, epilog=f"Example: python -m quark.onnx.tools.evaluate {example}"))
 
 
-def _start(
-    baseline: Path | None, quantized: Path | None, baseline_position: Path | None, quantized_position: Path | None
+def _compare(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="BASELINE QUANTIZED",
+            help="Folders with the results of the float and of the quantized model: .npy, .png or .jpg files.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline_results_folder", metavar="FOLDER", help="The first, by name.")
+    ] = None,
+    quantized: Annotated[
+        Path | None, typer.Option("--quantized_results_folder", metavar="FOLDER", help="The second, by name.")
+    ] = None,
 ) -> None:
-    by_flag, by_position = (
-        [p for p in (baseline, quantized) if p],
-        [p for p in (baseline_position, quantized_position) if p],
-    )
+    """Compare the results of a quantized model with those of the float model.
+
+    Cosine similarity, L2 distance and PSNR (the peak is the largest magnitude of the float result; inf where both are
+    equal).
+    """
+    by_position, by_flag = folders or [], [folder for folder in (baseline, quantized) if folder]
     if sorted((len(by_flag), len(by_position))) != [0, 2]:
         raise ConfigError(
             "Two folders are needed: --baseline_results_folder A --quantized_results_folder B, or just A B."

@@ -1,6 +1,6 @@
 """`python -m quark.onnx.tools.convert_u16s8_to_s16s8`."""
 
-from quark.onnx.converters import run_tool
+from quark.onnx.converters.command_line import run_tool
 
 if __name__ == "__main__":
     run_tool("convert_u16s8_to_s16s8")
