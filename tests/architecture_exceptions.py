@@ -19,8 +19,6 @@ FILE_CIRCLES = [
         "onnx/placement/place.py", "onnx/placement/shared_scales.py", "onnx/qdq/dynamic_quantize.py",
         "onnx/qdq/extended_ops.py", "onnx/qdq/matmul_nbits.py", "onnx/qdq/rewriter.py",
     },
-    # until the table of tools does not import what it lists
-    {"onnx/converters/__init__.py", "onnx/converters/tool.py"},
 ]  # fmt: skip
 FOLDER_CIRCLES = [
     # until Placement has a file of its own
