@@ -4,8 +4,6 @@ from __future__ import annotations
 
 # Circles that are still to be cut.
 FILE_CIRCLES = [
-    # until an observer class takes a TensorSpec
-    {"torch/config/config.py", "torch/config/lowering.py", "torch/config/observer_classes.py", "torch/config/rules.py"},
     # until what exporters share has left the quantizer
     {
         "torch/checkpoint/quantization_config.py", "torch/checkpoint/shards.py", "torch/flows/file2file.py",
@@ -65,7 +63,7 @@ NAMED_OTHERWISE = {
             "onnx/algorithms/rounding/patches.py", "onnx/calibration/calibrate.py", "onnx/calibration/qparams.py",
             "onnx/config/legacy.py", "onnx/config/presets.py", "onnx/config/serialized.py", "onnx/converters/half.py",
             "onnx/evaluation/ort_fusion_rules.py", "onnx/evaluation/recovery/search.py", "onnx/evaluation/score.py",
-            "torch/calibration/distributed.py", "torch/config/rules.py", "torch/flows/resume.py",
+            "torch/calibration/distributed.py", "torch/flows/resume.py",
             "torch/graph/saving.py", "torch/model/roles.py",
         ],
         "until",

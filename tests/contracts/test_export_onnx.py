@@ -20,7 +20,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from tests.models.onnx_sessions import exact_session, session
 
 NAMES = sorted(SCHEMES)
@@ -57,8 +57,8 @@ class Export:
         random = torch.Generator().manual_seed(1)
         data = [torch.randn(2, 9, INPUTS, generator=random) for _ in range(2)]
         self.x = torch.randn(2, 9, INPUTS, generator=random) * 3
-        by_name = {f"layers.as_{name}": raise_layer(SCHEMES[name]) for name in NAMES}
-        quantizer = ModelQuantizer(QConfig(raise_layer(LayerSpec()), layer_quant_config=by_name))
+        by_name = {f"layers.as_{name}": config_of_layer(SCHEMES[name]) for name in NAMES}
+        quantizer = ModelQuantizer(QConfig(config_of_layer(LayerSpec()), layer_quant_config=by_name))
         model = quantizer.quantize_model(Branches().eval(), data)
         with torch.no_grad():
             self.wanted = dict(zip(NAMES, model(self.x), strict=True))

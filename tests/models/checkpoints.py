@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from quark.core.spec import LayerSpec
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.quantizer import quantized_layers
 from tests.models.torch_zoo import tiny_llama, token_batches
 
@@ -22,7 +22,7 @@ def frozen(scheme: str | LayerSpec, dtype: torch.dtype = torch.float32, **option
     if isinstance(scheme, str):
         config = LLMTemplate.get("llama").get_config(scheme)
     else:
-        config = QConfig(global_quant_config=raise_layer(scheme), exclude=["lm_head"])
+        config = QConfig(global_quant_config=config_of_layer(scheme), exclude=["lm_head"])
     quantizer = ModelQuantizer(config)
     return quantizer.freeze(quantizer.quantize_model(tiny_llama(dtype=dtype, **options), token_batches()))
 

@@ -11,7 +11,7 @@ from quark.core.spec import LayerSpec
 from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantizationMode
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 
 FX = QuantizationMode.fx_graph_mode
 BATCH = torch.export.Dim("batch", min=2, max=1024)
@@ -62,7 +62,7 @@ def exported(model: nn.Module, *args: Any, dynamic: bool = True) -> fx.GraphModu
 
 def quantize(model: nn.Module, layer: LayerSpec, *batches: Any, **options: Any) -> Any:
     """Quantize in graph mode."""
-    config = QConfig(global_quant_config=raise_layer(layer), quant_mode=FX, **options)
+    config = QConfig(global_quant_config=config_of_layer(layer), quant_mode=FX, **options)
     return ModelQuantizer(config).quantize_model(model, list(batches) or None)
 
 

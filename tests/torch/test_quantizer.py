@@ -17,7 +17,7 @@ from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import LAYERS, QuantLayer, layer_class
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.plan import make_plan
@@ -28,7 +28,7 @@ INT8 = spec("int8", PerChannel(0))
 
 
 def config(layer: LayerSpec, **options: Any) -> QConfig:
-    return QConfig(global_quant_config=raise_layer(layer), **options)
+    return QConfig(global_quant_config=config_of_layer(layer), **options)
 
 
 def quantize(model: nn.Module, layer: LayerSpec, data: Any = None, **options: Any) -> nn.Module:
@@ -42,7 +42,7 @@ def inputs(count: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Ten
 
 def test_every_supported_layer_is_replaced_and_computes_with_quantized_weights() -> None:
     model, reference = every_layer(), every_layer()
-    by_type = {cls: raise_layer(LayerSpec(weight=INT8)) for cls in LAYERS}
+    by_type = {cls: config_of_layer(LayerSpec(weight=INT8)) for cls in LAYERS}
     quantize(model, LayerSpec(weight=INT8), layer_type_quant_config=by_type)
     assert {type(m).float_class for m in model.modules() if isinstance(m, QuantLayer)} == set(LAYERS)
     with torch.no_grad():
@@ -56,7 +56,8 @@ def test_every_supported_layer_is_replaced_and_computes_with_quantized_weights()
 def test_embeddings_stay_in_float_unless_named() -> None:
     model = quantize(every_layer(), LayerSpec(weight=INT8))
     assert {"embedding", "bag"}.isdisjoint(quantized_layers(model))
-    named = quantize(every_layer(), LayerSpec(), layer_quant_config={"embedding": raise_layer(LayerSpec(weight=INT8))})
+    by_name = {"embedding": config_of_layer(LayerSpec(weight=INT8))}
+    named = quantize(every_layer(), LayerSpec(), layer_quant_config=by_name)
     assert set(quantized_layers(named)) == {"embedding"}
 
 
@@ -66,8 +67,8 @@ def test_exclude_beats_name_beats_type_beats_global() -> None:
         every_layer(),
         LayerSpec(weight=INT8),
         exclude=["head"],
-        layer_quant_config={"lin*": raise_layer(int4), "head": raise_layer(int4)},
-        layer_type_quant_config={nn.Linear: raise_layer(int2), nn.Conv2d: raise_layer(int2)},
+        layer_quant_config={"lin*": config_of_layer(int4), "head": config_of_layer(int4)},
+        layer_type_quant_config={nn.Linear: config_of_layer(int2), nn.Conv2d: config_of_layer(int2)},
     )
     found = {name: layer.spec.weight.dtype.name for name, layer in quantized_layers(model).items() if layer.spec.weight}
     assert found == {"linear": "int4", "conv": "int2", "deconv": "int8"}
@@ -230,9 +231,9 @@ def test_a_pattern_without_a_match_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"exclude: the pattern 'lm_hed'.*lm_head"):
         quantize(tiny_llama(), LayerSpec(weight=INT8), exclude=["lm_hed"])
     with pytest.raises(ConfigError, match=r"layer_quant_config: the pattern '\*\.q_prj'.*q_proj"):
-        quantize(tiny_llama(), LayerSpec(weight=INT8), layer_quant_config={"*.q_prj": raise_layer(STATIC)})
+        quantize(tiny_llama(), LayerSpec(weight=INT8), layer_quant_config={"*.q_prj": config_of_layer(STATIC)})
     with pytest.raises(ConfigError, match="no quantizable layer is a Conv2d"):
-        quantize(mlp(), LayerSpec(weight=INT8), layer_type_quant_config={nn.Conv2d: raise_layer(STATIC)})
+        quantize(mlp(), LayerSpec(weight=INT8), layer_type_quant_config={nn.Conv2d: config_of_layer(STATIC)})
     with pytest.raises(ConfigError, match="Nothing to quantize"):
         quantize(mlp(), LayerSpec(weight=INT8), exclude=["*"])
 

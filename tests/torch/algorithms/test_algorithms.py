@@ -27,7 +27,7 @@ from quark.torch.config.algo_configs import (
     QronosConfig,
 )
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.model.blocks import evaluating, find_blocks, record_calls
 from quark.torch.quantizer import quantized_layers
@@ -54,7 +54,7 @@ WEIGHTS: dict[str, TensorSpec] = {
 
 
 def config(weight: TensorSpec, *algorithms: AlgoConfig, **options: Any) -> QConfig:
-    layer = raise_layer(LayerSpec(weight=weight, **options))
+    layer = config_of_layer(LayerSpec(weight=weight, **options))
     return QConfig(global_quant_config=layer, exclude=["@output_head"], algo_config=list(algorithms) or None)
 
 

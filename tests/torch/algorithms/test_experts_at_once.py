@@ -18,7 +18,7 @@ from quark.torch.calibration import experts as moe
 from quark.torch.calibration.experts import reached_together
 from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.quantizer import quantized_layers
 from tests.models.families import family
@@ -35,7 +35,7 @@ DATA = [torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(se
 
 
 def solved(name: str, algorithm: AlgoConfig, weight: TensorSpec = INT3, exclude: tuple[str, ...] = ()) -> nn.Module:
-    layer = raise_layer(LayerSpec(weight=weight))
+    layer = config_of_layer(LayerSpec(weight=weight))
     config = QConfig(global_quant_config=layer, exclude=["@output_head", *exclude], algo_config=[algorithm])
     return ModelQuantizer(config).quantize_model(family(name), DATA)
 
@@ -132,7 +132,7 @@ def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], mon
 
 
 def test_the_expert_that_cannot_be_solved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = raise_layer(LayerSpec(weight=INT3))
+    layer = config_of_layer(LayerSpec(weight=INT3))
     config = QConfig(global_quant_config=layer, exclude=["@output_head"], algo_config=[GPTQConfig()])
     with pytest.raises(CalibrationError, match=r"experts\.2\.w1, \S*experts\.2\.w3: no calibration token") as idle:
         ModelQuantizer(config).quantize_model(starve(family("mixtral"), 2), DATA)

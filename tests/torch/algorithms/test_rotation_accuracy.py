@@ -15,10 +15,10 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
-W4A4 = raise_layer(
+W4A4 = config_of_layer(
     LayerSpec(
         weight=TensorSpec(DTYPES["int4"], PerChannel(0)), input=TensorSpec(DTYPES["int4"], PerToken(), dynamic=True)
     )

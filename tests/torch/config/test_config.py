@@ -16,7 +16,7 @@ from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, FormatError
 from quark.torch.config import algo_configs
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, QuaRotConfig, RotationConfig
-from quark.torch.config.config import QConfig, QLayerConfig, QTensorConfig
+from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.enums import (
     DeviceType,
     Dtype,
@@ -26,9 +26,10 @@ from quark.torch.config.enums import (
     ScaleType,
     ZeroPointType,
 )
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.config.observer_classes import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
+from quark.torch.config.tensor_config import QTensorConfig
 
 INT8: dict[str, Any] = {
     "dtype": Dtype.int8,
@@ -279,7 +280,7 @@ def test_set_group_size_is_the_one_setter() -> None:
 
 
 def test_is_ocp_mxfp4() -> None:
-    mxfp4 = raise_layer(SCHEMES["mxfp4"]).weight
+    mxfp4 = config_of_layer(SCHEMES["mxfp4"]).weight
     assert isinstance(mxfp4, QTensorConfig) and mxfp4.is_ocp_mxfp4()
     assert not int8().is_ocp_mxfp4() and not QTensorConfig(**FP4).is_ocp_mxfp4()
     assert QTensorConfig(Dtype.mx, ch_axis=-1, group_size=32, mx_element_dtype=Dtype.fp4).is_ocp_mxfp4()
@@ -297,7 +298,7 @@ def test_tensor_json_has_the_17_keys_in_order() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_survives_json(scheme: str) -> None:
-    config = QConfig(raise_layer(SCHEMES[scheme]), exclude=["lm_head"])
+    config = QConfig(config_of_layer(SCHEMES[scheme]), exclude=["lm_head"])
     text = json.dumps(config.to_dict())
     assert QConfig.from_dict(json.loads(text)) == config
 

@@ -14,8 +14,9 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch.config import shorthand_specs as specs
-from quark.torch.config.config import QLayerConfig, QTensorConfig
-from quark.torch.config.lowering import lower_layer, lower_tensor, raise_layer, raise_tensor
+from quark.torch.config.config import QLayerConfig
+from quark.torch.config.lowering import config_of_layer, config_of_tensor, lower_layer, lower_tensor
+from quark.torch.config.tensor_config import QTensorConfig
 
 ACTIVATION_KEYS = ("input", "output")
 
@@ -31,10 +32,10 @@ def lower(config: Any, **options: Any) -> TensorSpec:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_raise_then_lower_is_the_identity(scheme: str) -> None:
     layer = SCHEMES[scheme]
-    assert lower_layer(raise_layer(layer), per_token=True) == layer
+    assert lower_layer(config_of_layer(layer), per_token=True) == layer
     for name in ("weight", "input"):
         tensor = getattr(layer, name)
-        assert lower_tensor(raise_tensor(tensor), per_token=name == "input") == tensor
+        assert lower_tensor(config_of_tensor(tensor), per_token=name == "input") == tensor
 
 
 # dtype, qscheme, ch_axis, group_size, symmetric, scale_type, scale_format, observer: appendix B, run on the peer.
@@ -69,19 +70,19 @@ KEYS = [
 
 @pytest.mark.parametrize(("scheme", "tensor"), JSON, ids="-".join)
 def test_json_of_the_schemes(scheme: str, tensor: str) -> None:
-    data = raise_layer(SCHEMES[scheme]).to_dict()[tensor]
+    data = config_of_layer(SCHEMES[scheme]).to_dict()[tensor]
     assert " ".join(str(data[key]) for key in KEYS) == JSON[scheme, tensor]
 
 
 def test_json_of_the_two_level_schemes() -> None:
-    nvfp4 = raise_layer(SCHEMES["nvfp4"]).to_dict()
+    nvfp4 = config_of_layer(SCHEMES["nvfp4"]).to_dict()
     for tensor, dynamic in (("weight", False), ("input_tensors", True)):
         first, second = nvfp4[tensor]
         assert (first["scale_format"], first["scale_type"], first["is_dynamic"]) == ("float32", "float32", dynamic)
         assert first["observer_cls"] == "PerBlockMXObserver" and first["is_scale_quant"] is False
         assert (second["dtype"], second["scale_type"], second["is_scale_quant"]) == ("fp8_e4m3", "float32", True)
         assert second["is_dynamic"] is False
-    first, second = raise_layer(SCHEMES["int4_fp8"]).to_dict()["weight"]
+    first, second = config_of_layer(SCHEMES["int4_fp8"]).to_dict()["weight"]
     assert (first["dtype"], second["dtype"], second["ch_axis"]) == ("fp8_e4m3", "int4", 0)
     assert second["is_scale_quant"] is False and second["scale_type"] == first["scale_type"] == "float32"
 
@@ -155,7 +156,7 @@ def test_lowering(case: str) -> None:
     config, expected = LOWERED[case]
     assert lower(config) == expected
     # Everything that can be lowered can be written to a checkpoint and read again as the same thing.
-    raised = raise_tensor(expected)
+    raised = config_of_tensor(expected)
     assert isinstance(raised, QTensorConfig)
     assert lower(QTensorConfig.from_dict(raised.to_dict())) == expected
 
@@ -172,7 +173,7 @@ def test_dynamic_per_channel_of_a_linear_layer_is_per_token() -> None:
 
 def test_layers() -> None:
     assert lower_layer(None) == LayerSpec() == lower_layer(QLayerConfig())
-    assert raise_layer(LayerSpec()) == QLayerConfig()
+    assert config_of_layer(LayerSpec()) == QLayerConfig()
     mx6 = specs.MX6Spec(-1, 16)
     layer = lower_layer(QLayerConfig(input_tensors=mx6, output_tensors=mx6, weight=mx6, bias=specs.Int8PerTensorSpec()))
     assert layer.input and layer.output and layer.weight and layer.bias
@@ -193,7 +194,7 @@ def test_a_weight_is_never_dynamic() -> None:
 
 
 def test_two_stages() -> None:
-    config = raise_tensor(SCHEMES["nvfp4"].weight)
+    config = config_of_tensor(SCHEMES["nvfp4"].weight)
     assert isinstance(config, list)
     assert lower(config).scale_spec == spec("fp8_e4m3")
     assert lower(config[:1]).scale_spec is None

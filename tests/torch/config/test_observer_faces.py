@@ -15,10 +15,10 @@ from quark.core.quantize import compute_qparams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError
 from quark.torch.config import observer_classes as faces
-from quark.torch.config.config import QTensorConfig
 from quark.torch.config.enums import Dtype, QSchemeType, RoundType, ScaleType
 from quark.torch.config.lowering import lower_tensor
 from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_class
+from quark.torch.config.tensor_config import QTensorConfig
 from quark.torch.quantization import observer as package
 from quark.torch.quantization.observer import observer as address
 
@@ -82,6 +82,11 @@ def test_a_face_takes_a_core_spec_and_quantized_scales() -> None:
     params = compute_qparams(values(), nvfp4)
     assert params.second is not None
     assert torch.allclose(face.calculate_qparams()[0], params.scale * params.second.scale)
+
+
+def test_a_face_of_anything_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="QTensorConfig or a TensorSpec, got 'int8'"):
+        faces.PerTensorMinMaxObserver("int8")
 
 
 def test_float_zero_points_stay_floats() -> None:

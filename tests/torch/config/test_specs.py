@@ -10,9 +10,10 @@ import pytest
 from quark.core.scale_types import ScaleType
 from quark.errors import ConfigError
 from quark.torch.config import shorthand_specs as specs
-from quark.torch.config.config import QLayerConfig, QTensorConfig
+from quark.torch.config.config import QLayerConfig
 from quark.torch.config.enums import Dtype, QSchemeType, RoundType, TQTThresholdInitMeth, ZeroPointType
 from quark.torch.config.lowering import lower_tensor
+from quark.torch.config.tensor_config import QTensorConfig
 from quark.torch.quantization.config import config as address
 
 REQUIRED = object()

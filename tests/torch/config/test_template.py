@@ -14,7 +14,7 @@ from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig,
 from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
 from quark.torch.config.enums import Dtype
 from quark.torch.config.llm_template import OLD_SCHEMES, LLMTemplate
-from quark.torch.config.lowering import lower_layer, raise_layer
+from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 
 DOCUMENTED = [
@@ -94,8 +94,8 @@ def test_exclude_is_replaced_by_a_list() -> None:
 
 def test_layer_and_type_schemes() -> None:
     made = config(layer_config={"*.o_proj": "int8"}, layer_type_config={nn.Conv2d: "int4_wo_32"})
-    assert made.layer_quant_config == {"*.o_proj": raise_layer(SCHEMES["int8"])}
-    assert made.layer_type_quant_config == {nn.Conv2d: raise_layer(SCHEMES["int4_wo_32"])}
+    assert made.layer_quant_config == {"*.o_proj": config_of_layer(SCHEMES["int8"])}
+    assert made.layer_type_quant_config == {nn.Conv2d: config_of_layer(SCHEMES["int4_wo_32"])}
 
 
 def test_kv_cache_and_attention() -> None:

@@ -26,7 +26,7 @@ from quark.errors import (
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.checkpoint.safetensors_file import DTYPES, TensorFile, create_file, write_tensor
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.lowering import raise_tensor
+from quark.torch.config.lowering import config_of_tensor
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
 from tests.models.families import family
@@ -82,7 +82,7 @@ def test_freezing_changes_nothing(name: str, tmp_path: Path) -> None:
 
 def shared_scales() -> QConfig:
     """NVFP4 weights, whose scales have one scale for q, k, v and one for gate, up."""
-    weight = raise_tensor(SCHEMES["nvfp4"].weight)
+    weight = config_of_tensor(SCHEMES["nvfp4"].weight)
     return QConfig(
         global_quant_config=QLayerConfig(weight=weight),
         exclude=["lm_head"],

@@ -26,7 +26,7 @@ from quark.torch import (
     save_params,
 )
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.quantizer import quantized_layers
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 
@@ -176,7 +176,7 @@ def test_tied_and_untied_heads_load(tmp_path: Path) -> None:
     export_safetensors(model, tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "tied")), logits(model))
-    both = QConfig(global_quant_config=raise_layer(SCHEMES["int4_wo_32"]))
+    both = QConfig(global_quant_config=config_of_layer(SCHEMES["int4_wo_32"]))
     quantizer = ModelQuantizer(both)
     model = quantizer.freeze(quantizer.quantize_model(tiny_llama(tie_word_embeddings=True)))
     export_safetensors(model, tmp_path / "head")
@@ -198,7 +198,7 @@ BEYOND_SCHEMES = {
 def test_transformers_loads_what_no_scheme_names(kind: str, tied: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    layer = raise_layer(BEYOND_SCHEMES[kind])
+    layer = config_of_layer(BEYOND_SCHEMES[kind])
     names = {"*embed_tokens": layer} if kind == "embedding" else {}
     config = QConfig(global_quant_config=layer, layer_quant_config=names, exclude=["lm_head"])
     quantizer = ModelQuantizer(config)
@@ -233,8 +233,8 @@ def test_companions_and_dropped_tensors_travel_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reorder", [True, False])
 def test_save_params_round_trip_of_any_module(compressed: bool, reorder: bool, tmp_path: Path) -> None:
     weight = spec("uint4", PerChannel(0), symmetric=False)
-    layer = raise_layer(LayerSpec(weight=weight, bias=spec("int8"), input=spec("int8"), output=spec("int8")))
-    config = QConfig(global_quant_config=layer, layer_quant_config={"embedding": raise_layer(SCHEMES["int8_wo"])})
+    layer = config_of_layer(LayerSpec(weight=weight, bias=spec("int8"), input=spec("int8"), output=spec("int8")))
+    config = QConfig(global_quant_config=layer, layer_quant_config={"embedding": config_of_layer(SCHEMES["int8_wo"])})
     ids = token_batches(2)
     model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(every_layer(), ids))
     file = save_params(model, "cnn", export_dir=tmp_path, compressed=compressed, reorder=reorder)
@@ -252,7 +252,7 @@ def test_the_older_exporter_and_importer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "int3", "uint2", "int32"])
 def test_types_without_a_scheme_are_stored_too(dtype: str, tmp_path: Path) -> None:
-    config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=spec(dtype, PerChannel(0)))))
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=spec(dtype, PerChannel(0)))))
     model = ModelQuantizer(config).quantize_model(tiny_llama(dtype=torch.bfloat16))
     export_safetensors(ModelQuantizer.freeze(model), tmp_path / "out")
     loaded = import_model_from_safetensors(tiny_llama(seed=9, dtype=torch.bfloat16), tmp_path / "out")
@@ -273,7 +273,7 @@ def test_types_without_a_scheme_are_stored_too(dtype: str, tmp_path: Path) -> No
 )
 def test_a_frozen_half_precision_weight_keeps_its_codes(weight: TensorSpec, dtype: torch.dtype, tmp_path: Path) -> None:
     """Freezing rounds the values to the dtype of the model; the codes are found again all the same."""
-    config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight)))
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight)))
     model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(tiny_llama(dtype=dtype)))
     export_safetensors(model, tmp_path / "out")
     loaded = import_model_from_safetensors(tiny_llama(seed=9, dtype=dtype), tmp_path / "out")
@@ -286,8 +286,8 @@ def test_sizes_that_fill_no_whole_word(scheme: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(128, 10), torch.nn.Linear(10, 3, bias=False)).eval()
 
-    names = {"0": raise_layer(SCHEMES[scheme])}
-    config = QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=names)
+    names = {"0": config_of_layer(SCHEMES[scheme])}
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=names)
     x = torch.randn(4, 128)
     model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(odd(), [x]))
     file = save_params(model, "odd", export_dir=tmp_path, compressed=True)
@@ -386,7 +386,7 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_float_and_foreign_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not quantized"):
         export_safetensors(tiny_llama(), tmp_path / "out")
-    model = ModelQuantizer(QConfig(global_quant_config=raise_layer(SCHEMES["int8_wo"]))).quantize_model(mlp())
+    model = ModelQuantizer(QConfig(global_quant_config=config_of_layer(SCHEMES["int8_wo"]))).quantize_model(mlp())
     with pytest.raises(ConfigError, match="save_params"):
         export_safetensors(model, tmp_path / "out")
     with pytest.raises(QuarkError):

@@ -19,7 +19,7 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, ConfigError, FormatError, NonFiniteError, NotSupportedError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, load_params, save_params
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.graph.plan import make_graph_plan
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.quantization.graph.ops.quant_stubs import DeQuantStub, QuantStub
@@ -39,7 +39,7 @@ def rows(seed: int = 2, count: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_every_scheme_gives_what_eager_mode_gives(scheme: str) -> None:
     x = rows()
-    eager = ModelQuantizer(QConfig(global_quant_config=raise_layer(SCHEMES[scheme]))).quantize_model(mlp(), [x])
+    eager = ModelQuantizer(QConfig(global_quant_config=config_of_layer(SCHEMES[scheme]))).quantize_model(mlp(), [x])
     graph = quantize(exported(mlp(), x), SCHEMES[scheme], x)
     with torch.no_grad():
         before = graph(rows(3))
@@ -56,14 +56,14 @@ def test_every_scheme_gives_what_eager_mode_gives(scheme: str) -> None:
 
 def test_layers_of_every_kind_with_outputs_and_biases_give_what_eager_mode_gives() -> None:
     layer = LayerSpec(weight=spec("int4"), bias=INT8, input=INT8, output=spec("uint8", symmetric=False))
-    kinds = {kind: raise_layer(layer) for kind in (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)}
+    kinds = {kind: config_of_layer(layer) for kind in (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)}
     options: dict[str, Any] = {
         "layer_type_quant_config": kinds,
         # The table, and one layer without a bias, by name.
-        "layer_quant_config": {"embedding": raise_layer(LayerSpec(weight=spec("int4")))},
+        "layer_quant_config": {"embedding": config_of_layer(LayerSpec(weight=spec("int4")))},
     }
     batches = token_batches()
-    config = QConfig(global_quant_config=raise_layer(LayerSpec()), **options)
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec()), **options)
     model = every_layer()
     model.bag = nn.Embedding(64, 64)
     # The activation behind a layer is fused into it in graph mode only, so there is none here.
@@ -143,7 +143,7 @@ def test_shared_layers_functional_layers_masks_and_control_flow() -> None:
     torch.manual_seed(0)
     model, x = Odd().eval(), torch.randn(3, 6, 16)
     graph = exported(model, x, dynamic=False)
-    config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=INT8, input=INT8)), quant_mode=FX)
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=INT8, input=INT8)), quant_mode=FX)
     plan = make_graph_plan(config, graph)
     reasons = dict(plan.reasons)
     assert reasons["cond"] == "a graph of its own: cond" and reasons["softmax"] == "aten.softmax.int"
@@ -179,12 +179,12 @@ def test_names_types_and_excludes_decide_as_in_eager_mode() -> None:
         exported(block(), images(2)),
         W8,
         exclude=["head"],
-        layer_quant_config={"le*": raise_layer(int4)},
-        layer_type_quant_config={nn.Conv2d: raise_layer(int2)},
+        layer_quant_config={"le*": config_of_layer(int4)},
+        layer_type_quant_config={nn.Conv2d: config_of_layer(int2)},
     )
     found = {path: graph.get_submodule(path).spec.dtype.name for path in quantizers(graph)}
     assert found == {"stem.weight_quantizer": "int2", "left.weight_quantizer": "int4", "right.weight_quantizer": "int2"}
-    with_pools = {nn.MaxPool2d: raise_layer(LayerSpec(input=INT8))}
+    with_pools = {nn.MaxPool2d: config_of_layer(LayerSpec(input=INT8))}
     graph = quantize(exported(block(), images(2)), LayerSpec(), images(4), layer_type_quant_config=with_pools)
     assert list(quantizers(graph)) == ["max_pool2d.input_quantizer"]
 
@@ -282,7 +282,7 @@ def test_an_input_that_is_written_in_place_stays_float() -> None:
             return self.two(y) + x
 
     graph = exported(Writer(), torch.randn(4, 8), dynamic=False)
-    config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=INT8, input=INT8)), quant_mode=FX)
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=INT8, input=INT8)), quant_mode=FX)
     plan = make_graph_plan(config, graph)
     assert plan.reasons["one"] == "x is written in place" and "two" in plan.layers
 
@@ -369,7 +369,7 @@ def test_models_that_are_no_exported_graph() -> None:
             quantize(traced, W8)
     graph = exported(mlp(), rows())
     with pytest.raises(ConfigError, match=r"pass quant_mode=QuantizationMode\.fx_graph_mode"):
-        ModelQuantizer(QConfig(global_quant_config=raise_layer(W8))).quantize_model(graph)
+        ModelQuantizer(QConfig(global_quant_config=config_of_layer(W8))).quantize_model(graph)
     with pytest.raises(ConfigError, match="freeze needs a model from quantize_model"):
         ModelQuantizer.freeze(graph)
     quantize(graph, W8)
@@ -382,9 +382,9 @@ def test_patterns_types_and_options_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="exclude: the pattern 'hed'"):
         quantize(graph, W8, exclude=["hed"])
     with pytest.raises(ConfigError, match="layer_quant_config: the pattern 'con'"):
-        quantize(graph, W8, layer_quant_config={"con": raise_layer(W8)})
+        quantize(graph, W8, layer_quant_config={"con": config_of_layer(W8)})
     with pytest.raises(ConfigError, match=r"no operator of this graph is a LSTM\. Present: .*Conv2d"):
-        quantize(graph, W8, layer_type_quant_config={nn.LSTM: raise_layer(W8)})
+        quantize(graph, W8, layer_type_quant_config={nn.LSTM: config_of_layer(W8)})
     with pytest.raises(ConfigError, match="Nothing to quantize: of 9 operators"):
         quantize(graph, W8, exclude=["*"])
     with pytest.raises(NotSupportedError, match="shared_scale_groups is not part of fx_graph_mode"):

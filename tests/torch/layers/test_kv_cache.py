@@ -16,7 +16,7 @@ from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.config.shorthand_specs import (
     FP8E4M3PerChannelSpec,
     FP8E4M3PerTensorSpec,
@@ -125,7 +125,7 @@ def test_probabilities_are_quantized(name: str, monkeypatch: pytest.MonkeyPatch)
     plain = family(name)
     plain.set_attn_implementation("eager")
     model = ModelQuantizer(
-        QConfig(raise_layer(SCHEMES["int8_wo"]), softmax_quant_spec=FP8E4M3PerTensorSpec())
+        QConfig(config_of_layer(SCHEMES["int8_wo"]), softmax_quant_spec=FP8E4M3PerTensorSpec())
     ).quantize_model(family(name), [IDS])
     for layer in quantized_layers(model).values():
         layer.weight_quantizer = None
@@ -175,7 +175,7 @@ def test_a_checkpoint_carries_the_names_that_runtimes_read(name: str, scheme: st
 def test_the_written_config_is_what_vllm_expects(template: bool, tmp_path: Path) -> None:
     made = LLMTemplate.get("llama").get_config("fp8", kv_cache_scheme="fp8", attention_scheme="fp8")
     if not template:
-        own = {"*layers.0.*": raise_layer(SCHEMES["fp8"])}
+        own = {"*layers.0.*": config_of_layer(SCHEMES["fp8"])}
         made = replace(made, layer_quant_config=own, softmax_quant_spec=None)
     model = quantize(made)
     export_safetensors(model, tmp_path / "out")
@@ -261,10 +261,10 @@ def test_what_has_no_meaning_is_refused(config: QConfig, error: type[Exception],
 
 
 def test_a_model_without_attention_functions_is_refused() -> None:
-    config = QConfig(raise_layer(SCHEMES["int8_wo"]), softmax_quant_spec=FP8E4M3PerTensorSpec())
+    config = QConfig(config_of_layer(SCHEMES["int8_wo"]), softmax_quant_spec=FP8E4M3PerTensorSpec())
     with pytest.raises(NotSupportedError, match="Mlp has no attention module"):
         ModelQuantizer(config).quantize_model(mlp(), [torch.randn(2, 128)])
-    late = QConfig(raise_layer(SCHEMES["int8_wo"]), kv_cache_quant_config={"up": FP8}, kv_cache_post_rope=True)
+    late = QConfig(config_of_layer(SCHEMES["int8_wo"]), kv_cache_quant_config={"up": FP8}, kv_cache_post_rope=True)
     with pytest.raises(NotSupportedError, match="does not call transformers' attention functions"):
         ModelQuantizer(late).quantize_model(mlp(), [torch.randn(2, 128)])
 

@@ -14,11 +14,12 @@ from quark.core.scale_types import ScaleType
 from quark.core.spec import LayerSpec, Learning, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch import ModelQuantizer
-from quark.torch.config.config import QConfig, QTensorConfig
+from quark.torch.config.config import QConfig
 from quark.torch.config.enums import Dtype, QSchemeType, RoundType
-from quark.torch.config.lowering import lower_tensor, raise_layer
+from quark.torch.config.lowering import config_of_layer, lower_tensor
 from quark.torch.config.observer_classes import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
 from quark.torch.config.shorthand_specs import Int8PerTensorSpec, TQTSpec
+from quark.torch.config.tensor_config import QTensorConfig
 from quark.torch.layers.fake_quant import FakeQuantize
 
 LSQ, TQT = Learning.lsq, Learning.tqt
@@ -173,7 +174,7 @@ def test_compiled_and_exported_models_compute_the_same_and_a_compiled_one_trains
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     layer = LayerSpec(weight=spec("int4"), input=spec("int4"))
     x = values(4, 8)
-    model = ModelQuantizer(QConfig(global_quant_config=raise_layer(layer))).quantize_model(model, [x])
+    model = ModelQuantizer(QConfig(global_quant_config=config_of_layer(layer))).quantize_model(model, [x])
     model(x).sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
     model.zero_grad()

@@ -18,7 +18,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_
 from quark.torch.algorithms.layer_inputs import Stop, input_groups, lockstep
 from quark.torch.calibration.calibrate import quantizers_off
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.passes import UnfusedExperts
@@ -203,7 +203,7 @@ def test_an_unknown_form_is_refused_unless_excluded(kind: type[nn.Module], why: 
     def make() -> nn.Module:
         return nn.ModuleDict({"up": nn.Linear(8, 8), "experts": kind()})
 
-    config = QConfig(raise_layer(SCHEMES["int4_wo_per_channel"]))
+    config = QConfig(config_of_layer(SCHEMES["int4_wo_per_channel"]))
     with pytest.raises(NotSupportedError, match=rf"experts.*{kind.__name__}.*{why}.*exclude"):
         ModelQuantizer(config).quantize_model(make())
     model = ModelQuantizer(QConfig(config.global_quant_config, exclude=["*experts*"])).quantize_model(make())

@@ -26,7 +26,7 @@ from quark.torch import (
     import_model_from_safetensors,
 )
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.export import ExporterConfig, OnnxExporterConfig
 from quark.torch.layers import LAYERS
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -39,7 +39,7 @@ from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 def quantize(model: nn.Module, layer: LayerSpec, data: Any = None) -> nn.Module:
     """All layers of the model, embeddings too."""
     present = {type(module) for module in model.modules()}
-    config = raise_layer(layer)
+    config = config_of_layer(layer)
     by_type = {kind: config for kind in LAYERS if kind in present}
     return ModelQuantizer(QConfig(config, layer_type_quant_config=by_type)).quantize_model(model, data)
 
@@ -135,10 +135,10 @@ class Pairs(nn.Module):
 def test_convolutions_and_products(tmp_path: Path) -> None:
     *data, x = images()
     layers = {
-        f"parts.{i}.*": raise_layer(LayerSpec(weight=weight, input=activation))
+        f"parts.{i}.*": config_of_layer(LayerSpec(weight=weight, input=activation))
         for i, (activation, weight) in enumerate(PAIRS.values())
     }
-    config = QConfig(raise_layer(LayerSpec()), layer_quant_config=layers)
+    config = QConfig(config_of_layer(LayerSpec()), layer_quant_config=layers)
     model = ModelQuantizer(config).quantize_model(Pairs().eval(), data)
     file = export_onnx(model, tmp_path, x)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_an_encoder_with_a_mask(tmp_path: Path) -> None:
     model: Any = BertForSequenceClassification(config).eval()
     batch = {"input_ids": token_batches(1)[0], "attention_mask": torch.ones(2, 16, dtype=torch.int64)}
     batch["attention_mask"][1, 10:] = 0
-    config = QConfig(raise_layer(LayerSpec(weight=spec("int8"), input=spec("int8"))))
+    config = QConfig(config_of_layer(LayerSpec(weight=spec("int8"), input=spec("int8"))))
     ModelQuantizer(config).quantize_model(model, [batch])
     file = export_onnx(model, tmp_path, batch)
     assert_near(run(file, *batch.values()), outputs(model, *batch.values()), 1e-4)

@@ -28,7 +28,7 @@ from quark.errors import (
 )
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer, export_gguf, import_model_from_gguf
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.quantizer import quantized_layers
 from quark.torch.writers.gguf.architectures import ARCHITECTURES
 from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
@@ -251,7 +251,7 @@ def test_queries_and_keys_of_llama_lie_in_the_order_of_its_readers(tmp_path: Pat
 
 
 def test_quantized_embeddings_travel_too(tmp_path: Path) -> None:
-    layer = raise_layer(SCHEMES["int8_wo"])
+    layer = config_of_layer(SCHEMES["int8_wo"])
     config = QConfig(global_quant_config=layer, layer_quant_config={"*embed_tokens": layer}, exclude=["lm_head"])
     model = ModelQuantizer(config).quantize_model(build("llama", F16))
     file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
@@ -353,7 +353,7 @@ def test_models_that_cannot_be_verified_are_refused(tmp_path: Path) -> None:
         export_gguf(quantized("int8_wo", rope_parameters=scaled), tmp_path, "m", LANGUAGE_MODEL)
     with pytest.raises(NotSupportedError, match="query_pre_attn_scalar"):
         export_gguf(quantized("int8_wo", "gemma2", query_pre_attn_scalar=32), tmp_path, "m", LANGUAGE_MODEL)
-    plain = ModelQuantizer(QConfig(global_quant_config=raise_layer(SCHEMES["int8_wo"]))).quantize_model(mlp())
+    plain = ModelQuantizer(QConfig(global_quant_config=config_of_layer(SCHEMES["int8_wo"]))).quantize_model(mlp())
     with pytest.raises(ConfigError, match="save_params"):
         export_gguf(plain, tmp_path, "m", LANGUAGE_MODEL)
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ Objects are frozen; lists and dicts given to them are copied.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,124 +19,14 @@ from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
 from quark.torch.config.enums import (
     DeviceType,
-    Dtype,
     QSchemeType,
     QuantFlow,
     QuantizationMode,
-    RoundType,
-    ScaleType,
-    ZeroPointType,
 )
-from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_of_scheme
-from quark.torch.config.rules import check_layer, check_tensor
+from quark.torch.config.tensor_config import QTensorConfig
 
 SELECTORS = ("@output_head", "@router", "@non_text")
 """Entries of `exclude` that name a role instead of a pattern; they may match nothing."""
-
-
-@checked
-@dataclass(frozen=True)
-class QTensorConfig:
-    """How one tensor is quantized.
-
-    Attributes:
-        dtype: Element type.
-        observer_cls: Finds the range; a class of quark.torch.config.observer_classes, a subclass of one's own, or
-            its name.
-        is_dynamic: Scales from each live tensor instead of from calibration.
-        qscheme: Which values share a scale.
-        ch_axis: Axis of per_channel and per_group.
-        group_size: Values in a group; -1 is the whole axis.
-        block_size: (rows, columns) of a per_block tile.
-        symmetric: Zero point fixed.
-        round_method: Rounding of the codes.
-        scale_type: Type of the scale; `float` is the model's dtype.
-        scale_format: Type of the scale of a float group: "e8m0", "e4m3", "e5m3" or "float32".
-        scale_calculation_mode: Rule of the e8m0 exponent: "even", "floor" or "ceil".
-        qat_spec: A TQTSpec, which says where TQTObserver starts; LSQObserver needs none.
-        mx_element_dtype: Element type of Dtype.mx.
-        zero_point_type: Type of the zero point.
-        is_scale_quant: Second of two configs: it quantizes the scales of the first.
-        enable_buffer_reuse, max_input_numel: Accepted and recorded; they change nothing here.
-
-    Raises:
-        ConfigError: a field is unknown, missing, of the wrong type, or contradicts another.
-    """
-
-    dtype: Dtype
-    observer_cls: type[ObserverBase] | None = None
-    is_dynamic: bool | None = None
-    qscheme: QSchemeType | None = None
-    ch_axis: int | None = None
-    group_size: int | None = None
-    block_size: tuple[int, int] | None = None
-    symmetric: bool | None = None
-    round_method: RoundType | None = None
-    scale_type: ScaleType | None = None
-    scale_format: str | None = None
-    scale_calculation_mode: str | None = None
-    qat_spec: Any = None
-    mx_element_dtype: Dtype | None = None
-    zero_point_type: ZeroPointType | None = ZeroPointType.int32
-    is_scale_quant: bool = False
-    enable_buffer_reuse: bool = False
-    max_input_numel: int = 4194304
-
-    @classmethod
-    def _accept(cls, values: dict[str, Any]) -> None:
-        if isinstance(values.get("observer_cls"), str):
-            values["observer_cls"] = OBSERVER_CLASSES[values["observer_cls"]]
-        if isinstance(values.get("block_size"), list):
-            values["block_size"] = tuple(values["block_size"])
-
-    def _check(self) -> None:
-        check_tensor(self)
-
-    def set_group_size(self, group_size: int) -> None:
-        """Change the group size of this config: the one documented setter."""
-        changed = dataclasses.replace(self, group_size=group_size)
-        object.__setattr__(self, "group_size", changed.group_size)
-
-    def is_ocp_mxfp4(self) -> bool:
-        """Whether this is OCP MXFP4: fp4 in groups of 32 under an E8M0 scale."""
-        ocp = (Dtype.fp4, QSchemeType.per_group, 32, "e8m0")
-        element = (Dtype.mx, None, 32, None) if self.mx_element_dtype is Dtype.fp4 else ocp
-        return (self.dtype, self.qscheme, self.group_size, self.scale_format) in (ocp, element)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The 17 keys of the checkpoint format, in its order; enums by name."""
-
-        def name(value: Any) -> Any:
-            return None if value is None else value.name
-
-        return {
-            "dtype": name(self.dtype),
-            "is_dynamic": self.is_dynamic,
-            "qscheme": name(self.qscheme),
-            "ch_axis": self.ch_axis,
-            "group_size": self.group_size,
-            "block_size": None if self.block_size is None else list(self.block_size),
-            "symmetric": self.symmetric,
-            "round_method": name(self.round_method),
-            "scale_type": name(self.scale_type),
-            "zero_point_type": name(self.zero_point_type),
-            "scale_format": self.scale_format,
-            "scale_calculation_mode": self.scale_calculation_mode,
-            "mx_element_dtype": name(self.mx_element_dtype),
-            "observer_cls": None if self.observer_cls is None else self.observer_cls.__name__,
-            "is_scale_quant": self.is_scale_quant,
-            "enable_buffer_reuse": self.enable_buffer_reuse,
-            "max_input_numel": self.max_input_numel,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> QTensorConfig:
-        """Read what `to_dict` wrote, or an older version: `dynamic`, `axis`, keys that did not exist yet."""
-        legacy = {"dynamic": "is_dynamic", "axis": "ch_axis"}
-        values = known_keys({legacy.get(key, key): value for key, value in data.items()}, cls)
-        if values.get("observer_cls") is None and values.get("qscheme") is not None:
-            values["observer_cls"] = observer_of_scheme(values["qscheme"])
-        return cls(**values)
 
 
 TensorConfigs = QTensorConfig | list[QTensorConfig] | None
@@ -164,7 +53,7 @@ class QLayerConfig:
             values[name] = _as_configs(values.get(name))
 
     def _check(self) -> None:
-        check_layer(self)
+        _check_layer(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The LAYER object of the checkpoint format."""
@@ -325,7 +214,6 @@ class QConfig:
         return config
 
 
-QuantizationSpec = QTensorConfig
 QuantizationConfig = QLayerConfig
 Config = QConfig
 
@@ -342,6 +230,27 @@ _CHECKPOINT_KEYS = frozenset(
     | {"pre_quant_opt_config", "target_device"}
 )
 """Keys of checkpoints of 0.8 to 0.13 that are no fields."""
+
+
+def _check_layer(config: QLayerConfig) -> None:
+    """Raise ConfigError for a list that is no pair, or for static groups of an activation."""
+    for name in ("input_tensors", "output_tensors", "weight", "bias"):
+        value = getattr(config, name)
+        stages: list[QTensorConfig] = value if isinstance(value, list) else [value] if value is not None else []
+        if len(stages) not in (1, 2) and value is not None:
+            raise ConfigError(f"QLayerConfig.{name}: a list has two stages, got {len(stages)}.")
+        if stages and stages[0].is_scale_quant:
+            raise ConfigError(
+                f"QLayerConfig.{name}: is_scale_quant=True is for the second of two configs; it quantizes the "
+                "scales of the first."
+            )
+        if name in ("input_tensors", "output_tensors"):
+            for stage in stages:
+                if stage.qscheme is QSchemeType.per_group and stage.is_dynamic is False:
+                    raise ConfigError(
+                        f"QLayerConfig.{name}: per_group scales of an activation depend on its shape and "
+                        "cannot be calibrated. Set is_dynamic=True."
+                    )
 
 
 def _as_configs(value: Any) -> Any:

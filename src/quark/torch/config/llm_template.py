@@ -16,9 +16,10 @@ from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
-from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig, QTensorConfig
-from quark.torch.config.lowering import lower_layer, raise_layer
+from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
+from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.config.tensor_config import QTensorConfig
 
 _NAMES = (
     "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "
@@ -163,7 +164,7 @@ class LLMTemplate:
         built_in = OLD_SCHEMES.get(name, name)
         if built_in not in SCHEMES:
             raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name), cls.get_supported_schemes())}")
-        return raise_layer(SCHEMES[built_in])
+        return config_of_layer(SCHEMES[built_in])
 
     def get_config(
         self,

@@ -6,7 +6,7 @@
     per_block(block_size)            PerBlock(block_size)
     mx mx4 mx6 mx9 bfp16             PerGroup(ch_axis, group_size, pad=True)
 
-`raise_tensor` and `raise_layer` are the inverse, so that core/schemes.py is the only list of schemes.
+`config_of_tensor` and `config_of_layer` are the inverse, so that core/schemes.py is the only list of schemes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from quark.core.rounding import RoundType
 from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.spec import LayerSpec, Learning, TensorSpec
 from quark.errors import ConfigError
-from quark.torch.config.config import QLayerConfig, QTensorConfig, TensorConfigs
+from quark.torch.config.config import QLayerConfig, TensorConfigs
 from quark.torch.config.enums import Dtype, QSchemeType, TQTThresholdInitMeth, ZeroPointType
-from quark.torch.config.observer_classes import observer_class
+from quark.torch.config.observer_classes import core_spec, observer_class
 from quark.torch.config.rules import SCALE_FORMATS, kind_of
+from quark.torch.config.tensor_config import QTensorConfig
 
 LIVE_OBSERVERS = ("min_max", "block", "placeholder", "pof2_min_max")
 """Statistics that a dynamic scale can honour: it is made from the minimum and maximum of the live tensor."""
@@ -52,6 +53,13 @@ def lower_tensor(config: TensorConfigs, *, per_token: bool = False, live: bool =
     if stages[1].is_scale_quant:
         return replace(spec, scale_spec=second)
     return replace(spec, code_spec=second)
+
+
+@core_spec.register(QTensorConfig)
+@core_spec.register(list)
+def _observed_spec(config: TensorConfigs) -> TensorSpec | None:
+    """What an observer that is made with a config collects for."""
+    return lower_tensor(config)
 
 
 def lower_layer(config: QLayerConfig | None, *, per_token: bool = False) -> LayerSpec:
@@ -151,27 +159,27 @@ def _granularity(config: QTensorConfig, scale_type: ScaleType, per_token: bool) 
     return PerBlock(_given(config.block_size)) if config.qscheme is QSchemeType.per_block else PerTensor()
 
 
-def raise_tensor(spec: TensorSpec | None) -> TensorConfigs:
+def config_of_tensor(spec: TensorSpec | None) -> TensorConfigs:
     """The config that lowers to `spec`, as the checkpoint format writes it."""
     if spec is None:
         return None
-    first = _raise_one(spec)
+    first = _config_of_stage(spec)
     if spec.scale_spec is not None:
-        return [first, replace(_raise_one(spec.scale_spec), is_scale_quant=True)]
-    return [first, _raise_one(spec.code_spec)] if spec.code_spec is not None else first
+        return [first, replace(_config_of_stage(spec.scale_spec), is_scale_quant=True)]
+    return [first, _config_of_stage(spec.code_spec)] if spec.code_spec is not None else first
 
 
-def raise_layer(spec: LayerSpec) -> QLayerConfig:
+def config_of_layer(spec: LayerSpec) -> QLayerConfig:
     """The layer config that lowers to `spec`."""
     return QLayerConfig(
-        input_tensors=raise_tensor(spec.input),
-        output_tensors=raise_tensor(spec.output),
-        weight=raise_tensor(spec.weight),
-        bias=raise_tensor(spec.bias),
+        input_tensors=config_of_tensor(spec.input),
+        output_tensors=config_of_tensor(spec.output),
+        weight=config_of_tensor(spec.weight),
+        bias=config_of_tensor(spec.bias),
     )
 
 
-def _raise_one(spec: TensorSpec) -> QTensorConfig:
+def _config_of_stage(spec: TensorSpec) -> QTensorConfig:
     dtype = Dtype.from_row(spec.dtype)
     observer = observer_class(spec.observer, spec.granularity)
     split = spec.granularity
@@ -192,15 +200,15 @@ def _raise_one(spec: TensorSpec) -> QTensorConfig:
         dtype,
         observer,
         spec.dynamic,
-        **_raise_split(split),
-        **_raise_scale(spec),
+        **_granularity_fields(split),
+        **_scale_fields(spec),
         symmetric=None if grouped_float else spec.symmetric,
         round_method=spec.rounding,
         zero_point_type=ZeroPointType.float32 if spec.float_zero_point else ZeroPointType.int32,
     )
 
 
-def _raise_split(split: Granularity) -> dict[str, Any]:
+def _granularity_fields(split: Granularity) -> dict[str, Any]:
     if isinstance(split, PerToken):
         return {"qscheme": QSchemeType.per_channel, "ch_axis": 1}
     if isinstance(split, PerChannel):
@@ -212,7 +220,7 @@ def _raise_split(split: Granularity) -> dict[str, Any]:
     return {"qscheme": QSchemeType.per_tensor}
 
 
-def _raise_scale(spec: TensorSpec) -> dict[str, Any]:
+def _scale_fields(spec: TensorSpec) -> dict[str, Any]:
     """`scale_type`, `scale_format` and `scale_calculation_mode`, as existing checkpoints spell them."""
     kind = spec.scale_type
     if kind is ScaleType.float8_e8m0fnu:

@@ -9,7 +9,8 @@ A class of one's own needs no more than these two:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import singledispatch
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,20 +23,31 @@ from quark.core.spec import Learning, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.enums import QSchemeType
 
-if TYPE_CHECKING:
-    from quark.torch.config.config import QTensorConfig
-
 OBSERVER_CLASSES: Registry[type[ObserverBase]] = Registry("observer class")
 """Class name, as JSON stores it, -> class. Subclasses enter when they are defined."""
 
 _TENSOR, _CHANNEL, _GROUP = QSchemeType.per_tensor, QSchemeType.per_channel, QSchemeType.per_group
 
 
+@singledispatch
+def core_spec(qspec: object) -> TensorSpec:
+    """The core spec of what an observer is made with. lowering.py registers what a QTensorConfig becomes.
+
+    Raises ConfigError for anything else.
+    """
+    raise ConfigError(f"An observer is made with a QTensorConfig or a TensorSpec, got {qspec!r}.")
+
+
+@core_spec.register
+def _(qspec: TensorSpec) -> TensorSpec:
+    return qspec
+
+
 class ObserverBase(nn.Module):
     """Collects what passes through and ends in a scale and a zero point.
 
     Args:
-        qspec: How the observed tensor is quantized.
+        qspec: How the observed tensor is quantized: a QTensorConfig or a core TensorSpec.
         device: Accepted for compatibility; the statistic lives where the data is.
     """
 
@@ -43,15 +55,10 @@ class ObserverBase(nn.Module):
     family: ClassVar[QSchemeType | None] = None
     learning: ClassVar[Learning | None] = None
 
-    def __init__(self, qspec: QTensorConfig | TensorSpec, device: torch.device | str | None = None) -> None:
+    def __init__(self, qspec: object, device: torch.device | str | None = None) -> None:
         super().__init__()
-        # Lowering reads this module's table, so it is imported when it is needed.
-        from quark.torch.config.lowering import lower_tensor
-
-        spec = qspec if isinstance(qspec, TensorSpec) else lower_tensor(qspec)
-        assert spec is not None
         self.qspec = qspec
-        self.statistic = OBSERVERS[self.observer](spec)
+        self.statistic = OBSERVERS[self.observer](core_spec(qspec))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

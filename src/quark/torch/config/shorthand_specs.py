@@ -18,8 +18,8 @@ from typing_extensions import dataclass_transform
 from quark.checked import checked
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config import observer_classes as obs
-from quark.torch.config.config import QTensorConfig
 from quark.torch.config.enums import Dtype, TQTThresholdInitMeth
+from quark.torch.config.tensor_config import QTensorConfig
 
 T = TypeVar("T")
 Fixed = Mapping[str, Any]

@@ -24,7 +24,7 @@ from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, ShapeError
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, one_spec, only_weight, require
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
@@ -93,7 +93,7 @@ class AwqFormat(FolderFormat):
                 "can be imported: bits=4, version='gemm', groups of some size."
             )
         weight = TensorSpec(DTYPES["uint4"], PerGroup(-1, size), symmetric=False, scale_type=ScaleType.float)
-        return Stored(QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight))))
+        return Stored(QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight))))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)

@@ -13,7 +13,7 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.layout import Layout
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any]
     """A config whose KV cache is quantized by `cache`; our `export` entry says where, if there is one."""
     if cache is None:
         return config
-    layer = raise_layer(LayerSpec(output=cache))
+    layer = config_of_layer(LayerSpec(output=cache))
     post_rope = bool((stored.get("export") or {}).get(POST_ROPE, False))
     return replace(config, kv_cache_quant_config={f"*{n}": layer for n in KV_SCALES}, kv_cache_post_rope=post_rope)
 

@@ -23,7 +23,7 @@ from quark.core.granularity import PerBlock, PerGroup, PerTensor
 from quark.core.scale_types import ScaleType
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import (
     POST_ROPE,
     Folder,
@@ -92,7 +92,7 @@ class Fp8Format(FolderFormat):
         weight = TensorSpec(E4M3, split, scale_type=ScaleType.float32)
         scheme = stored.get("activation_scheme")
         live = replace(weight, granularity=_input_split(weight), dynamic=scheme == "dynamic") if scheme else None
-        config = QConfig(global_quant_config=raise_layer(LayerSpec(weight=weight, input=live)))
+        config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight, input=live)))
         return Stored(with_cache(config, TensorSpec(E4M3) if stored.get("kv_cache_scheme") else None, stored))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:

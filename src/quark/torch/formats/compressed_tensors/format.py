@@ -21,7 +21,7 @@ from quark.core.patterns import matches_any
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, ShapeError
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.compressed_tensors.args import FORMATS_OF_FLOATS, read_args, refuse_args, write_args
 from quark.torch.formats.compressed_tensors.layout import CompressedTensorsLayout, signed
 from quark.torch.formats.format import (
@@ -94,7 +94,7 @@ class CompressedTensorsFormat(FolderFormat):
 
     def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
         groups = require(stored, "config_groups", self.name)
-        configs = {key: raise_layer(_read_group(key, group, stored)) for key, group in groups.items()}
+        configs = {key: config_of_layer(_read_group(key, group, stored)) for key, group in groups.items()}
         modules = dict(model.named_modules())
         # An expert that is still fused with others in the model has no module of its own.
         kinds = {name: _kind(modules.get(name)) for name in sorted(quantized)}
@@ -104,7 +104,7 @@ class CompressedTensorsFormat(FolderFormat):
             config = QConfig(global_quant_config=configs[used[0]])
         else:
             by_name = {name: configs[key] for name, key in chosen.items()}
-            config = QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=by_name)
+            config = QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=by_name)
         cache = stored.get("kv_cache_scheme")
         return Stored(with_cache(config, read_args(cache, "kv_cache_scheme") if cache else None, stored))
 

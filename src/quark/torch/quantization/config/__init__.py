@@ -4,9 +4,7 @@ from quark.torch.config.config import (
     Config,
     QConfig,
     QLayerConfig,
-    QTensorConfig,
     QuantizationConfig,
-    QuantizationSpec,
 )
 from quark.torch.config.enums import (
     DeviceType,
@@ -19,6 +17,7 @@ from quark.torch.config.enums import (
     TQTThresholdInitMeth,
     ZeroPointType,
 )
+from quark.torch.config.tensor_config import QTensorConfig, QuantizationSpec
 
 __all__ = [
     "Config",

@@ -21,9 +21,7 @@ from quark.torch.config.config import (
     Config,
     QConfig,
     QLayerConfig,
-    QTensorConfig,
     QuantizationConfig,
-    QuantizationSpec,
 )
 from quark.torch.config.shorthand_specs import (
     AmdFP4Spec,
@@ -72,6 +70,7 @@ from quark.torch.config.shorthand_specs import (
     Uint8PerGroupSpec,
     Uint8PerTensorSpec,
 )
+from quark.torch.config.tensor_config import QTensorConfig, QuantizationSpec
 
 __all__ = [
     "AWQConfig",

@@ -14,7 +14,7 @@ from quark.core.spec import spec as make_spec
 from quark.errors import FormatError
 from quark.torch.checkpoint.importer import load_stored
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import raise_layer
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats import Stored
 from quark.torch.layers import layer_class
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of
@@ -106,8 +106,8 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
         plain = kind in DTYPES and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
         if leaf != "weight" or plain:
             continue
-        layers[parent] = raise_layer(LayerSpec(weight=_spec(name, kind)))
-    return QConfig(global_quant_config=raise_layer(LayerSpec()), layer_quant_config=layers)
+        layers[parent] = config_of_layer(LayerSpec(weight=_spec(name, kind)))
+    return QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=layers)
 
 
 def _is_float(kind: str, model: nn.Module, name: str) -> bool:
