@@ -14,7 +14,7 @@ from quark.errors import NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.checkpoint.loading import empty_params
 from quark.torch.formats import FORMATS
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.replace import quantized_layers
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 RECIPROCAL = {("compressed-tensors", "nvfp4"), ("compressed-tensors", "fp4_block16_scale_e4m3")}

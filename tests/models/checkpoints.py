@@ -13,7 +13,7 @@ from quark.core.spec import LayerSpec
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.replace import quantized_layers
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 

@@ -20,8 +20,8 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import LAYERS, QuantLayer, layer_class
 from quark.torch.layers.linear import QuantLinear
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.plan import make_plan
-from quark.torch.quantizer import quantized_layers
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 
 INT8 = spec("int8", PerChannel(0))

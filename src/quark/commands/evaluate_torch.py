@@ -39,8 +39,8 @@ def evaluate_folders(
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.commands.models import folder_bytes, load_model, load_tokenizer
     from quark.commands.text import token_windows
+    from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.meta_model import read_config
-    from quark.torch.quantizer import quantized_layers
 
     _same_architecture(read_config(float_model), read_config(quantized))
     data = token_windows(load_tokenizer(float_model), text, length, windows or None)
@@ -91,8 +91,8 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
     import torch
 
     from quark.core.metrics import sqnr
+    from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.passes import prepare
-    from quark.torch.quantizer import quantized_layers
 
     layers = quantized_layers(after)
     prepare(before, layers.__contains__)  # the same layers, where the model had them in another form

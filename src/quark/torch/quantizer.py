@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +13,18 @@ from torch import fx, nn
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
-from quark.torch.algorithms.rotation.online import undo_input_rotation
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantFlow, QuantizationMode
-from quark.torch.layers import QuantLayer, layer_class
-from quark.torch.layers.attention import attention_quantized
+from quark.torch.flows.file2file import quantize_files
+from quark.torch.graph.quantize import freeze_graph, quantize_graph
+from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
-from quark.torch.model.passes import prepare, undo
-from quark.torch.model.roles import set_submodule
-from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.plan import make_plan
+from quark.torch.replace import attention_quantized, prepared, replaced
 
 if TYPE_CHECKING:
     from quark.torch.algorithms import Algorithm
@@ -73,8 +72,6 @@ class ModelQuantizer:
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
         with severity(level), torch.inference_mode(False):
             if self.config.quant_mode is QuantizationMode.fx_graph_mode:
-                from quark.torch.graph.quantize import quantize_graph
-
                 return quantize_graph(model, self.config, dataloader)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
@@ -121,8 +118,6 @@ class ModelQuantizer:
         if runtime_options is not None:
             raise NotSupportedError("freeze(runtime_options=...): native kernels are not part of this version.")
         if isinstance(model, fx.GraphModule):
-            from quark.torch.graph.quantize import freeze_graph
-
             return freeze_graph(model, quantize is not False)
         layers = quantized_layers(model)
         if not layers:
@@ -160,9 +155,6 @@ class ModelQuantizer:
             device: Where the arithmetic runs, or a list of such; default: the CPU.
             options: `workers` (processes per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
         """
-        # The flow from file to file uses this module.
-        from quark.torch.flows.file2file import quantize_files
-
         for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
             if value is not None:
                 raise NotSupportedError(f"direct_quantize_checkpoint({name}=...) is not part of this version.")
@@ -173,50 +165,12 @@ class ModelQuantizer:
 
 
 def _algorithms(config: QConfig) -> list[Algorithm]:
-    """What `algo_config` asks for. Algorithms, graph mode and flows by block are loaded by those who use them."""
+    """What `algo_config` asks for; what runs block by block is loaded where it is used (half a second)."""
     if not config.algo_config:
         return []
     from quark.torch.algorithms import algorithms_of
 
     return algorithms_of(config.algo_config)
-
-
-def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """Full name -> quantized layer."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
-
-
-@contextmanager
-def prepared(model: nn.Module, config: QConfig) -> Iterator[None]:
-    """Run the passes on what the config quantizes; undo them if the body fails."""
-    originals = prepare(model, chooser(config, model).wanted)
-    try:
-        yield
-    except BaseException:
-        undo(model, originals)
-        raise
-
-
-@contextmanager
-def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
-    """Replace the layers of the plan; put the float layers back if the body fails."""
-    if "" in plan.layers:
-        raise ConfigError("The model itself is a single layer, which cannot be replaced in place; wrap it in a module.")
-    originals = {name: model.get_submodule(name) for name in plan.layers}
-    layers = {}
-    for name, module in originals.items():
-        quantized = layer_class(module)
-        assert quantized is not None
-        layers[name] = quantized.from_float(module, plan.layers[name])
-        set_submodule(model, name, layers[name])
-    try:
-        yield layers
-    except BaseException:
-        for name, module in originals.items():
-            undo_input_rotation(layers[name])
-            module._parameters = layers[name]._parameters
-            set_submodule(model, name, module)
-        raise
 
 
 def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:

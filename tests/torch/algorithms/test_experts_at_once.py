@@ -19,8 +19,8 @@ from quark.torch.calibration.experts import reached_together
 from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.quantizer import quantized_layers
 from tests.models.families import family
 from tests.torch.model.test_experts import starve
 

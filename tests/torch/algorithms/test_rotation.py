@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError, NotSupportedError, StructureError
-from quark.torch.algorithms.rotation.online import RotatedAttention, input_rotations
 from quark.torch.algorithms.rotation.quarot import ModelRotation
 from quark.torch.algorithms.scaling.float64_forward import Exact, difference
 from quark.torch.config.algo_configs import OnlineRotationConfig, QuaRotConfig, RotationConfig
+from quark.torch.layers.online_rotation import RotatedAttention, input_rotations
 from quark.torch.model.residual_stream import measure_norm
 from tests.models.architectures import build, token_ids
 

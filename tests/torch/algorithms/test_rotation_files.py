@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from quark.errors import CalibrationError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.algorithms.rotation.online import RotatedAttention, input_rotations
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.config import QConfig
+from quark.torch.layers.online_rotation import RotatedAttention, input_rotations
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 ODD: dict[str, Any] = {"hidden_size": 184, "head_dim": 46, "intermediate_size": 92}

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.algorithms.rotation.online import input_rotations
 from quark.torch.algorithms.rotation.quarot import ModelRotation
 from quark.torch.algorithms.scaling.float64_forward import Exact, difference
 from quark.torch.config.algo_configs import GPTQConfig, RotationConfig
 from quark.torch.config.shorthand_specs import Int8PerTensorSpec
+from quark.torch.layers.online_rotation import input_rotations
 from quark.torch.model.passes import prepare
 from tests.models.architectures import build, token_ids
 from tests.models.torch_zoo import tiny_llama, token_batches

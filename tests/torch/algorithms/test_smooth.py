@@ -11,13 +11,14 @@ from torch import nn
 
 from quark.errors import ConfigError
 from quark.torch.algorithms.scaling.base import small_call
-from quark.torch.calibration.calibrate import quantizers_off
 from quark.torch.config.algo_configs import AlgoConfig, AutoSmoothQuantConfig, AWQConfig, GPTQConfig, SmoothQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import find_blocks, record_calls
-from quark.torch.quantizer import ModelQuantizer, quantized_layers
+from quark.torch.quantizer import ModelQuantizer
 from tests.models.architectures import build, token_ids
 
 FOLDING = [SmoothQuantConfig(alpha=0.5), AutoSmoothQuantConfig(), AWQConfig()]

@@ -27,7 +27,7 @@ from quark.torch import (
 )
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.replace import quantized_layers
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 
 

@@ -22,8 +22,8 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.graph.plan import make_graph_plan
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.quantization.graph.ops.quant_stubs import DeQuantStub, QuantStub
-from quark.torch.quantizer import quantized_layers
 from tests.models.graphs import FX, block, exported, images, quantize, quantizers
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 

@@ -23,7 +23,7 @@ from quark.torch.config.shorthand_specs import (
     Int8PerTensorSpec,
     Uint8PerTensorSpec,
 )
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
 

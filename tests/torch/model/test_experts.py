@@ -16,13 +16,13 @@ from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.algorithms.layer_inputs import Stop, input_groups, lockstep
-from quark.torch.calibration.calibrate import quantizers_off
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.quantizer import quantized_layers
 from tests.models.families import family
 
 IDS = torch.arange(48).reshape(3, 16)

@@ -29,7 +29,7 @@ from quark.errors import (
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer, export_gguf, import_model_from_gguf
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.writers.gguf.architectures import ARCHITECTURES
 from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp

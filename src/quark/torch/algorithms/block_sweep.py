@@ -22,12 +22,13 @@ from quark.errors import CalibrationError, ConfigError, NotSupportedError, Quark
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep, no_tokens
-from quark.torch.calibration.calibrate import naming, needs_range, quantizers_off
+from quark.torch.calibration.calibrate import naming, waiting_activations
 from quark.torch.calibration.distributed import agree, merge_observers, part_of, world
 from quark.torch.calibration.experts import settle_experts
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.fake_quant import FakeQuantize
-from quark.torch.model.blocks import Call, evaluating, find_blocks, record_calls
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.model.batches import evaluating
+from quark.torch.model.blocks import Call, find_blocks, record_calls
 
 
 def sweep(
@@ -140,11 +141,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
     A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
     """
     inside = {name: layer for name, layer in layers.items() if is_inside(name, block.name)}
-    waiting = {
-        f"{name}.input": quantizer
-        for name, layer in inside.items()
-        if isinstance(quantizer := layer.quantizer("input"), FakeQuantize) and needs_range(quantizer)
-    }
+    waiting = waiting_activations(inside, ("input",))
     for quantizer in waiting.values():
         quantizer.start_observing()
     yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,8 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import probability_quantizers
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import floor_cache_scales, share_cache_ranges
+from quark.torch.layers.modes import layer_quantizers, observing
+from quark.torch.model.batches import run_batches
 
 FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
@@ -123,14 +125,8 @@ def calibrate_activations(
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
         NonFiniteError: An activation held NaN or Inf; names the layer.
     """
-    quantizers = {
-        f"{name}.{role}": quantizer
-        for name, layer in layers.items()
-        for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize)
-    } | probability_quantizers(model)
-    everything = [m for layer in layers.values() for m in layer.children() if isinstance(m, FakeQuantize)]
-    calibrate_tensors(model, quantizers, everything, data, config)
+    quantizers = waiting_activations(layers) | probability_quantizers(model)
+    calibrate_tensors(model, quantizers, layer_quantizers(layers.values()), data, config)
 
 
 def calibrate_tensors(
@@ -149,7 +145,7 @@ def calibrate_tensors(
         data: Batches.
         config: Which quantizers share a range or have a least scale.
     """
-    quantizers = {name: quantizer for name, quantizer in quantizers.items() if needs_range(quantizer)}
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if quantizer.needs_range}
     if not quantizers:
         return
     if data is None:
@@ -174,97 +170,17 @@ def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> No
     floor_cache_scales(config, quantizers)
 
 
-def waiting_activations(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuantize]:
+def waiting_activations(
+    layers: Mapping[str, QuantLayer], roles: Sequence[str] = ("input", "output")
+) -> dict[str, FakeQuantize]:
     """The static activation quantizers that have no scale yet, by the names of their tensors."""
-    return {
-        f"{name}.{role}": quantizer
-        for name, layer in layers.items()
-        for role in ("input", "output")
-        if isinstance(quantizer := layer.quantizer(role), FakeQuantize) and needs_range(quantizer)
-    }
-
-
-def needs_range(quantizer: FakeQuantize) -> bool:
-    """Whether a quantizer waits for calibration data."""
-    missing = quantizer.scale_2 if quantizer.spec.dynamic else quantizer.scale
-    return quantizer.spec.needs_calibration and missing is None
-
-
-@contextmanager
-def observing(everything: Sequence[FakeQuantize], quantizers: Mapping[str, FakeQuantize]) -> Iterator[None]:
-    """Within: the quantizers given observe, all others are off, so that the float model runs."""
-    with _off(everything):
-        for quantizer in quantizers.values():
-            quantizer.start_observing()
-        yield
-
-
-@contextmanager
-def quantizers_off(layers: Iterable[QuantLayer]) -> Iterator[None]:
-    """Within: quantizers let the float tensor pass, but for those that are told otherwise there."""
-    with _off([m for layer in layers for m in layer.children() if isinstance(m, FakeQuantize)]):
-        yield
-
-
-@contextmanager
-def _off(everything: Sequence[FakeQuantize]) -> Iterator[None]:
-    modes = [(quantizer, quantizer.mode) for quantizer in everything]
-    for quantizer in everything:
-        if quantizer.mode is not Mode.baked:
-            quantizer.mode = Mode.off
-    try:
-        yield
-    finally:
-        for quantizer, mode in modes:
-            if quantizer.mode in (Mode.off, Mode.observe):
-                quantizer.mode = mode
-
-
-def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
-    """Forward every batch without gradients, in evaluation mode; return how many there were."""
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    count = 0
-    try:
-        with torch.no_grad():
-            for batch in progress(data, "calibration", total=len(data) if isinstance(data, Sized) else None):
-                _calibration_step(model, batch, device)
-                count += 1
-    finally:
-        for module, training in modes:
-            module.training = training
-    return count
-
-
-def _calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
-    try:
-        forward_batch(model, batch, device)
-    except (TypeError, AssertionError) as error:
-        # An exported graph asserts the shapes that it was exported with.
-        raise CalibrationError(
-            f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
-        ) from error
-
-
-def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
-    """Call the model on a tensor, a mapping (dict, BatchEncoding) or a tuple or list of arguments."""
-    if isinstance(batch, torch.Tensor):
-        return model(batch.to(device))
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return model(**{key: _to(batch[key], device) for key in batch.keys()})  # noqa: SIM118 (BatchEncoding)
-    if isinstance(batch, (tuple, list)) and batch:
-        if len(batch) == 1 and isinstance(batch[0], Mapping):
-            return forward_batch(model, batch[0], device)
-        return model(*(_to(item, device) for item in batch))
-    raise CalibrationError(
-        f"A calibration batch is a {type(batch).__name__}; possible: a torch.Tensor, a dict or BatchEncoding of "
-        "keyword arguments, or a tuple or list of positional arguments."
-    )
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    waiting = {}
+    for name, layer in layers.items():
+        for role in roles:
+            quantizer = layer.quantizer(role)
+            if isinstance(quantizer, FakeQuantize) and quantizer.needs_range:
+                waiting[f"{name}.{role}"] = quantizer
+    return waiting
 
 
 @contextmanager

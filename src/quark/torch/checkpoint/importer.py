@@ -19,9 +19,9 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
 from quark.torch.layers import ROLES, layer_class
+from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.published_names import published_names
-from quark.torch.model.roles import set_submodule, tying_configs
-from quark.torch.quantizer import quantized_layers
+from quark.torch.model.roles import tying_configs
 
 
 def import_model_from_safetensors(

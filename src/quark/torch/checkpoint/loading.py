@@ -15,16 +15,17 @@ from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
-from quark.torch.algorithms.rotation.online import hold_rotations
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
-from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import probability_quantizers, quantize_attention
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
+from quark.torch.layers.online_rotation import hold_rotations
+from quark.torch.layers.replace import quantized_layers, replace_layer
 from quark.torch.model.passes import prepare, undo
-from quark.torch.model.roles import set_submodule
+from quark.torch.model.roles import attention_modules
 from quark.torch.plan import Plan, chooser, make_plan
 
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
@@ -124,22 +125,18 @@ def _hold_layers(
 ) -> None:
     for name, spec in plan.layers.items():
         module = model.get_submodule(name)
-        quantized = layer_class(module)
-        assert quantized is not None
-        layer = quantized.from_float(module, spec)
+        layer = replace_layer(model, name, spec)
         for role in ("weight", "bias"):
             _hold_stored(layer, role, form, pack_method, real)
         for role in ("input", "output"):
             _hold_activation(layer, role, form)
-        set_submodule(model, name, layer)
         if not any(name == done or name.startswith(f"{done}.") for done in originals):
             originals[name] = module
 
 
 def _hold_attention(model: nn.Module, config: QConfig, form: Format) -> None:
     """Add what acts inside attention, with buffers for its scales."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
-    quantize_attention(model, config, layers)
+    quantize_attention(model, config, quantized_layers(model), attention_modules(model))
     for name, quantizer in probability_quantizers(model).items():
         device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
         params = empty_params(quantizer.spec, ())

@@ -8,18 +8,18 @@ from typing import Any
 from torch import nn
 
 from quark.core.spec import LayerSpec
-from quark.torch.algorithms.rotation.online import input_rotations, record_rotations
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder
 from quark.torch.layers import ONLY_WHEN_NAMED, layer_class
-from quark.torch.layers.attention import attention_modules, probability_quantizers
+from quark.torch.layers.attention import probability_quantizers
 from quark.torch.layers.kv_cache import feeds_cache
+from quark.torch.layers.online_rotation import input_rotations, record_rotations
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.passes import unconverted
 from quark.torch.model.published_names import published_names
-from quark.torch.model.roles import routers
+from quark.torch.model.roles import attention_modules, routers
 from quark.torch.plan import chooser
-from quark.torch.quantizer import quantized_layers
 
 
 def folder_of(

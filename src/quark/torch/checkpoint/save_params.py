@@ -13,14 +13,14 @@ from torch import fx, nn
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.files import atomic_file
-from quark.torch.algorithms.rotation.online import record_rotations
 from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
 from quark.torch.checkpoint.shards import entries, save_tensors, stored_name
 from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantizationMode
 from quark.torch.graph.saving import load_graph, save_graph
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.online_rotation import record_rotations
+from quark.torch.layers.replace import quantized_layers
 
 
 def save_params(

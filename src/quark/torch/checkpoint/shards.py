@@ -18,8 +18,6 @@ from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
-from quark.torch.algorithms.rotation.online import BUFFER, input_rotations, stored_matrix
-from quark.torch.calibration.calibrate import needs_range
 from quark.torch.checkpoint.loading import empty_activation, empty_params
 from quark.torch.checkpoint.safetensors_file import Place, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, Format
@@ -28,9 +26,10 @@ from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.layers.attention import probability_quantizers
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.published_names import published_names
 from quark.torch.plan import Plan
-from quark.torch.quantizer import quantized_layers
 
 INDEX = "model.safetensors.index.json"
 Entry = tuple[str, Callable[[], Tensors], Tensors]
@@ -114,7 +113,7 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
         if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
             continue
         layout = form.make_layout(quantizer.spec, layer.spec, weight.dtype, "reorder", True)
-        if needs_range(quantizer):
+        if quantizer.needs_range:
             tensors = empty_activation(layer, role, layout)
         elif quantizer.spec.dynamic:
             assert quantizer.scale_2 is not None

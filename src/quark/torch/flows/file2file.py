@@ -42,11 +42,12 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.meta_model import build_skeleton, read_config, source_names, tied_names
 from quark.torch.model.passes import prepare
 from quark.torch.model.passes.conv1d import is_conv1d
 from quark.torch.plan import Plan, chooser, make_plan
-from quark.torch.quantizer import quantized_layers, replaced
+from quark.torch.replace import replaced
 from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
 
 

@@ -45,7 +45,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.meta_model import build_skeleton, fill_buffers, read_config, source_names, tied_names
 from quark.torch.plan import make_plan
-from quark.torch.quantizer import replaced
+from quark.torch.replace import replaced
 from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
 
 

@@ -22,20 +22,14 @@ from quark.errors import CalibrationError, NotSupportedError
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_sweep import blocks_path, is_inside, refuse_processes, sweep_block, with_hidden
-from quark.torch.calibration.calibrate import (
-    calibrate_weights,
-    finish_ranges,
-    observing,
-    quantizers_off,
-    share_scales,
-    waiting_activations,
-)
+from quark.torch.calibration.calibrate import calibrate_weights, finish_ranges, share_scales, waiting_activations
 from quark.torch.calibration.distributed import part_of
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.fake_quant import FakeQuantize
-from quark.torch.model.blocks import Call, evaluating, find_blocks, record_calls
+from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
+from quark.torch.model.batches import evaluating
+from quark.torch.model.blocks import Call, find_blocks, record_calls
 
 
 class OnDevice:
@@ -180,8 +174,7 @@ def _quantize_block(
         share_scales(inside, groups)
         waiting = waiting_activations(inside)
         if calls and (waiting or not stages):
-            everything = [m for layer in inside.values() for m in layer.children() if isinstance(m, FakeQuantize)]
-            with observing(everything, waiting):
+            with observing(layer_quantizers(inside.values()), waiting):
                 outputs = [call.run(module) for call in own]
             finish_ranges(waiting, config)
             hidden = hidden or outputs

@@ -10,8 +10,7 @@ module say and leaves the rest to the function it wraps. Nothing global is repla
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,31 +23,22 @@ from quark.torch.config.lowering import lower_tensor
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import CacheQuantize, feeds_cache, holds
-from quark.torch.model.roles import NON_TEXT
 
 PREFIX = "quark_"
 PROBABILITIES = "prob_output_quantizer"
 """Child of an attention module; its scale is stored as `self_attn.prob_output_scale`."""
 
 
-@contextmanager
-def attention_quantized(model: nn.Module, config: QConfig, layers: dict[str, QuantLayer]) -> Iterator[None]:
-    """Add what acts inside attention; take it away again if the body fails."""
-    undo = quantize_attention(model, config, layers)
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
-def quantize_attention(model: nn.Module, config: QConfig, layers: dict[str, QuantLayer]) -> Callable[[], None]:
+def quantize_attention(
+    model: nn.Module, config: QConfig, layers: Mapping[str, QuantLayer], attention: Mapping[str, nn.Module]
+) -> Callable[[], None]:
     """Make the model's attention modules quantize what the config asks for.
 
     Args:
         model: A transformers model, on any device.
         config: Of the model.
         layers: Its quantized layers by name; those that feed the cache have an output quantizer.
+        attention: Its attention modules by name.
 
     Returns:
         The function that undoes it.
@@ -60,7 +50,7 @@ def quantize_attention(model: nn.Module, config: QConfig, layers: dict[str, Quan
     weighed: dict[str, nn.Module] = {}
     if config.softmax_quant_spec is not None:
         patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
-        weighed = {n: m for n, m in attention_modules(model).items() if not matches_any(n, patterns)}
+        weighed = {n: m for n, m in attention.items() if not matches_any(n, patterns)}
         if not weighed:
             raise NotSupportedError(f"softmax_quant_spec: {type(model).__name__} has no attention module.")
     parents = {name.rpartition(".")[0] for name in cached}
@@ -92,16 +82,6 @@ def probability_quantizers(model: nn.Module) -> dict[str, FakeQuantize]:
         f"{name}.prob_output": quantizer
         for name, module in model.named_modules()
         if isinstance(quantizer := module._modules.get(PROBABILITIES), FakeQuantize)
-    }
-
-
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the text model that are called attention, the innermost where they are nested."""
-    named = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
-    return {
-        name: module
-        for name, module in named.items()
-        if not any(other.startswith(f"{name}.") for other in named) and not NON_TEXT.search(name)
     }
 
 

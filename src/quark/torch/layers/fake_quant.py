@@ -104,6 +104,12 @@ class FakeQuantize(nn.Module):
         return QParams(self.scale, self.zero_point, self._second)
 
     @property
+    def needs_range(self) -> bool:
+        """Whether the tensor is static and its scale waits for calibration data."""
+        missing = self.scale_2 if self.spec.dynamic else self.scale
+        return self.spec.needs_calibration and missing is None
+
+    @property
     def _second(self) -> QParams | None:
         return None if self.scale_2 is None else QParams(self.scale_2, self.zero_point_2)
 

@@ -8,7 +8,7 @@ alone, on the hidden state that the block before it returned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, StructureError
-from quark.torch.calibration.calibrate import forward_batch
+from quark.torch.model.batches import calibration_step, evaluating, input_device
 
 WHOLE = ""
 """The name of the one block of a model that has no list of blocks: the model itself."""
@@ -101,19 +101,13 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
         CalibrationError: No batch, a batch that the model does not take, or blocks that it does not run in this order.
         StructureError: A block returns more than its hidden state, which the next ones may need.
     """
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    device = input_device(model)
     calls: dict[str, list[Call]] = {name: [] for name in names}
     count = 0
     with torch.no_grad(), evaluating(model), _passing_through(model, names, calls):
         for batch in data:
-            try:
-                forward_batch(model, batch, device)
-            except _LastBlockReachedError:
-                pass
-            except TypeError as error:
-                raise CalibrationError(
-                    f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
-                ) from error
+            with suppress(_LastBlockReachedError):
+                calibration_step(model, batch, device)
             count += 1
             for name in names:
                 if len(calls[name]) != count:
@@ -183,15 +177,3 @@ def _form(name: str, output: Any) -> type | None:
             "so this model cannot run block by block."
         )
     raise StructureError(f"The block {name!r} returns a {type(output).__name__}, not a hidden state.")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within: the model is in evaluation mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -15,8 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quark.torch.calibration.calibrate import quantizers_off
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.dataflow import MOVES, Node, Trace, Value
 
 
@@ -32,14 +33,9 @@ def record(model: nn.Module, run: Callable[[], object]) -> Trace:
         Whatever the forward raises.
     """
     recorder = _Recorder(model)
-    with torch.no_grad(), quantizers_off(quantized_modules(model)), recorder.hooked(), recorder:
+    with torch.no_grad(), quantizers_off(quantized_layers(model).values()), recorder.hooked(), recorder:
         run()
     return recorder.finished()
-
-
-def quantized_modules(model: nn.Module) -> list[QuantLayer]:
-    """The quantized layers of a model."""
-    return [module for module in model.modules() if isinstance(module, QuantLayer)]
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -49,6 +49,16 @@ def non_text(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if NON_TEXT.search(name) and not list(module.children())}
 
 
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the text model that are called attention, the innermost where they are nested."""
+    named = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
+    return {
+        name: module
+        for name, module in named.items()
+        if not any(other.startswith(f"{name}.") for other in named) and not NON_TEXT.search(name)
+    }
+
+
 SELECTORS: dict[str, Callable[[nn.Module], set[str]]] = {
     "@output_head": output_head,
     "@router": routers,
@@ -64,12 +74,6 @@ def resolve_selectors(selectors: Iterable[str], model: nn.Module) -> set[str]:
             raise ConfigError(f"exclude: unknown selector {selector!r}. {did_you_mean(selector, SELECTORS)}")
         found |= SELECTORS[selector](model)
     return found
-
-
-def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def tying_configs(model: nn.Module) -> list[Any]:

@@ -23,8 +23,8 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.published_names import published_names
-from quark.torch.quantizer import quantized_layers
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.onnx.export import export_onnx

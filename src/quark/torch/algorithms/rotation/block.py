@@ -19,12 +19,13 @@ from quark.core.solvers.hadamard import Rotation
 from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.torch.algorithms.rotation.fold import rotate_heads, rotate_online, rotate_readers, rotate_writers
 from quark.torch.algorithms.rotation.frame import block_residual
-from quark.torch.algorithms.rotation.online import head_rotation_size, rotate_queries_and_keys
 from quark.torch.algorithms.rotation.value_heads import ValuePath, find_value_paths
 from quark.torch.algorithms.scaling.float64_forward import Exact
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.layers import QuantLayer
-from quark.torch.model.blocks import Call, evaluating
+from quark.torch.layers.online_rotation import head_rotation_size, rotate_queries_and_keys
+from quark.torch.model.batches import evaluating
+from quark.torch.model.blocks import Call
 from quark.torch.model.record_forward import is_linear, record
 from quark.torch.model.residual_stream import Residual
 

@@ -20,8 +20,8 @@ from torch import nn
 from quark.core.array import row_chunks
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import StructureError
-from quark.torch.algorithms.rotation.online import rotate_input
 from quark.torch.algorithms.rotation.value_heads import ValuePath
+from quark.torch.layers.online_rotation import rotate_input
 from quark.torch.model.residual_stream import Norm, Residual
 
 CHUNK_BYTES = 1 << 26

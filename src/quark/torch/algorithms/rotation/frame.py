@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from quark.core.patterns import matches
 from quark.errors import ConfigError, QuarkError, StructureError, did_you_mean
-from quark.torch.calibration.calibrate import forward_batch, quantizers_off
 from quark.torch.config.algo_configs import RotationConfig
-from quark.torch.model.blocks import WHOLE, Call, _as_call, _form, evaluating, find_blocks
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.batches import evaluating, forward_batch
+from quark.torch.model.blocks import WHOLE, Call, _as_call, _form, find_blocks
 from quark.torch.model.dataflow import Trace
-from quark.torch.model.record_forward import quantized_modules, record
+from quark.torch.model.record_forward import record
 from quark.torch.model.residual_stream import Norm, Residual, find_residual, hidden_values, measure_norm
 
 TOKENS = 8
@@ -102,7 +104,7 @@ class _Passing:
     def run(self, tokens: int) -> None:
         ids = torch.randint(0, self._vocabulary(), (1, tokens), generator=torch.Generator().manual_seed(0))
         device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
-        quiet = quantizers_off(quantized_modules(self.model))
+        quiet = quantizers_off(quantized_layers(self.model).values())
         with torch.no_grad(), evaluating(self.model), quiet, self._passing():
             try:
                 output = forward_batch(self.model, ids, device)

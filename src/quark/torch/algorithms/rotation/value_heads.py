@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.calibration.calibrate import quantizers_off
-from quark.torch.model.record_forward import is_linear, quantized_modules
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.record_forward import is_linear
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
 
     handles = [m.register_forward_hook(note(name)) for name, m in block.named_modules() if is_linear(m)]
     try:
-        with torch.no_grad(), quantizers_off(quantized_modules(block)):
+        with torch.no_grad(), quantizers_off(quantized_layers(block).values()):
             run()
     finally:
         for handle in handles:

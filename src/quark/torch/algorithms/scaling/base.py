@@ -23,10 +23,10 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.layer_inputs import Stop, flat, lockstep
 from quark.torch.algorithms.scaling.find_folds import Discovery
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
-from quark.torch.calibration.calibrate import quantizers_off
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import Call
-from quark.torch.model.record_forward import quantized_modules
 
 TOKENS = 16
 """Tokens of one batch on which folds are found and proved."""
@@ -102,7 +102,7 @@ class Folding(Algorithm):
     def enter(self, block: Block) -> None:
         """Find the folds; do those that reach beyond one stop."""
         # No quantizer may observe the inputs of these forwards, which are not the final ones.
-        with quantizers_off(quantized_modules(block.module)):
+        with quantizers_off(quantized_layers(block.module).values()):
             folds = self._found(block)
             groups = {frozenset(group) for group in block.groups}
             wide = [fold for fold in folds if fold.others or frozenset(fold.layers) not in groups]

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quark.torch.calibration.calibrate import quantizers_off
-from quark.torch.model.record_forward import quantized_modules
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
 
 Tensors = Mapping[str, torch.Tensor]
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,7 +80,7 @@ class Exact:
             for name, rows in seen.items():
                 stack.enter_context(_on_input(self.module, name, _watcher(rows, (instead or {}).get(name))))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(quantizers_off(quantized_modules(self.module)))
+            stack.enter_context(quantizers_off(quantized_layers(self.module).values()))
             stack.enter_context(_default_float64())
             stack.enter_context(Float64())
             result = functional_call(self.module, dict(parameters or {}), args, kwargs)

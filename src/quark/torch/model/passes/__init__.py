@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import nn
 
 from quark.core.registry import Registry
+from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Pass, Wanted
 from quark.torch.model.passes.conv1d import conv1d_to_linear, is_conv1d
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, fused_blocks, other_experts, unfuse_experts
-from quark.torch.model.roles import set_submodule
 
 PASSES: Registry[Pass] = Registry("pass")
 PASSES.register("conv1d_to_linear", conv1d_to_linear)

@@ -6,8 +6,8 @@ import sys
 
 from torch import nn
 
+from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Wanted, linear_of
-from quark.torch.model.roles import set_submodule
 
 
 def conv1d_to_linear(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:

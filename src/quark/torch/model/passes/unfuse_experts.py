@@ -21,9 +21,9 @@ from torch import nn
 
 from quark.errors import NotSupportedError
 from quark.torch.layers import QuantLayer, layer_class
+from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Wanted, linear_of
 from quark.torch.model.published_names import conversions, expert_leaves
-from quark.torch.model.roles import set_submodule
 
 TOLERANCE = 1e-6
 """Largest difference of the two forms, of the largest value, in float64; a wrong layout differs by about 1."""

@@ -20,7 +20,7 @@ from quark.files import atomic_file
 from quark.log import logger, progress
 from quark.torch.checkpoint.shards import entries
 from quark.torch.formats.layout import Tensors
-from quark.torch.quantizer import quantized_layers
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of, write_hyperparameters
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
 from quark.torch.writers.gguf.tokenizer import write_tokenizer

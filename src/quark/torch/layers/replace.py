@@ -1,0 +1,29 @@
+"""Quantized layers in the place of float ones: finds them in a model, and puts them there."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quark.core.spec import LayerSpec
+from quark.torch.layers import QuantLayer, layer_class
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
+    """Full name -> quantized layer."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+
+
+def replace_layer(model: nn.Module, name: str, spec: LayerSpec) -> QuantLayer:
+    """Put a quantized layer, which shares the parameters of the float one, where the layer of that name is."""
+    module = model.get_submodule(name)
+    quantized = layer_class(module)
+    assert quantized is not None, f"{name}: {type(module).__name__} has no quantized class"
+    layer = quantized.from_float(module, spec)
+    set_submodule(model, name, layer)
+    return layer
+
+
+def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where `name` is."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

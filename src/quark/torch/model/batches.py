@@ -1,0 +1,72 @@
+"""Runs a model on batches as users have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import CalibrationError
+from quark.log import progress
+
+
+def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
+    """Forward every batch without gradients, in evaluation mode; return how many there were."""
+    device = input_device(model)
+    count = 0
+    with evaluating(model), torch.no_grad():
+        for batch in progress(data, "calibration", total=len(data) if isinstance(data, Sized) else None):
+            calibration_step(model, batch, device)
+            count += 1
+    return count
+
+
+def calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
+    """Forward one batch. Raises CalibrationError for one that the model does not take."""
+    try:
+        forward_batch(model, batch, device)
+    except (TypeError, AssertionError) as error:
+        # An exported graph asserts the shapes that it was exported with.
+        raise CalibrationError(
+            f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
+        ) from error
+
+
+def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
+    """Call the model on a tensor, a mapping (dict, BatchEncoding) or a tuple or list of arguments."""
+    if isinstance(batch, torch.Tensor):
+        return model(batch.to(device))
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return model(**{key: _to(batch[key], device) for key in batch.keys()})  # noqa: SIM118 (BatchEncoding)
+    if isinstance(batch, (tuple, list)) and batch:
+        if len(batch) == 1 and isinstance(batch[0], Mapping):
+            return forward_batch(model, batch[0], device)
+        return model(*(_to(item, device) for item in batch))
+    raise CalibrationError(
+        f"A calibration batch is a {type(batch).__name__}; possible: a torch.Tensor, a dict or BatchEncoding of "
+        "keyword arguments, or a tuple or list of positional arguments."
+    )
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where batches go: to the first parameter that is loaded."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within: the model is in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
