@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
 
 
 def checked(cls: type[T]) -> type[T]:
@@ -29,40 +30,39 @@ def checked(cls: type[T]) -> type[T]:
     Args:
         cls: A class made by `@dataclass`, frozen or not.
     """
-    made: Any = cls
-    signature = inspect.signature(made.__init__)
+    target: Any = cls
+    signature = inspect.signature(target.__init__)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes the class's own
         gather = getattr(type(self), "_gather", None)
         if gather is not None:
             args, kwargs = gather(args, kwargs)
-        values = _bind(type(self), made, args, kwargs)
-        for name, kind in _enums(made).items():
+        values = _bind(type(self), target, args, kwargs)
+        for name, kind in _enums(target).items():
             if isinstance(values.get(name), str):
                 values[name] = member(kind, values[name], f"{type(self).__name__}.{name}")
         accept = getattr(cls, "_accept", None)
         if accept is not None:
             accept(values)
-        _validate(self, made, values)
+        _validate(self, target, values)
         if hasattr(self, "_check"):
             self._check()
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
-    made.__init__ = __init__
-    made.__setattr__ = _refuse_assignment if made.__dataclass_params__.frozen else _check_assignment
-    made.__pydantic_config__ = {"strict": True, "arbitrary_types_allowed": True}
+    target.__init__ = __init__
+    target.__setattr__ = _refuse_assignment if target.__dataclass_params__.frozen else _check_assignment
+    target.__pydantic_config__ = {"strict": True, "arbitrary_types_allowed": True}
     return cls
 
 
-E_ = TypeVar("E_", bound=Enum)
-
-
-def member(kind: type[E_], text: str, where: str) -> E_:
+def member(kind: type[E], text: str, where: str) -> E:
     """The member of an enum by its name or value; ConfigError with the nearest names otherwise."""
     for entry in kind:
         if text in (entry.name, entry.value):
             return entry
-    raise ConfigError(f"{where}: unknown {kind.__name__} {text!r}. {did_you_mean(text, [e.name for e in kind])}")
+    raise ConfigError(
+        f"{where}: unknown {kind.__name__} {text!r}. {did_you_mean(text, [entry.name for entry in kind])}"
+    )
 
 
 def known_keys(data: Mapping[str, Any], cls: type, ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def _names(cls: Any) -> tuple[str, ...]:
 @cache
 def _enums(cls: Any) -> dict[str, type[Enum]]:
     """The fields whose annotation holds one Enum."""
-    found = {}
+    enums = {}
     for name, hint in get_type_hints(cls).items():
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
         if len(kinds) == 1:
-            found[name] = kinds[0]
-    return found
+            enums[name] = kinds[0]
+    return enums
 
 
 @cache
@@ -98,7 +98,7 @@ def _validator(cls: Any) -> Any:
 
 
 def _bind(shown: type, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by field name."""
+    """The arguments of `cls` by field name. Raises ConfigError that names the class as `shown`, a subclass perhaps."""
     names = _names(cls)
     if len(args) > len(names):
         raise ConfigError(f"{shown.__name__} takes at most {len(names)} values, got {len(args)}.")

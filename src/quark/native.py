@@ -62,17 +62,17 @@ def _command(purpose: str, without: str) -> list[str]:
     """The compiler and its flags: `CXX`, else the first that is found."""
     chosen = shlex.split(os.environ.get("CXX", ""), posix=sys.platform != "win32")
     names = [chosen[0]] if chosen else [*(["cl"] if sys.platform == "win32" else []), "c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
         hint = " On Windows: start from a Developer Command Prompt, or install MinGW." if os.name == "nt" else ""
         raise MissingDependencyError(
             f"{purpose[:1].upper()}{purpose[1:]} is compiled on this machine, which has no C++ compiler: "
             f"none of {', '.join(names)} is there; the environment variable CXX can name one.{hint} {without}"
         )
-    if Path(found).stem.lower() in ("cl", "clang-cl"):
-        return [found, *chosen[1:], *MSVC_FLAGS]
+    if Path(compiler).stem.lower() in ("cl", "clang-cl"):
+        return [compiler, *chosen[1:], *MSVC_FLAGS]
     flags = ("-static",) if sys.platform == "win32" else ("-fPIC",)
-    return [found, *chosen[1:], *GNU_FLAGS, *flags]
+    return [compiler, *chosen[1:], *GNU_FLAGS, *flags]
 
 
 def _build(command: list[str], source: Path, path: Path, without: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from quark.core.array import Array, astype, namespace, to_numpy
 
 FEWEST = 8
-"""Values of a channel that its factor is fitted to: of fewer, too much of their noise would seem to be a factor."""
+"""Values of a channel that a factor is fitted to: with fewer, too much of their noise would pass for a factor."""
 
 
 @dataclass
@@ -82,16 +82,16 @@ class ChannelFit:
     """How near y comes to x where each channel of y is multiplied by a positive factor of its own.
 
     Attributes:
-        axis: Of the channels.
-        count: Values of a channel.
-        sums: Of x, y, x^2, y^2 and x y for each channel, float64, shape (5, channels); None before the first pair.
-        broken: Whether the number of channels changed, so that there is no fit.
+        axis: The axis of the channels.
+        count: Values seen of each channel.
+        sums: Sums of x, y, x^2, y^2 and x y for each channel, float64, (5, channels); None before the first pair.
+        mismatched: Whether the number of channels changed between pairs, so that there is no fit.
     """
 
     axis: int
     count: int = 0
     sums: Array | None = None
-    broken: bool = False
+    mismatched: bool = False
 
     def update(self, x: Array, y: Array) -> ChannelFit:
         """Add one pair of arrays of one shape, with two axes or more."""
@@ -99,30 +99,33 @@ class ChannelFit:
         rest = tuple(i for i in range(len(x.shape)) if i != axis)
         x, y = astype(x, "float64"), astype(y, "float64")
         sums = np.stack([to_numpy(part.sum(axis=rest)) for part in (x, y, x * x, y * y, x * y)])
-        self.broken |= self.sums is not None and self.sums.shape != sums.shape
-        if not self.broken:
+        self.mismatched |= self.sums is not None and self.sums.shape != sums.shape
+        if not self.mismatched:
             self.sums = sums if self.sums is None else self.sums + sums
             self.count += math.prod(x.shape[i] for i in rest)
         return self
 
     @property
-    def lost(self) -> float:
-        """Noise with the factors by signal, for two values of each channel less; inf where there is no fit."""
-        if self.broken or self.sums is None or self.count < FEWEST:
+    def noise_to_signal(self) -> float:
+        """What the fitted noise is of the signal, unbiased (a factor and a mean cost each channel two values).
+
+        inf where there is no fit.
+        """
+        if self.mismatched or self.sums is None or self.count < FEWEST:
             return math.inf
         x, y, signal, other, product = np.asarray(self.sums)
         with np.errstate(all="ignore"):
             slope = (product - x * y / self.count) / (other - y * y / self.count)
             factor = np.where(np.isfinite(slope) & (slope > 0), slope, 1.0)
             noise = np.maximum(signal - 2 * factor * product + factor**2 * other, 0).sum()
-            found = float(noise / signal.sum()) * self.count / (self.count - 2)
-        return found if math.isfinite(found) else math.inf
+            ratio = float(noise / signal.sum()) * self.count / (self.count - 2)
+        return ratio if math.isfinite(ratio) else math.inf
 
     @property
     def sqnr(self) -> float:
         """As of `Comparison`; -inf where there is no fit."""
-        lost = self.lost
-        return decibel(1.0, lost) if lost < math.inf else -math.inf
+        noise = self.noise_to_signal
+        return decibel(1.0, noise) if noise < math.inf else -math.inf
 
 
 def decibel(signal: float, noise: float) -> float:

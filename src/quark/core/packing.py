@@ -10,6 +10,7 @@ AWQ's GEMM kernels, MSB_PAIRS puts the first 2-bit value on top of its byte.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -88,7 +89,7 @@ def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Arr
     if (n * bits) % 8 or (tuple(order) != SEQUENTIAL and n % 8):
         raise ShapeError(
             f"Cannot pack an axis of {n} codes of {bits} bits into whole words; "
-            f"its length must be a multiple of {8 if tuple(order) != SEQUENTIAL else 8 // _gcd(bits)}."
+            f"its length must be a multiple of {8 if tuple(order) != SEQUENTIAL else 8 // math.gcd(bits, 8)}."
         )
     if 0 in codes.shape:
         return codes[..., : n * bits // 8]
@@ -152,10 +153,6 @@ def pack_int4(codes: Array, order: Sequence[int] = AWQ_ORDER) -> Array:
 def unpack_int4(words: Array, order: Sequence[int] = AWQ_ORDER) -> Array:
     """Inverse of `pack_int4`: int32 (..., m) to uint8 codes (..., 8 m)."""
     return unpack_bits(view(_flat(words), "uint8").reshape(*words.shape[:-1], -1), 4, order)
-
-
-def _gcd(bits: int) -> int:
-    return int(np.gcd(bits, 8))
 
 
 def _flat(x: Array) -> Array:

@@ -44,13 +44,13 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -
     names = list(names)
     for pattern in patterns:
         try:
-            found = any(matches(name, pattern) for name in names)
+            matched = any(matches(name, pattern) for name in names)
         except re.error as error:
             raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {error}.") from None
-        if not found:
-            core = pattern.removeprefix("re:").replace("*", "")
-            near = [name for name in names if core and core in name][:5]
-            hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(core, _with_leaves(names))
+        if not matched:
+            literal = pattern.removeprefix("re:").replace("*", "")
+            near = [name for name in names if literal and literal in name][:5]
+            hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(literal, _with_leaves(names))
             raise ConfigError(f"{where}: the pattern {pattern!r} matches no layer. {hint}")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from quark.core.array import Array, astype, namespace, view
+from quark.core.array import Array, astype, dtype_name, namespace, view
 from quark.core.dtypes import Dtype
 
 
@@ -37,7 +37,7 @@ def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
         return xp.floor(x)
     # Not trunc(x + 0.5): that sum rounds 0.49999997 up to 1.
     whole = xp.trunc(x)
-    up = astype(abs(x - whole) >= 0.5, str(x.dtype).removeprefix("torch."))
+    up = astype(abs(x - whole) >= 0.5, dtype_name(x))
     return whole + xp.copysign(up, x)
 
 

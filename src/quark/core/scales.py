@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from quark.core.array import Array, astype, namespace, view
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
-from quark.core.granularity import PerGroup, PerTensor
+from quark.core.granularity import PerTensor
 from quark.core.rounding import round_integer, round_to
 from quark.core.scale_types import SCALE_DTYPES, ScaleRule, ScaleType
 from quark.core.spec import TensorSpec
@@ -125,7 +125,11 @@ def nearest_power_of_two(scale: Array) -> Array:
 
 def exponent(x: Array) -> Array:
     """floor(log2 |x|) as int32; -127 for zeros and subnormals."""
-    return ((view(x, "int32") >> 23) & 0xFF) - 127
+    return _exponent_of_bits(view(x, "int32"))
+
+
+def _exponent_of_bits(bits: Array) -> Array:
+    return ((bits >> 23) & 0xFF) - 127
 
 
 def exp2(e: Array) -> Array:
@@ -142,7 +146,7 @@ def _e8m0(amax: Array, dtype: Dtype, rule: ScaleRule) -> Array:
     if rule is ScaleRule.even:
         # An integer element has 8 bits to round amax to.
         bits = bits + (1 << (22 - (dtype.mbits if dtype.is_float else 8)))
-    e = ((bits >> 23) & 0xFF) - 127
+    e = _exponent_of_bits(bits)
     if rule is ScaleRule.ceil:
         e = e + astype((bits & 0x7FFFFF) != 0, "int32")
     # Capped at 127: the largest code times the scale stays finite.
@@ -152,9 +156,7 @@ def _e8m0(amax: Array, dtype: Dtype, rule: ScaleRule) -> Array:
 
 
 def _micro_step(amax: Array, spec: TensorSpec) -> Array:
-    xp, granularity = namespace(amax), spec.granularity
-    assert isinstance(granularity, PerGroup)
-    pairs = PerGroup(granularity.axis, max(1, granularity.size // 2), pad=True)
+    xp, pairs = namespace(amax), spec.pairs
     grouped = pairs.blocks(amax)
     largest = xp.amax(grouped, axis=pairs.axes(amax.ndim), keepdims=True)
     largest = pairs.unblock(largest + xp.zeros_like(grouped), tuple(amax.shape))

@@ -18,14 +18,12 @@ SCHEMES: Registry[LayerSpec] = Registry("scheme")
 def _integer(dtype: str, group: int | None = None, symmetric: bool = True) -> TensorSpec:
     """Integer weights per output channel, or per group of inputs; the scale has the model's dtype."""
     split = PerChannel(0) if group is None else PerGroup(-1, group)
-    observer = "min_max"
-    return spec(dtype, split, symmetric=symmetric, scale_type=ScaleType.float, observer=observer)
+    return spec(dtype, split, symmetric=symmetric, scale_type=ScaleType.float)
 
 
 def _ocp(dtype: str) -> TensorSpec:
     """OCP MX v1.0: blocks of 32 along the input axis under an E8M0 scale."""
-    e8m0 = ScaleType.float8_e8m0fnu
-    return spec(dtype, PerGroup(-1, 32, pad=True), scale_type=e8m0, observer="block")
+    return spec(dtype, PerGroup(-1, 32, pad=True), scale_type=ScaleType.float8_e8m0fnu, observer="block")
 
 
 def _block(dtype: str, size: int) -> TensorSpec:

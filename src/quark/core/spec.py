@@ -12,6 +12,7 @@ from quark.core.scale_types import ScaleRule, ScaleType
 from quark.errors import ConfigError
 
 SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}
+"""How a spec that is printed calls its scale type; the others by their value."""
 
 
 class Learning(Enum):
@@ -100,6 +101,13 @@ class TensorSpec:
         if self.dtype.name in MICRO_EXPONENT and isinstance(self.granularity, PerGroup):
             return PerGroup(self.granularity.axis, 2, pad=True)
         return self.granularity
+
+    @property
+    def pairs(self) -> PerGroup:
+        """Of a micro-exponent format: which of its steps, shaped as `split` stores them, share one block."""
+        granularity = self.granularity
+        assert isinstance(granularity, PerGroup)
+        return PerGroup(granularity.axis, max(1, granularity.size // 2), pad=True)
 
     @property
     def needs_calibration(self) -> bool:

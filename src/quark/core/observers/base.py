@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from quark.core.array import Array, namespace, to_numpy
+from quark.core.array import Array, dtype_name, namespace, to_numpy
 from quark.core.granularity import PerTensor
 from quark.core.quantize import quantize_scales, range_of
 from quark.core.scales import QParams, qparams_from_range
@@ -99,7 +99,7 @@ class Observer:
 
     def _saw(self, x: Array, low: Array, high: Array) -> None:
         """Take over the extremes of a tensor, in the shape of the scale."""
-        self.model_dtype = str(x.dtype).removeprefix("torch.")
+        self.model_dtype = dtype_name(x)
         self._include(low, high)
         self.count += 1
 
@@ -135,5 +135,5 @@ def needed(state: Mapping[str, Array], name: str, observer: Observer) -> Array:
 
 
 def host(x: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """X as float64 on the host, where ranges are solved (once, from small statistics)."""
+    """The values of x as float64 on the host, where ranges are solved (once, from small statistics)."""
     return to_numpy(x).astype(np.float64)

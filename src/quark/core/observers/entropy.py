@@ -30,11 +30,9 @@ class EntropyObserver(HistogramBasedObserver):
 
 
 def _without_zeros(bins: Bins) -> Bins:
-    """The bins of values other than 0, which every quantized type holds exactly: after a Relu they would drown the
-    rest.
-    """
-    kept = bins.right > np.finfo(np.float32).tiny
-    return Bins(bins.left[kept], bins.right[kept], bins.count[kept])
+    """The bins of values other than 0. Every type holds 0 exactly; after a Relu its bin would drown the rest."""
+    nonzero = bins.right > np.finfo(np.float32).tiny
+    return Bins(bins.left[nonzero], bins.right[nonzero], bins.count[nonzero])
 
 
 def uniform(bins: Bins, amax: float) -> Floats:

@@ -8,6 +8,7 @@ has the least squared error (MinMSE).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -80,18 +81,17 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
 
     def restore(self, state: Mapping[str, Array]) -> None:
         super().restore(state)
-        counts, rows = needed(state, "counts", self), int(np.prod(tuple(state["low"].shape)))
+        counts, rows = needed(state, "counts", self), math.prod(state["low"].shape)
         self.histogram = BitHistogram(rows, (len(counts) // rows).bit_length() - 1)
         self.histogram.counts = counts + 0
 
     def _parts(self, x: Array) -> Array:
-        """X as (parts that share a scale, values)."""
-        xp, split = namespace(x), self.spec.split
-        blocks, axes = split.blocks(x), split.axes(x.ndim)
-        kept = [axis for axis in range(blocks.ndim) if axis not in axes]
-        return xp.moveaxis(blocks, kept, list(range(len(kept)))).reshape(
-            int(np.prod([blocks.shape[axis] for axis in kept])), -1
-        )
+        """The values of x, shape (parts, values of a part); the values of a part share a scale."""
+        split = self.spec.split
+        blocks, shared = split.blocks(x), split.axes(x.ndim)
+        part_axes = [axis for axis in range(blocks.ndim) if axis not in shared]
+        parts = math.prod(blocks.shape[axis] for axis in part_axes)
+        return namespace(x).moveaxis(blocks, part_axes, list(range(len(part_axes)))).reshape(parts, -1)
 
     def _exponent(self) -> Array:
         center = super()._exponent()

@@ -116,10 +116,8 @@ class AdaRound:
         regular = beta is not None and self.reg > 0
         if beta is not None and regular:
             # 1.2 times 2 reg beta |2.4 c|^(beta - 1), from the logarithm of c^2: cheaper than a power.
-            power, factor = (
-                (beta - 1) / 2,
-                math.log2(2 * STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * STRETCH),
-            )
+            power = (beta - 1) / 2
+            factor = math.log2(2 * STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * STRETCH)
         for part, (alpha, span, _, c, slope, pull) in zip(_parts(push), self.parts, strict=True):
             xp.sigmoid(alpha, out=c).sub_(0.5)
             xp.mul(c, c, out=slope)
@@ -165,12 +163,13 @@ class AdaRound:
     def rounded(self) -> Array:
         """The weight with every element on its grid."""
         side = namespace(self.alpha).where(self.alpha >= 0, EDGE, -EDGE)
-        found, result = side.mul_(self.span).add_(self.middle), self.value.clone()
+        decided = side.mul_(self.span).add_(self.middle)
         if self.chosen is None:
-            result = found.view(result.shape)
+            weight = decided.view(self.value.shape)
         else:
-            result.view(-1).index_copy_(0, self.chosen, found)
-        return fake_quantize(result, self.params, self.spec)
+            weight = self.value.clone()
+            weight.view(-1).index_copy_(0, self.chosen, decided)
+        return fake_quantize(weight, self.params, self.spec)
 
 
 class AdaQuant:
@@ -183,7 +182,10 @@ class AdaQuant:
     Attributes:
         value: W~ of now, shape of the weight.
         nearest: What it would be without learning.
+        done: Always False: every step of the training is taken.
     """
+
+    done = False
 
     def __init__(self, weight: Array, params: QParams | None, spec: TensorSpec) -> None:
         self.params, self.spec, self.weight = params, spec, weight.clone()
@@ -215,8 +217,6 @@ class AdaQuant:
             push.masked_fill_(nearest < 0, 0.0)
             room = min(room, float(nearest.min()))
         return room
-
-    done = False
 
     def penalty(self, beta: float) -> None:
         """No regularizer."""

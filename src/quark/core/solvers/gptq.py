@@ -274,17 +274,15 @@ def importance_order(hessian: Array, group: int | None = None) -> Array:
         hessian: X X^T.
         group: With a group size, groups stay together: they are ordered by their mean, columns within each.
     """
-    xp = namespace(hessian)
-    diagonal = xp.diagonal(hessian) * 1.0
+    diagonal = namespace(hessian).diagonal(hessian) * 1.0
     if group is None or group >= len(diagonal):
         return _descending(diagonal)
     parts = diagonal.reshape(-1, group)
-    inner = _descending(parts)
-    outer = _descending(parts.mean(-1))
-    return (
-        inner + group * xp.arange(len(parts), **({"device": diagonal.device} if is_torch(diagonal) else {}))[:, None]
-    )[outer].reshape(-1)
+    first_columns = like(range(0, len(diagonal), group), diagonal, "int64")
+    columns = first_columns[:, None] + _descending(parts)
+    return columns[_descending(parts.mean(-1))].reshape(-1)
 
 
 def _descending(x: Array) -> Array:
-    return namespace(x).argsort(-x, **({"stable": True} if is_torch(x) else {"kind": "stable"}))
+    """Indices that sort the last axis, largest first; equal values keep their order."""
+    return (-x).argsort(stable=True) if is_torch(x) else np.argsort(-x, kind="stable")

@@ -130,35 +130,38 @@ def factors(n: int) -> tuple[int, ...]:
 
 def _powers(n: int) -> list[int]:
     """A power of two as factors of at most STEP."""
-    out = []
+    powers = []
     while n > 1:
-        out.append(min(n, STEP))
-        n //= out[-1]
-    return out
+        powers.append(min(n, STEP))
+        n //= powers[-1]
+    return powers
 
 
 def _cores(power: int, odd: int) -> list[tuple[int, ...]]:
-    """Products of Paley orders that contain all of `odd` and at most the factor `power` of 2; the smallest first."""
-    single: list[tuple[int, ...]] = [
-        (odd << shift,)
-        for shift in range(2, power.bit_length())
-        if odd << shift <= MAX_CORE and _paley_field(odd << shift)
-    ]
-    pairs: list[tuple[int, ...]] = [
-        (first[0], second[0])
-        for part in range(3, math.isqrt(odd) + 1, 2)
-        if odd % part == 0
-        for first in _cores(power, part)
-        if len(first) == 1
-        for second in _cores(power // (first[0] // part), odd // part)
-        if len(second) == 1
-    ]
-    return sorted(single + pairs, key=lambda core: (math.prod(core), sum(core)))
+    """Products of one or two Paley orders that contain all of `odd` and at most the factor `power` of 2.
+
+    The smallest first.
+    """
+    cores: list[tuple[int, ...]] = [(order,) for order in _paley_orders(power, odd)]
+    for divisor in range(3, math.isqrt(odd) + 1, 2):
+        if odd % divisor:
+            continue
+        for first in _paley_orders(power, divisor):
+            rest = power // (first // divisor)
+            cores += [(first, second) for second in _paley_orders(rest, odd // divisor)]
+    return sorted(cores, key=lambda core: (math.prod(core), sum(core)))
+
+
+def _paley_orders(power: int, odd: int) -> list[int]:
+    """Orders of Paley matrices that are `odd` times 4, 8, ... up to `power`; ascending."""
+    orders = [odd << shift for shift in range(2, power.bit_length())]
+    return [order for order in orders if order <= MAX_CORE and _paley_field(order)]
 
 
 def _paley_field(order: int) -> tuple[int, int] | None:
     """(p, k) of the field that gives a Paley matrix of this order, or None."""
-    if order % 4 == 0 and (field := _prime_power(order - 1)):
+    field = _prime_power(order - 1) if order % 4 == 0 else None
+    if field is not None:
         return field
     half = order // 2 - 1
     return _prime_power(half) if half % 4 == 1 else None
@@ -178,9 +181,9 @@ def _factor(order: int) -> Matrix:
     """The orthonormal matrix of one factor; float64."""
     if order % 2:
         index = np.arange(order)
-        out = np.cos(np.pi / order * np.outer(index + 0.5, index)) * math.sqrt(2 / order)
-        out[:, 0] = math.sqrt(1 / order)
-        return out
+        cosines = np.cos(np.pi / order * np.outer(index + 0.5, index)) * math.sqrt(2 / order)
+        cosines[:, 0] = math.sqrt(1 / order)
+        return cosines
     if order & (order - 1) == 0:
         bits = np.arange(order)
         parity = np.array([bin(value).count("1") & 1 for value in range(order)])
@@ -249,10 +252,10 @@ def _like(order: int, x: Array) -> Array:
         return _factor(order).astype(x.dtype, copy=False)
     key = (order, x.dtype, x.device)
     if key not in _TENSORS:
-        made = like(_factor(order), x, dtype_name(x))
-        if type(made) is not sys.modules["torch"].Tensor:
-            return made
-        _TENSORS[key] = made
+        matrix = like(_factor(order), x, dtype_name(x))
+        if type(matrix) is not sys.modules["torch"].Tensor:
+            return matrix
+        _TENSORS[key] = matrix
     return _TENSORS[key]
 
 

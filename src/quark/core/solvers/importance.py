@@ -30,7 +30,7 @@ def weighted_qparams(weight: Array, importance: Array, spec: TensorSpec, second:
     Args:
         weight: Any float array.
         importance: Non-negative, broadcasts against the weight: (in_features,) for a linear layer.
-        spec: Its observer is not asked.
+        spec: What the weight is quantized to; its observer has no part in it.
         second: The second-level scale, where it is shared with other weights.
     """
     return _Search(weight, importance, spec, second).solve()

@@ -144,14 +144,14 @@ class Rows:
     def pick(self, training: Training, random: np.random.Generator) -> list[slice]:
         """The rows of one iteration."""
         each = max(1, training.rows // training.samples)
-        found = []
+        picked = []
         for _ in range(training.batches):
             for sample in random.permutation(self.samples)[: training.samples]:
                 start, stop = self.starts[sample : sample + 2]
                 if stop - start > each:
                     start += int(random.integers(stop - start - each + 1))
-                found.append(slice(start, min(stop, start + each)))
-        return found
+                picked.append(slice(start, min(stop, start + each)))
+        return picked
 
 
 class Learner(Protocol):
@@ -180,7 +180,7 @@ class Unit:
 
     Attributes:
         matrix: The weight as (groups, outputs of a group, columns); a view where it can be one.
-        native: Back.
+        native: The inverse of `matrix`.
         flipped: Whether the weight lies in memory as (columns, outputs).
         bias: (outputs,) or None.
         after: What follows the product, in order.

@@ -78,16 +78,16 @@ def search(loss: Callable[[int], float], count: int = STEPS) -> int:
 
     Ends early where the loss has risen for two steps to twice the least.
     """
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     rising = 0
     for index in range(0, count, 2):
-        found[index] = loss(index)
-        rising = rising + 1 if index and found[index] > found[index - 2] else 0
-        if rising >= 2 and found[index] > 2 * min(found.values()):
+        losses[index] = loss(index)
+        rising = rising + 1 if index and losses[index] > losses[index - 2] else 0
+        if rising >= 2 and losses[index] > 2 * min(losses.values()):
             break
-    best = min(found, key=lambda i: found[i])
-    found |= {i: loss(i) for i in (best - 1, best + 1) if 0 <= i < count}
-    return min(found, key=lambda i: found[i])
+    best = min(losses, key=lambda i: losses[i])
+    losses |= {i: loss(i) for i in (best - 1, best + 1) if 0 <= i < count}
+    return min(losses, key=lambda i: losses[i])
 
 
 def best_scale(
@@ -149,7 +149,7 @@ def best_steps(
 def _descend(weight: Array, gram: Array, quantize: Callable[[Array], Array], groups: int, sweeps: int) -> Array:
     xp, (rows, width) = namespace(weight), weight.shape
     size = width // groups
-    own = xp.stack([gram[i : i + size, i : i + size] for i in range(0, width, size)])
+    diagonal = xp.stack([gram[i : i + size, i : i + size] for i in range(0, width, size)])
 
     def split(x: Array) -> Array:
         """Turn (rows, width) into (groups, rows, size)."""
@@ -160,13 +160,13 @@ def _descend(weight: Array, gram: Array, quantize: Callable[[Array], Array], gro
         return xp.swapaxes(x, 0, 1).reshape(rows, width)
 
     candidates = xp.stack([split(quantize(xp.ones_like(weight[:, :groups]) * c) - weight) for c in FACTORS])
-    alone = gram_loss(candidates, own)
+    alone = gram_loss(candidates, diagonal)
     chosen = alone.argmin(0)
     row = like(list(range(rows)), weight, "int64")
     error = xp.stack([candidates[chosen[g], g, row] for g in range(groups)])
     pulled = split(joined(error) @ gram)
     for g in list(range(groups)) * sweeps:
-        rest = pulled[g] - error[g] @ own[g]
+        rest = pulled[g] - error[g] @ diagonal[g]
         chosen[g] = (alone[:, g] + 2 * (candidates[:, g] * rest).sum(-1)).argmin(0)
         change = candidates[chosen[g], g, row] - error[g]
         error[g] += change

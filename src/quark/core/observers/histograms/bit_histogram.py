@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.core.array import Array, astype, is_torch, namespace, to_numpy, view
+from quark.core.array import Array, astype, like, namespace, to_numpy, view
 from quark.core.observers.histograms.counting import BITS, Extremes, count_patterns
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -40,7 +40,7 @@ class BitHistogram:
         index = patterns + (1 << (self.bits - 1))
         if self.rows > 1:
             offsets = np.arange(self.rows, dtype=np.int32)[:, None] << self.bits
-            index = index + (namespace(x).as_tensor(offsets, device=x.device) if is_torch(x) else offsets)
+            index = index + like(offsets, x, "int32")
         counts = namespace(x).bincount(index.reshape(-1), minlength=self.rows << self.bits)
         self.counts = counts if self.counts is None else self.counts + counts
 

@@ -229,11 +229,10 @@ class QuarkLayout(Layout):
 
     def _pairs(self) -> PerGroup:
         """The pairs of one block, along the axis of the scale."""
-        granularity = self.spec.granularity
-        assert isinstance(granularity, PerGroup)
-        if granularity.axis != -1:
-            raise ShapeError(f"{self.spec.dtype} is stored along the last axis; this tensor uses {granularity.axis}.")
-        return PerGroup(-1, granularity.size // 2, pad=True)
+        pairs = self.spec.pairs
+        if pairs.axis != -1:
+            raise ShapeError(f"{self.spec.dtype} is stored along the last axis; this tensor uses {pairs.axis}.")
+        return pairs
 
     def _store_zero_point(self, zero: torch.Tensor, spec: TensorSpec, transpose: bool) -> torch.Tensor:
         if spec.float_zero_point:

@@ -192,8 +192,7 @@ def _is_centred(spec: TensorSpec) -> bool:
 def _half_steps(weight: Weight, steps: Array) -> tuple[Array, Callable[[], Array]]:
     """The half step of each block, and codes in its units: a pair has the whole step, or the half if it is shifted."""
     spec = weight.spec
-    assert isinstance(spec.granularity, PerGroup)
-    pairs = PerGroup(spec.granularity.axis, spec.granularity.size // 2, pad=True)
+    pairs = spec.pairs
     axis = pairs.axes(steps.ndim)[0]
     half = pairs.blocks(steps).max(axis=axis) / 2
 
