@@ -19,7 +19,8 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.reserved_names import make_way
 from quark.onnx.npu import adjust
 from quark.onnx.operators.targets import TARGETS
-from quark.onnx.placement.place import Placement, place
+from quark.onnx.placement.place import place
+from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.rewriter import Rewriter
 
 

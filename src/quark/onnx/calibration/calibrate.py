@@ -30,7 +30,7 @@ from quark.onnx.graph.model_file import is_constant, split_weights
 from quark.onnx.graph.sessions import run_sample
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.placement.dual_pairs import source_name
-from quark.onnx.placement.place import Placement
+from quark.onnx.placement.placement import Placement
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -14,7 +14,8 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.calibration.qparams import Parameters, onnx_range
 from quark.onnx.config.settings import Override, Settings
-from quark.onnx.placement.place import Placement, weight_spec
+from quark.onnx.placement.placement import Placement
+from quark.onnx.placement.weight_spec import weight_spec
 
 Constant = tuple["ir.Node", int]
 

@@ -24,7 +24,7 @@ from quark.errors import NonFiniteError, QuarkError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import constant
-from quark.onnx.placement.place import Placement
+from quark.onnx.placement.placement import Placement
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 1 << 22

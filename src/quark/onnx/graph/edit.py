@@ -12,13 +12,16 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 from quark.onnx.graph.model_file import constant
 
 Array = np.ndarray[Any, Any]
+ONNX_DOMAINS = ("", "ai.onnx")
+KNOWN_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
+"""Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 STANDS_FOR = "stands for"
 """Key of a node's `meta`: the name of the node of the user's model that it is a part of."""
 
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:
     """Whether a node is one of these standard operators."""
-    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types
+    return node is not None and node.domain in ONNX_DOMAINS and node.op_type in op_types
 
 
 def is_read(value: ir.Value) -> bool:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from quark.onnx.graph.channels import Place
-from quark.onnx.graph.edit import axes_of, dims
+from quark.onnx.graph.edit import KNOWN_DOMAINS, axes_of, dims
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op
-from quark.onnx.placement.place import DOMAINS
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def find_norms(graph: ir.Graph) -> list[Norm]:
 
 def fused_norm(node: ir.Node) -> Norm | None:
     """The normalization that a node is, or None."""
-    row = FUSED.get(node.op_type) if node.domain in DOMAINS else None
+    row = FUSED.get(node.op_type) if node.domain in KNOWN_DOMAINS else None
     shape = dims(node.inputs[0]) if node.inputs else None
     axis = node.attributes.get_int("axis", -1)
     if row is None or (axis != -1 and (shape is None or axis != len(shape) - 1)):

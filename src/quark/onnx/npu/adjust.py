@@ -13,7 +13,7 @@ from quark.onnx.calibration.qparams import Parameters, rescaled
 from quark.onnx.config.settings import Settings
 from quark.onnx.npu.positions import Positions
 from quark.onnx.npu.rules import RULES
-from quark.onnx.placement.place import Placement
+from quark.onnx.placement.placement import Placement
 
 Array = np.ndarray[Any, Any]
 

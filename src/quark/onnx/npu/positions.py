@@ -17,7 +17,7 @@ import onnx_ir as ir
 from quark.core.scales import QParams
 from quark.errors import ConfigError
 from quark.onnx.calibration.qparams import Parameters
-from quark.onnx.placement.place import Placement
+from quark.onnx.placement.placement import Placement
 
 Array = np.ndarray[Any, Any]
 Key = Any

@@ -23,7 +23,8 @@ import onnx_ir as ir
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant, infer_shapes
-from quark.onnx.placement.place import FACTOR, select_nodes
+from quark.onnx.placement.placement import FACTOR
+from quark.onnx.placement.select_nodes import select_nodes
 
 MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
 HARD_SIGMOID_FACTOR = 2731 * 6 / 16384

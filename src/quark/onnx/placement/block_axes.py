@@ -12,15 +12,12 @@ axis of the spec, or the last one where the tensor has fewer. A tensor without a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from quark.onnx.placement.place import Placement
+from quark.onnx.placement.placement import Placement
 
 CONVOLUTIONS = ("Conv", "ConvTranspose")
 

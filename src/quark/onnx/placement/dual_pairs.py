@@ -9,15 +9,13 @@ and shares the scale of its input has no border before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
 from quark.core.spec import TensorSpec
 from quark.onnx.operators import rule_of
-
-if TYPE_CHECKING:
-    from quark.onnx.placement.place import Placement
+from quark.onnx.placement.placement import Placement
 
 BORDER = "quark.border"
 """Key in `meta` of an Identity: the name of the tensor that is quantized twice."""

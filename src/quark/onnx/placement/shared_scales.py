@@ -1,18 +1,54 @@
-"""Which tensors have one scale, and what follows for their types."""
+"""Which tensors have one scale, or none between two nodes, and what follows for their types."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
-from quark.core.spec import LayerSpec
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import read_once
 from quark.onnx.graph.model_file import constant
+from quark.onnx.operators import ALIGN_GROUPS, rule_of
+from quark.onnx.placement.placement import FACTOR, Placement
 
-if TYPE_CHECKING:
-    from quark.onnx.placement.place import Placement
+
+def remove_fused(placement: Placement, settings: Settings) -> None:
+    """Remove the scale between a node and the one that is fused into it: its activation, its constant factor."""
+    quantized = set(placement.nodes)
+    for node in placement.nodes:
+        for value in node.inputs:
+            producer = None if value is None else value.producer()
+            if value is None or producer is None or producer not in quantized:
+                continue
+            factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
+            if factored or (read_once(value) and (producer.op_type, node.op_type) in settings.fused):
+                spec = placement.activations.pop(value, None)
+                if spec is not None and producer in placement.specific and node.outputs[0] in placement.activations:
+                    placement.activations[node.outputs[0]] = spec
+
+
+def share_scales(placement: Placement, settings: Settings) -> None:
+    """Give one scale to what only moves data, and to the inputs and outputs of the op types that are aligned."""
+    aligned = {op_type for name in settings.align for op_type in ALIGN_GROUPS[name]}
+    for node in placement.nodes:
+        outputs = [value for value in node.outputs if value in placement.activations]
+        inputs = [value for value in node.inputs if value is not None and value in placement.activations]
+        if rule_of(node.op_type).shares_scale and inputs and inputs[0] is node.inputs[0]:
+            for output in outputs:
+                join(placement, inputs[0], output, settings.layer if settings.propagate_specs else None)
+        elif node.op_type in aligned:
+            members = [*inputs, *(outputs or _factored_outputs(node, placement))]
+            for value in members[1:]:
+                join(placement, members[0], value)
+
+
+def _factored_outputs(node: ir.Node, placement: Placement) -> list[ir.Value]:
+    """What a node writes behind its constant factor."""
+    products = [use.node for use in node.outputs[0].uses() if FACTOR in use.node.meta]
+    return [value for product in products for value in product.outputs if value in placement.activations]
 
 
 def join(placement: Placement, one: ir.Value, other: ir.Value, common: LayerSpec | None = None) -> None:
@@ -24,23 +60,38 @@ def join(placement: Placement, one: ir.Value, other: ir.Value, common: LayerSpec
         common: The specs that yield: whatever shares a scale with the tensor of such a layer takes its spec.
     """
     first, second = placement.activations[one], placement.activations[other]
-    yields = [common is not None and spec in (common.input, common.output) for spec in (first, second)]
-    if first != second and yields[0] != yields[1]:
-        spec, root = (second, placement.root(one)) if yields[0] else (first, placement.root(other))
-        members = [value for value in placement.activations if placement.root(value) is root]
-        placement.activations.update(dict.fromkeys(members, spec))
+    if common is not None and first != second:
+        first_yields, second_yields = (spec in (common.input, common.output) for spec in (first, second))
+        if first_yields and not second_yields:
+            _change_class(placement, one, second)
+        elif second_yields and not first_yields:
+            _change_class(placement, other, first)
     if placement.activations[one] == placement.activations[other]:
         placement.join(one, other)
+
+
+def _change_class(placement: Placement, member: ir.Value, spec: TensorSpec) -> None:
+    """Give every tensor of the class of `member` another spec."""
+    root = placement.root(member)
+    for value in placement.activations:
+        if placement.root(value) is root:
+            placement.activations[value] = spec
 
 
 def free_relu_zero(placement: Placement) -> None:
     """Give the outputs of Relu and of Clip from 0 a zero point: without it, half of the codes are never used."""
     for node in placement.nodes:
-        value, low = node.outputs[0], None
-        if node.op_type == "Clip":
-            low = node.attributes["min"].as_float() if "min" in node.attributes else None
-            low = constant(node.inputs[1]) if low is None and len(node.inputs) > 1 else low
-        spec = placement.activations.get(value)
-        if spec is None or not spec.has_zero_point or not (node.op_type == "Relu" or (low is not None and low == 0)):
-            continue
-        placement.activations[value] = replace(spec, dtype=DTYPES[spec.dtype.name], symmetric=False)
+        spec = placement.activations.get(node.outputs[0])
+        if spec is not None and spec.has_zero_point and _starts_at_zero(node):
+            free = replace(spec, dtype=DTYPES[spec.dtype.name], symmetric=False)
+            placement.activations[node.outputs[0]] = free
+
+
+def _starts_at_zero(node: ir.Node) -> bool:
+    """Whether a node is a Relu, or a Clip whose lower bound is 0."""
+    if node.op_type != "Clip":
+        return node.op_type == "Relu"
+    if "min" in node.attributes:
+        return node.attributes["min"].as_float() == 0
+    low = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    return low is not None and bool(low == 0)

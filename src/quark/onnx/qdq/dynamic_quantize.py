@@ -13,24 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.graph.model_file import constant
+from quark.onnx.placement.kernels import DYNAMIC_KERNELS
 
 if TYPE_CHECKING:
     from quark.onnx.qdq.rewriter import Rewriter
-
-KERNELS = {"MatMul": "MatMulInteger", "Gemm": "MatMulInteger", "Conv": "ConvInteger"}
-PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
-
-
-def fits_dynamic(node: ir.Node) -> bool:
-    """Whether a node has an integer kernel for its form: constant weight, a Gemm without factors."""
-    if node.op_type not in KERNELS or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
-        return False
-    if node.op_type == "Gemm":
-        return all(
-            name not in node.attributes or node.attributes[name].value == plain for name, plain in PLAIN_GEMM.items()
-        )
-    return node.op_type == "Conv" or constant(node.inputs[1]).ndim == 2
 
 
 def write_dynamic(rewriter: Rewriter, node: ir.Node) -> None:
@@ -44,7 +31,9 @@ def write_dynamic(rewriter: Rewriter, node: ir.Node) -> None:
         zero = rewriter.initializer(f"{zero.name}_scalar", np.asarray(constant(zero).reshape(-1)[0]))
     quantized, input_scale, input_zero = _quantized_input(rewriter, node.inputs[0], node)
     attributes = node.attributes.values() if node.op_type == "Conv" else ()
-    product = ir.Node("", KERNELS[node.op_type], [quantized, codes, input_zero, zero], attributes, name=f"{name}_quant")
+    product = ir.Node(
+        "", DYNAMIC_KERNELS[node.op_type], [quantized, codes, input_zero, zero], attributes, name=f"{name}_quant"
+    )
     steps = [product]
     steps.append(ir.node("Cast", [product.outputs[0]], {"to": int(ir.DataType.FLOAT)}, name=f"{name}_cast"))
     steps.append(ir.node("Mul", [input_scale, scale], name=f"{name}_scales"))

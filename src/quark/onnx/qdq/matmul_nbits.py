@@ -27,14 +27,6 @@ Array = np.ndarray[Any, Any]
 DOMAIN = "com.microsoft"
 
 
-def fits_nbits(node: ir.Node, spec: TensorSpec) -> bool:
-    """Whether a node can become a MatMulNBits: blocks of 16, 32, 64 ... along the sum of a 2-D constant."""
-    if node.op_type != "MatMul" or not isinstance(spec.granularity, PerGroup) or spec.dtype.bits not in (2, 4, 8):
-        return False
-    size = spec.granularity.size
-    return constant(node.inputs[1]).ndim == 2 and size >= 16 and size & (size - 1) == 0
-
-
 def write_nbits(rewriter: Rewriter, node: ir.Node, spec: TensorSpec, accuracy_level: int) -> None:
     """Replace a MatMul by a MatMulNBits of the same name."""
     ir, source, weights = rewriter.ir, node.inputs[1], rewriter.parameters.weights

@@ -25,7 +25,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant, opset
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.dual_pairs import drop_borders
-from quark.onnx.placement.place import FACTOR, Placement
+from quark.onnx.placement.placement import FACTOR, Placement
 from quark.onnx.qdq.dynamic_quantize import write_dynamic
 from quark.onnx.qdq.extended_ops import (
     block_node,

@@ -21,7 +21,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op, new_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import rule_of
-from quark.onnx.placement.place import select_nodes
+from quark.onnx.placement.select_nodes import select_nodes
 
 Array = np.ndarray[Any, Any]
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")

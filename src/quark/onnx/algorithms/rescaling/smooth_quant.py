@@ -30,7 +30,8 @@ from quark.onnx.graph.edit import dims, is_op, new_initializer, read_once
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import fused_norm
 from quark.onnx.operators import rule_of
-from quark.onnx.placement.place import FACTOR, Placement, place
+from quark.onnx.placement.place import place
+from quark.onnx.placement.placement import FACTOR, Placement
 
 Array = np.ndarray[Any, Any]
 COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")

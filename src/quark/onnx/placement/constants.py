@@ -1,0 +1,88 @@
+"""Which constants of a quantized node are quantized: its weight, its bias, and operands beside activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.core.granularity import PerGroup, PerTensor
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import added_bias
+from quark.onnx.graph.masks import is_mask
+from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import rule_of
+from quark.onnx.placement.kernels import fits_nbits
+from quark.onnx.placement.placement import FACTOR, Placement
+from quark.onnx.placement.weight_spec import weight_spec
+
+WIDEST_DIVISOR = 16
+"""Largest over smallest magnitude of a constant divisor that is quantized: beyond, the smallest keeps few bits."""
+
+
+def has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
+    """Whether a node has a constant weight that is quantized; for MatMulNBits, one that it can hold."""
+    index = rule_of(node.op_type).weight
+    if index is None or index >= len(node.inputs) or not is_constant(node.inputs[index]) or layer.weight is None:
+        return False
+    return settings.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
+
+
+def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
+    """Give the constants of a quantized node their specs."""
+    rule = rule_of(node.op_type)
+    if FACTOR in node.meta or not rule.constants:
+        return
+    weight = () if rule.weight is None else (rule.weight,)
+    for index in {*rule.inputs(node), *weight}:
+        value = node.inputs[index] if index < len(node.inputs) else None
+        if value is None or not is_constant(value) or not placement.is_float(value):
+            continue
+        if index == rule.weight and layer.weight is not None:
+            placement.weights[node, index] = weight_spec(node, layer.weight, settings)
+        elif index != rule.weight and layer.input is not None and not settings.weights_only and _one_scale(node, value):
+            # A constant operand of an elementwise node is quantized like an activation.
+            placement.weights[node, index] = replace(layer.input, observer="min_max")
+    _place_bias(node, layer, settings, placement)
+
+
+def place_added_bias(node: ir.Node, placement: Placement) -> None:
+    """Make the constant that alone is added to a MatMul its int32 bias."""
+    operand = added_bias(node)
+    if operand is not None and (node, 1) in placement.weights and node.inputs[0] in placement.activations:
+        placement.added_biases[operand] = node
+
+
+def _one_scale(node: ir.Node, value: ir.Value) -> bool:
+    """Whether one scale serves a constant: not a mask, not a divisor whose smallest value would become 0."""
+    if is_mask(value):
+        return False
+    if node.op_type != "Div" or not constant(value).size:
+        return True
+    magnitudes = np.abs(constant(value))
+    return not magnitudes.max() > WIDEST_DIVISOR * magnitudes.min()
+
+
+def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
+    """An int32 bias beside integer inputs and weights, else one of the layer's own spec."""
+    rule = rule_of(node.op_type)
+    if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.weights_only:
+        return
+    if not is_constant(node.inputs[rule.bias]):
+        return
+    weight, bias = placement.weights.get((node, rule.weight)), layer.bias
+    if settings.int32_bias and weight is not None and layer.input is not None and _in_integers(weight, layer.input):
+        if max(weight.dtype.bits, layer.input.dtype.bits) < 32:
+            placement.biases[node, rule.bias] = rule.weight
+            return
+        # The product of two 32-bit scales is too small for a bias to fit.
+        bias = weight
+    if bias is not None:
+        placement.weights[node, rule.bias] = bias if bias.is_block else replace(bias, granularity=PerTensor())
+
+
+def _in_integers(weight: TensorSpec, data: TensorSpec) -> bool:
+    """Whether a bias can have the scale of the product: one scale for each output at most."""
+    return weight.has_zero_point and not isinstance(weight.granularity, PerGroup) and data.has_zero_point

@@ -1,0 +1,71 @@
+"""Placement: what is decided about one graph before any data is seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from quark.core.spec import TensorSpec
+
+FACTOR = "quark.factor"
+"""In `meta` of a Mul: its float factor is part of the node before it, whose output it reads before that is rounded."""
+
+Operand = tuple[ir.Node, int]
+"""(node, input index) of a constant."""
+
+
+@dataclass
+class Placement:
+    """Which tensors of a graph are quantized, and with which spec.
+
+    Attributes:
+        activations: Tensor -> spec.
+        shared: Tensor -> the tensor whose scale it uses; absent for a class of its own.
+        weights: (node, input index) -> spec.
+        biases: (node, input index) -> index of the weight.
+        added_biases: (Add, input index) of a constant that is the bias of a MatMul -> the MatMul.
+        specific: Nodes whose activations have specs of their own, not the global ones: these win over their
+            neighbours'.
+        reads: (node, input index) -> the spec that the node asks for, whatever the tensor gets.
+        half: Whether the floats of the model are float16.
+        dynamic: Nodes whose input is quantized as it comes.
+        nodes: The quantized nodes.
+    """
+
+    activations: dict[ir.Value, TensorSpec] = field(default_factory=dict)
+    shared: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    weights: dict[Operand, TensorSpec] = field(default_factory=dict)
+    biases: dict[Operand, int] = field(default_factory=dict)
+    added_biases: dict[Operand, ir.Node] = field(default_factory=dict)
+    specific: set[ir.Node] = field(default_factory=set)
+    reads: dict[Operand, TensorSpec] = field(default_factory=dict)
+    half: bool = False
+    dynamic: list[ir.Node] = field(default_factory=list)
+    nodes: list[ir.Node] = field(default_factory=list)
+
+    def root(self, value: ir.Value) -> ir.Value:
+        """The tensor that stands for the class of `value`."""
+        while value in self.shared:
+            value = self.shared[value]
+        return value
+
+    def join(self, one: ir.Value, other: ir.Value) -> None:
+        """Give two tensors one scale; the class is represented by the first."""
+        one, other = self.root(one), self.root(other)
+        if one is not other:
+            self.shared[other] = one
+
+    def is_float(self, value: ir.Value, if_unknown: bool = True) -> bool:
+        """Whether a value is a tensor of the model's float type; `if_unknown` where it has no type."""
+        if value.type is None:
+            return if_unknown
+        # A sequence of tensors has an element type too.
+        dtype = ir.DataType.FLOAT16 if self.half else ir.DataType.FLOAT
+        return isinstance(value.type, ir.TensorType) and value.dtype is dtype
+
+    def computes_other_float(self, node: ir.Node) -> bool:
+        """Whether a node computes in another float type than the model's, for which there are no scales."""
+        values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+        others = [value.dtype for value in values if value.dtype is not None and not self.is_float(value)]
+        return any(dtype.is_floating_point() for dtype in others)

@@ -1,0 +1,69 @@
+"""Which nodes are quantized, and with which specs: exclude > by name > by type > global."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from quark.core.patterns import require_matches
+from quark.core.spec import LayerSpec
+from quark.errors import ConfigError, did_you_mean
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import KNOWN_DOMAINS
+from quark.onnx.graph.scopes import nodes_of
+from quark.onnx.operators import NEVER, ON_REQUEST, RULES
+from quark.onnx.placement.placement import FACTOR
+
+
+def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec]:
+    """The nodes that are quantized, in the order of the graph, each with its specs.
+
+    Raises:
+        ConfigError: An op type, a name or a pattern that nothing in the model has.
+    """
+    nodes = {node.name or "": node for node in model.graph}
+    types = _op_types(model, settings)
+    require_matches(settings.nodes, nodes, "NodesToQuantize")
+    require_matches(settings.float_outputs, nodes, "NodesToExcludeOutputQuantization")
+    excluded = nodes_of(settings.exclude, model, "exclude")
+    named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.by_name]
+    selected: dict[ir.Node, LayerSpec] = {}
+    for name, node in nodes.items():
+        if FACTOR in node.meta:
+            producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+            if producer is not None and producer in selected:
+                selected[node] = selected[producer]
+            continue
+        if node.op_type not in types or node.domain not in KNOWN_DOMAINS or node in excluded:
+            continue
+        if settings.nodes and name not in settings.nodes:
+            continue
+        layer = _layer_of(node, settings, named)
+        if layer is not None:
+            selected[node] = layer
+    return selected
+
+
+def _layer_of(
+    node: ir.Node, settings: Settings, named: list[tuple[set[ir.Node], LayerSpec | None]]
+) -> LayerSpec | None:
+    """The specs of a node: of the first name that matches, else of the last op type, else the global ones."""
+    for members, layer in named:
+        if node in members:
+            return layer
+    for op_types, layer in reversed(settings.by_type):
+        if node.op_type in op_types:
+            return layer
+    return settings.layer
+
+
+def _op_types(model: ir.Model, settings: Settings) -> set[str]:
+    """The op types to quantize. Raises ConfigError for one that never is, or that neither model nor rules have."""
+    present = {node.op_type for node in model.graph if node.domain in KNOWN_DOMAINS}
+    requested = {*settings.op_types, *settings.extra_op_types}
+    named = {name for names, _ in settings.by_type for name in names}
+    if requested & NEVER:
+        raise ConfigError(f"{', '.join(sorted(requested & NEVER))} cannot be quantized; they stay in float.")
+    known = {*RULES, *ON_REQUEST, *present}
+    for name in sorted((requested | named) - known - NEVER):
+        raise ConfigError(f"There is no op type {name!r} in the model, nor a rule for it. {did_you_mean(name, known)}")
+    return present - NEVER if settings.all_op_types else {*(settings.op_types or RULES), *settings.extra_op_types}
