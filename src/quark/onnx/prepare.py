@@ -18,9 +18,7 @@ from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import PASSES, run_passes
 from quark.onnx.qdq.extended_ops import EXTENDED
 from quark.onnx_ops import BLOCK_OPSET
-
-MINIMUM_OPSET = 13
-GROUP_OPSET = 21
+from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
 
 
 def prepare(model: ir.Model, settings: Settings) -> Settings:
@@ -46,8 +44,8 @@ def _needed_opset(settings: Settings) -> int:
     specs = _specs(settings)
     grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
     if settings.quantize_fp16 or (grouped and settings.matmul_nbits is None):
-        return GROUP_OPSET
-    return BLOCK_OPSET if any(spec.is_block for spec in specs) else MINIMUM_OPSET
+        return BLOCKED_OPSET
+    return BLOCK_OPSET if any(spec.is_block for spec in specs) else PER_CHANNEL_OPSET
 
 
 def _specs(settings: Settings) -> list[TensorSpec]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from onnx import TensorProto
 
 from quark.core.dtypes import Dtype
+from quark.onnx_ops.element_types import code_type
 
 AXIS = """
   axis = Constant <value_int: int = @axis> ()
@@ -63,7 +64,7 @@ DEQUANTIZE_INTEGER = """
 
 def linear_body(dtype: Dtype, kind: str, quantizes: bool) -> str:
     """The text of the function that quantizes to, or dequantizes from, `dtype`."""
-    to, wide = TensorProto.DataType.Value(dtype.onnx), dtype.bits > 16
+    to, wide = TensorProto.DataType.Value(code_type(dtype)), dtype.bits > 16
     if kind == "cast":
         return f"  y = Cast <to = {to if quantizes else 1}> (x)\n"
     body = (QUANTIZE_FLOAT, DEQUANTIZE_FLOAT) if dtype.is_float else (QUANTIZE_INTEGER, DEQUANTIZE_INTEGER)

@@ -37,6 +37,7 @@ from quark.onnx_ops.blocks import (
     constants,
     element_constants,
 )
+from quark.onnx_ops.element_types import code_type
 from quark.onnx_ops.operators import ANY, Operator, behind
 
 INTEGER = """
@@ -230,7 +231,7 @@ def _rounded_scale(spec: TensorSpec, name: str) -> str:
         rounded = ROUND_TO.replace("{p}", "s_").replace("{round}", "  s_rounded = Round (s_scaled)")
         return f"  s_scaled_ = Identity ({name})\n{rounded}  rounded_scale = Identity (s_code)\n"
     if kind in SCALE_DTYPES:
-        to = TensorProto.DataType.Value(DTYPES[SCALE_DTYPES[kind]].onnx)
+        to = TensorProto.DataType.Value(code_type(DTYPES[SCALE_DTYPES[kind]]))
         return f"  short = Cast <to = {to}> ({name})\n  rounded_scale = Cast <to = 1> (short)\n"
     return f"  rounded_scale = Identity ({name})\n"
 

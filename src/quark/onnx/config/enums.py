@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from onnx import TensorProto
 from onnxruntime.quantization import (
     CalibrationMethod,
     QuantFormat,
@@ -11,7 +12,9 @@ from onnxruntime.quantization import (
     QuantType,
 )
 
+from quark.core.dtypes import DTYPES
 from quark.errors import ConfigError, did_you_mean
+from quark.onnx_ops.element_types import code_type
 
 __all__ = [
     "CalibMethod",
@@ -106,7 +109,8 @@ class _ElementType(Enum):
     @property
     def tensor_type(self) -> int:
         """The TensorProto type; UNDEFINED for the block formats, which have none."""
-        return _TENSOR_TYPES[self.name]
+        name = self.name.removeprefix("Q").lower()
+        return int(TensorProto.DataType.Value(code_type(DTYPES[name]))) if name in DTYPES else TensorProto.UNDEFINED
 
     @classmethod
     def from_string(cls, text: str) -> _ElementType:
@@ -147,20 +151,6 @@ class VitisQuantType(_ElementType):
     QBFloat16 = 8
     QBFP = 9
     QMX = 10
-
-
-_TENSOR_TYPES = {
-    "QInt8": 3,
-    "QUInt8": 2,
-    "QInt16": 5,
-    "QUInt16": 4,
-    "QInt32": 6,
-    "QUInt32": 12,
-    "QFloat16": 10,
-    "QBFloat16": 16,
-    "QBFP": 0,
-    "QMX": 0,
-}
 
 
 def is_extended(quant_format: Enum) -> bool:

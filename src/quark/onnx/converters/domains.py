@@ -9,7 +9,7 @@ from quark.errors import NotSupportedError
 from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
 from quark.onnx.graph.edit import remove_unused
 from quark.onnx.graph.model_file import constant, opset
-from quark.onnx.qdq.rewriter import FIRST_OPSET
+from quark.onnx_ops.element_types import FIRST_OPSET
 
 CUSTOM, FORMER, CONTRIB = "com.amd.quark", "com.vai.quantize", "com.microsoft"
 FORMER_NAMES = {
@@ -34,7 +34,7 @@ def custom_to_standard(model: ir.Model) -> int:
             continue
         zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
         kind = "uint8" if zero is None else str(zero.dtype)
-        first = FIRST_OPSET.get(kind)
+        first = FIRST_OPSET.get(kind.upper())
         if first is None or first > opset(model):
             advice = f"needs opset {first}: use convert_opset_version" if first else "has no standard form"
             raise NotSupportedError(f"{node.name}: Q/DQ of {kind} {advice}.")

@@ -10,13 +10,13 @@ import onnx_ir as ir
 from quark.onnx.graph.edit import dims, insert, is_op, is_read, new_initializer, prune
 from quark.onnx.graph.model_file import constant, opset
 
-FIRST_OPSET = 10
+SLICE_INPUTS_OPSET = 10
 """Of Slice with its bounds as inputs."""
 
 
 def convert_split_to_slice(model: ir.Model) -> int:
     """Replace every Split whose sizes are known; return how many there were."""
-    if opset(model) < FIRST_OPSET:
+    if opset(model) < SLICE_INPUTS_OPSET:
         return 0
     count = 0
     for node in [node for node in model.graph if is_op(node, "Split")]:

@@ -14,7 +14,7 @@ from quark.onnx.graph.edit import is_op, replace
 from quark.onnx.graph.model_file import opset
 from quark.onnx.graph.pattern import either, match, op, product
 
-FIRST_OPSET = 20
+GELU_OPSET = 20
 
 _erf = op("Erf", either(op("Div", "x", math.sqrt(2)), op("Mul", "x", math.sqrt(0.5))))
 _cube = either(op("Pow", "x", 3.0), op("Mul", op("Mul", "x", "x"), "x"))
@@ -28,7 +28,7 @@ PATTERNS = {
 
 def fuse_gelu(model: ir.Model) -> int:
     """Fuse every GELU; return how many there were."""
-    if opset(model) < FIRST_OPSET:
+    if opset(model) < GELU_OPSET:
         return 0
     count = 0
     for node in [node for node in model.graph if is_op(node, "Mul")]:

@@ -37,9 +37,9 @@ from quark.onnx.qdq.extended_ops import (
 )
 from quark.onnx.qdq.matmul_nbits import write_nbits
 from quark.onnx_ops import add_function_node
+from quark.onnx_ops.element_types import FIRST_OPSET, code_type
 
 Array = np.ndarray[Any, Any]
-FIRST_OPSET = {"int8": 13, "uint8": 13, "int32": 13, "int16": 21, "uint16": 21, "int4": 21, "uint4": 21}
 CONTRIB = "com.microsoft"
 
 
@@ -194,14 +194,14 @@ class Rewriter:
         return node
 
     def _domain(self, spec: TensorSpec) -> str:
-        first = FIRST_OPSET.get(spec.dtype.name)
-        if first is None:
+        kind = code_type(spec.dtype)
+        if kind not in FIRST_OPSET:
             raise NotSupportedError(
                 f"{spec.dtype} Q/DQ is not part of this version; possible: {', '.join(FIRST_OPSET)}."
             )
         blocked = spec.dtype.bits < 8 or isinstance(spec.granularity, PerGroup)
         contrib = not (blocked or self.settings.quantize_fp16) and (
-            self.settings.contrib_domain or first > opset(self.model)
+            self.settings.contrib_domain or FIRST_OPSET[kind] > opset(self.model)
         )
         if contrib:
             self.model.opset_imports[CONTRIB] = 1
@@ -218,7 +218,7 @@ class Rewriter:
         return scale, np.asarray(zero).astype(self._kind(spec).numpy())
 
     def _kind(self, spec: TensorSpec) -> ir.DataType:
-        return self.ir.DataType[spec.dtype.onnx]
+        return self.ir.DataType[code_type(spec.dtype)]
 
     def initializer(self, name: str, data: Array | ir.TensorProtocol) -> ir.Value:
         while name in self.ends:
@@ -316,7 +316,7 @@ class Rewriter:
         bias, scale = values()
         key = f"{node.name}_{name}"
         inputs = [
-            self.initializer(f"{key}_quantized", self.lazy(codes, self.ir.DataType[kind.onnx], bias.shape)),
+            self.initializer(f"{key}_quantized", self.lazy(codes, self.ir.DataType[code_type(kind)], bias.shape)),
             self.initializer(
                 f"{key}_quantized_scale",
                 self.lazy(lambda: self.ir.tensor(values()[1]), self.ir.DataType.FLOAT, scale.shape),

@@ -33,18 +33,18 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NotSupportedError
 from quark.onnx_ops import block, live
+from quark.onnx_ops.element_types import FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
 from quark.torch.writers.onnx.sites import Site
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-KINDS = {"int8": "INT8", "uint8": "UINT8", "int16": "INT16", "uint16": "UINT16"}
-KINDS |= {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2"}
-"""Element types that are written with QuantizeLinear."""
 BLOCK_TYPES = (
     frozenset({"fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "mxint8", "bfp16"}) | MICRO_EXPONENT
 )
+OUTPUT_DTYPE_OPSET = 21
+"""The first whose QuantizeLinear has `output_dtype`."""
 
 Known = dict[tuple[object, ...], "ir.Value"]
 """What is quantized already: (tensor, spec, parameters) -> result."""
@@ -120,7 +120,7 @@ def _cast(writer: GraphWriter, x: ir.Value, name: str, spec: TensorSpec) -> ir.V
     limits = {f"{spec.dtype}_min": spec.dtype.min, f"{spec.dtype}_max": spec.dtype.max}
     bounds = [writer.shared(key, np.asarray(limit, np.float32)) for key, limit in limits.items()]
     held = writer.node("Clip", [x, *bounds], f"{name}_Clip")
-    codes = writer.cast(held, writer.kind(spec.dtype.onnx), f"{name}_QuantizeLinear")
+    codes = writer.cast(held, writer.kind(code_type(spec.dtype)), f"{name}_QuantizeLinear")
     return writer.cast(codes, writer.kind("FLOAT"), f"{name}_DequantizeLinear")
 
 
@@ -133,7 +133,8 @@ def _is_dynamic_quantize_linear(spec: TensorSpec) -> bool:
 def _is_quantize_linear(spec: TensorSpec) -> bool:
     splits = isinstance(spec.granularity, (PerTensor, PerChannel))
     plain = spec.code_spec is None and spec.scale_spec is None and not spec.float_zero_point
-    return splits and plain and spec.dtype.name in KINDS and spec.rounding is RoundType.half_even
+    written = spec.dtype.onnx in FIRST_OPSET and 8 <= spec.dtype.bits <= 16
+    return splits and plain and written and spec.rounding is RoundType.half_even
 
 
 def _pair(writer: GraphWriter, x: ir.Value, name: str, site: Site, params: QParams) -> ir.Value:
@@ -141,14 +142,14 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, site: Site, params: QPara
     spec = site.spec
     axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
     attributes = {} if axis is None else {"axis": axis}
-    scale, kind = np.asarray(to_numpy(params.scale), np.float32), KINDS[spec.dtype.name]
+    scale, kind = np.asarray(to_numpy(params.scale), np.float32), code_type(spec.dtype)
     if spec.dtype.is_float:
-        writer.require(21, f"{site.name} ({spec})")
+        writer.require(OUTPUT_DTYPE_OPSET, f"{site.name} ({spec})")
         return _float8(writer, x, name, scale, kind, attributes)
-    writer.require(13 if spec.dtype.bits == 8 else 21, f"{site.name} ({spec})")
+    writer.require(FIRST_OPSET[kind], f"{site.name} ({spec})")
     scale = _for_division(scale, spec) if spec.symmetric else scale
     zero = np.zeros_like(scale) if params.zero_point is None else to_numpy(params.zero_point)
-    if kind == "INT8" and writer.opset >= 21:
+    if kind == "INT8" and writer.opset >= OUTPUT_DTYPE_OPSET:
         kind, zero = "UINT8", zero + 128
     inputs = [
         writer.initializer(f"{name}_scale", scale),

@@ -30,19 +30,13 @@ from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
 from quark.torch.writers.onnx.sites import Site
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-KINDS = {"int2": "INT4", "int3": "INT4", "int4": "INT4", "uint2": "UINT4", "uint4": "UINT4", "int8": "INT8"}
-KINDS |= {"uint8": "UINT8", "int16": "INT16", "uint16": "UINT16", "fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2"}
-KINDS |= {"mxint8": "INT8", "bfp16": "INT8", "mx4": "INT4", "mx6": "INT8", "mx9": "INT16"}
-"""Element types that DequantizeLinear decodes -> the ONNX type that holds their codes at opset 21."""
-IN_BYTES = {"INT4": "INT8", "UINT4": "UINT8"}
-FLOAT8 = ("FLOAT8E4M3FN", "FLOAT8E5M2")
-FIRST_OPSET = {"INT8": 13, "UINT8": 13, **dict.fromkeys(FLOAT8, 19)}
 E8M0_BIAS = 127
 
 
@@ -114,7 +108,7 @@ def _is_transpose(node: ir.Node) -> bool:
 
 
 def _cast(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
-    kind = writer.kind(weight.spec.dtype.onnx)
+    kind = writer.kind(code_type(weight.spec.dtype))
     return writer.lazy(f"{weight.site.name}_quantized", lambda: weight.turned(weight.codes()), kind, weight.shape)
 
 
@@ -125,7 +119,9 @@ def _is_linear(spec: TensorSpec) -> bool:
     """Whether DequantizeLinear decodes the codes, and the values behind them are one product away."""
     code_spec = spec.code_spec or spec
     outer = spec.code_spec is None or isinstance(spec.granularity, PerTensor)
-    return code_spec.dtype.name in KINDS and not code_spec.float_zero_point and outer
+    # 32-bit codes are decoded in float64; of the other floats, the file has bit patterns.
+    decodes = code_spec.dtype.bits <= 16 and (not code_spec.dtype.is_float or code_spec.dtype.onnx in FIRST_OPSET)
+    return decodes and not code_spec.float_zero_point and outer
 
 
 def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
@@ -135,12 +131,11 @@ def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     if spec.code_spec is not None:
         assert params.second is not None
         inner, inner_params = spec.code_spec, params.second
-    kind = KINDS[inner.dtype.name]
-    kind = kind if four_bit else IN_BYTES.get(kind, kind)
+    kind = code_type(inner.dtype, 4 if four_bit else 8)
     attributes, scale, zero, codes = _blocks(weight, inner, inner_params)
-    writer.require(21 if "block_size" in attributes else FIRST_OPSET.get(kind, 21), f"{name} ({inner})")
+    writer.require(BLOCKED_OPSET if "block_size" in attributes else FIRST_OPSET[kind], f"{name} ({inner})")
     stored = writer.lazy(f"{name}_quantized", codes, writer.kind(kind), weight.shape)
-    if kind in FLOAT8 and "block_size" not in attributes:
+    if inner.dtype.is_float and "block_size" not in attributes:
         return _float8(writer, weight, stored, scale, attributes)
     inputs = [stored, _scale(writer, f"{name}_scale", scale, inner, inner_params)]
     if zero is not None:
@@ -220,7 +215,7 @@ def _scale(writer: GraphWriter, name: str, scale: Array, spec: TensorSpec, param
     second = params.second
     if spec.scale_spec is not None and second is not None and np.size(second.scale) == 1:
         outer = writer.initializer(f"{name}_2", np.asarray(to_numpy(second.scale), np.float32).reshape(()))
-        if spec.scale_spec.dtype.name in ("fp8_e4m3", "fp8_e5m2"):
+        if spec.scale_spec.dtype.is_float and spec.scale_spec.dtype.onnx in FIRST_OPSET:
             codes = writer.initializer(f"{name}_quantized", scale, writer.kind(spec.scale_spec.dtype.onnx))
             return writer.node("DequantizeLinear", [codes, outer], f"{name}_DequantizeLinear")
         codes = _values(writer, name, lambda: scale, scale.shape, spec.scale_spec.dtype)
@@ -242,9 +237,13 @@ def _values(
 ) -> ir.Value:
     """Values of an element type that ONNX does not have, stored as bit patterns."""
     table = decode(np.arange(1 << dtype.bits), dtype)
-    kind = writer.kind("UINT4" if dtype.bits == 4 else "UINT8")
-    writer.require(21 if dtype.bits == 4 else 13, f"{name} ({dtype})")
-    stored = writer.lazy(f"{name}_quantized", lambda: encode(np.asarray(values(), np.float32), dtype), kind, shape)
+    kind = code_type(dtype)
+    writer.require(FIRST_OPSET[kind], f"{name} ({dtype})")
+
+    def patterns() -> Array:
+        return encode(np.asarray(values(), np.float32), dtype)
+
+    stored = writer.lazy(f"{name}_quantized", patterns, writer.kind(kind), shape)
     return _lookup(writer, name, stored, f"{dtype}_values", table)
 
 
@@ -287,9 +286,8 @@ def _stored_blocks(writer: GraphWriter, weight: Weight, work: str, four_bit: boo
 
     if spec.dtype.is_float:
         return _values(writer, name, blocks, shape, spec.dtype)
-    kind = KINDS.get(spec.dtype.name, spec.dtype.onnx)
-    kind = kind if four_bit else IN_BYTES.get(kind, kind)
-    stored = writer.lazy(f"{name}_quantized", blocks, writer.kind(kind), shape)
+    kind = writer.kind(code_type(spec.dtype, 4 if four_bit else 8))
+    stored = writer.lazy(f"{name}_quantized", blocks, kind, shape)
     return writer.cast(stored, writer.kind(work), f"{name}_Cast")
 
 
