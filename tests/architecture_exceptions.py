@@ -35,7 +35,6 @@ LISTS = {
 }
 FULL_FOLDERS = {
     "onnx": "four files that are the flow, beside the rooms that it leads through",
-    "core": "until",  # one of its files has found another home
 }
 
 # Names that are documented for both flows, where each has its own meaning: `quark.torch.X` and `quark.onnx.X`.
@@ -59,7 +58,7 @@ NAMED_OTHERWISE = {
     # until their names or their first sentences say what the others say
     **dict.fromkeys(
         [
-            "native.py", "core/metrics.py", "core/solvers/importance.py", "onnx/algorithms/rescaling/cle.py",
+            "onnx/algorithms/rescaling/cle.py",
             "onnx/algorithms/rounding/patches.py", "onnx/calibration/calibrate.py", "onnx/calibration/qparams.py",
             "onnx/config/legacy.py", "onnx/config/presets.py", "onnx/config/serialized.py", "onnx/converters/half.py",
             "onnx/evaluation/ort_fusion_rules.py", "onnx/evaluation/recovery/search.py", "onnx/evaluation/score.py",

@@ -25,9 +25,8 @@ from quark.core.granularity import Granularity, PerGroup
 from quark.core.observers import OBSERVERS
 from quark.core.registry import Registry
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx.algorithms import AFTER, BEFORE, PRECISION
 from quark.onnx.operators import ON_REQUEST, RULES

@@ -1,4 +1,4 @@
-"""The few C++ files of the package: compiled at first use with the compiler of this machine, never on import.
+"""Native code: the few C++ files of the package, compiled at first use on this machine, never on import.
 
 Each is one file without dependencies. Its library lies in the user's cache folder under a name that holds the hash of
 source and command: another version is another file, and two processes that build at once rename equal files into one

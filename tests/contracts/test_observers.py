@@ -11,8 +11,7 @@ import torch
 from quark.core.array import Array
 from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS, Observer
-from quark.core.scale_types import ScaleType
-from quark.core.spec import TensorSpec, spec
+from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError
 
 SHAPE = (6, 64)

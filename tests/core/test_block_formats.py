@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import compute_qparams, fake_quantize, quantize
-from quark.core.scale_types import ScaleRule, ScaleType
-from quark.core.spec import TensorSpec, spec
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from tests.core.oracles import bfp_block, code_times_step, e8m0_exponent, magnitudes, micro_block, mx_block, nearest
 

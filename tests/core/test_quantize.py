@@ -18,9 +18,8 @@ from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, 
 from quark.core.packing import decode
 from quark.core.quantize import QParams, compute_qparams, dequantize, fake_quantize, quantize, range_of, recover_codes
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import TensorSpec, spec
+from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 
 SPLITS: list[Granularity] = [PerTensor(), PerChannel(0), PerToken(), PerGroup(-1, 4), PerGroup(0, 8, pad=True)]

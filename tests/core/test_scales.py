@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams
-from quark.core.scale_types import SCALE_DTYPES, ScaleRule, ScaleType
-from quark.core.scales import EPS, QParams, exp2, exponent, nearest_power_of_two, qparams_from_range
-from quark.core.spec import TensorSpec, spec
+from quark.core.scales import EPS, SCALE_DTYPES, QParams, exp2, exponent, nearest_power_of_two, qparams_from_range
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
 from tests.core.oracles import e8m0_exponent, floor_log2, magnitudes, nearest
 
 INTEGERS = [name for name, row in DTYPES.items() if not row.is_float and not row.is_block]

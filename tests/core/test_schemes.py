@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
-from quark.core.scale_types import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError
 
 DOCUMENTED = {

@@ -20,8 +20,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.packing import MSB_PAIRS, decode, encode, pack_bits, pack_int4
 from quark.core.quantize import compute_qparams, dequantize, fake_quantize, quantize
-from quark.core.scale_types import ScaleRule, ScaleType
-from quark.core.spec import TensorSpec, spec
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "torch_numerics_cases.json").read_text(encoding="utf-8"))
 X = np.array(GOLDEN["input"], dtype=np.float32)

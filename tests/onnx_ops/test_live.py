@@ -14,10 +14,9 @@ from onnx import TensorProto, helper
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
-from quark.core.spec import spec
+from quark.core.spec import ScaleRule, ScaleType, spec
 from quark.errors import NotSupportedError
 from quark.onnx_ops import DOMAIN, Operator, block, function, live
 

@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from the float one.
+"""Metrics: how far a quantized tensor is from the float one.
 
     SQNR = 10 log10(sum x^2 / sum (x - y)^2)      PSNR = 10 log10(max |x|^2 / mean (x - y)^2)
     cosine = <x, y> / (|x| |y|)                   L2 = |x - y|

@@ -24,11 +24,19 @@ from quark.core.array import Array, astype, namespace, view
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import PerTensor
 from quark.core.rounding import round_integer, round_to
-from quark.core.scale_types import SCALE_DTYPES, ScaleRule, ScaleType
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 
 EPS = 2.0**-23
+"""The smallest scale: the epsilon of float32."""
 SQRT2_MANTISSA = 0x3504F3
+"""The mantissa bits of sqrt(2) in float32: above it, log2 rounds up."""
+SCALE_DTYPES = {
+    ScaleType.float16: "float16",
+    ScaleType.bfloat16: "bfloat16",
+    ScaleType.float8_e4m3: "fp8_e4m3",
+    ScaleType.float8_e5m3: "fp8_e5m3",
+}
+"""The element type that a scale of a narrow type is rounded to."""
 
 
 @dataclass(frozen=True)

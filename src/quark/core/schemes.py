@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.registry import Registry
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
 
 SCHEMES: Registry[LayerSpec] = Registry("scheme")
 

@@ -8,11 +8,32 @@ from enum import Enum
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerGroup, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
 from quark.errors import ConfigError
 
-SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}
-"""How a spec that is printed calls its scale type; the others by their value."""
+
+class ScaleType(Enum):
+    """Type that a scale is rounded to before it is used."""
+
+    float = "float"
+    """The dtype of the model (float32 for a per-tensor integer scale and for live activations)."""
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    pof2 = "power_of_2"
+    float8_e4m3 = "float8_e4m3"
+    float8_e5m3 = "float8_e5m3"
+    float8_e8m0fnu = "float8_e8m0fnu"
+
+
+class ScaleRule(Enum):
+    """How the exponent of an E8M0 scale is taken from the largest magnitude of a block."""
+
+    even = "even"
+    """Round amax to the element's mantissa first (ties up), then floor(log2)."""
+    floor = "floor"
+    """floor(log2 amax): the rule of OCP MX v1.0, section 6.3."""
+    ceil = "ceil"
+    """ceil(log2 amax): nothing saturates by more than the element's last binade."""
 
 
 class Learning(Enum):
@@ -22,6 +43,10 @@ class Learning(Enum):
     """Learned step size."""
     tqt = "tqt"
     """Trained threshold under a power-of-two scale."""
+
+
+SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}
+"""How a spec that is printed calls its scale type; the others by their value."""
 
 
 @dataclass(frozen=True)

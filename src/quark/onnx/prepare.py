@@ -7,8 +7,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 
 from quark.core.dtypes import MICRO_EXPONENT, Dtype
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule
+from quark.core.spec import ScaleRule
 
 VIEW = """
   axis = Constant <value_int: int = @axis> ()

@@ -23,9 +23,8 @@ from onnx import TensorProto
 from quark.core.dtypes import DTYPES, Dtype
 from quark.core.granularity import PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
-from quark.core.scale_types import SCALE_DTYPES, ScaleType
-from quark.core.scales import EPS, SQRT2_MANTISSA
-from quark.core.spec import TensorSpec
+from quark.core.scales import EPS, SCALE_DTYPES, SQRT2_MANTISSA
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx_ops.blocks import (
     ALIGNED_UNVIEW,

@@ -16,8 +16,7 @@ import onnx
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT
 from quark.core.granularity import PerGroup
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, TensorSpec
 from quark.onnx_ops.blocks import block_body
 from quark.onnx_ops.linear import linear_body
 

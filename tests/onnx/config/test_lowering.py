@@ -12,9 +12,8 @@ import pytest
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule
-from quark.core.scale_types import ScaleType as CoreScale
-from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.spec import LayerSpec, ScaleRule, TensorSpec, spec
+from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config import tensor_specs as specs
 from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig

@@ -13,8 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec, spec
+from quark.core.spec import LayerSpec, ScaleType, spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.onnx import (
     AdaQuantConfig,

@@ -16,8 +16,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
 from quark.core.quantize import fake_quantize
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import ConfigError, MissingDependencyError, NotSupportedError
 from quark.onnx.custom_ops import get_library_path
 from quark.onnx_ops import DOMAIN, LINEAR_TYPES, Operator, block, function, linear

@@ -9,9 +9,8 @@ import pytest
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.spec import LayerSpec, ScaleRule, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch.config import shorthand_specs as specs
 from quark.torch.config.config import QLayerConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quark.core.scale_types import ScaleType
+from quark.core.spec import ScaleType
 from quark.errors import ConfigError
 from quark.torch.config import shorthand_specs as specs
 from quark.torch.config.config import QLayerConfig

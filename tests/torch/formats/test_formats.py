@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.core.granularity import PerBlock, PerChannel, PerGroup
-from quark.core.scale_types import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError, FormatError, OutputError, OutputExistsError, QuarkError
 from quark.torch import (
     LLMTemplate,

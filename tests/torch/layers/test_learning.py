@@ -10,8 +10,7 @@ from torch import nn
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import QParams, compute_qparams, fake_quantize
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec, Learning, TensorSpec, spec
+from quark.core.spec import LayerSpec, Learning, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig

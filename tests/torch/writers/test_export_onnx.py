@@ -13,9 +13,8 @@ from onnx import TensorProto
 from torch import nn
 
 from quark.core.granularity import PerBlock, PerChannel, PerGroup
-from quark.core.scale_types import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, OutputExistsError, QuarkError
 from quark.torch import (
     LLMTemplate,

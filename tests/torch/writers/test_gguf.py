@@ -14,9 +14,8 @@ import torch
 
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
-from quark.core.scale_types import ScaleType
 from quark.core.schemes import SCHEMES
-from quark.core.spec import TensorSpec, spec
+from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import (
     ConfigError,
     FormatError,

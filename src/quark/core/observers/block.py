@@ -11,9 +11,8 @@ from dataclasses import replace
 from quark.core.array import Array, astype, namespace
 from quark.core.observers.base import Observer
 from quark.core.quantize import dequantize, quantize
-from quark.core.scale_types import ScaleRule
 from quark.core.scales import QParams, qparams_from_range
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, TensorSpec
 from quark.errors import CalibrationError
 
 

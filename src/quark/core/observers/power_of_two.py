@@ -19,9 +19,8 @@ from quark.core.granularity import PerTensor
 from quark.core.observers.base import Observer, host, needed
 from quark.core.observers.histograms.base import squared_error
 from quark.core.observers.histograms.bit_histogram import BitHistogram
-from quark.core.scale_types import ScaleType
 from quark.core.scales import exp2, exponent, qparams_from_range
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ConfigError
 
 CANDIDATES = range(-4, 3)

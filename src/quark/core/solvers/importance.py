@@ -1,4 +1,4 @@
-"""Scales that minimise the weighted square error of the values, not their range.
+"""Scales under importance: they minimise the weighted square error of the values, not their range.
 
     (low, high)* = argmin over a, b of sum_i h_i (w_i - Q_[a low, b high](w_i))^2    for each part with one scale
 

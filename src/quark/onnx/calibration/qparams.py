@@ -18,8 +18,7 @@ from quark.core.observers import OBSERVERS, Observer
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import QParams, quantize
-from quark.core.scale_types import ScaleType
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import NonFiniteError, QuarkError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import dims

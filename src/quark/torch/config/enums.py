@@ -8,7 +8,7 @@ import torch
 
 from quark.core import dtypes
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleType
+from quark.core.spec import ScaleType
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 
 __all__ = [

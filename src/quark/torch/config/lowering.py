@@ -18,8 +18,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
-from quark.core.spec import LayerSpec, Learning, TensorSpec
+from quark.core.spec import LayerSpec, Learning, ScaleRule, ScaleType, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig, TensorConfigs
 from quark.torch.config.enums import Dtype, QSchemeType, TQTThresholdInitMeth, ZeroPointType

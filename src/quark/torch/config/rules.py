@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleType
+from quark.core.spec import ScaleType
 from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType
 
 MX_ELEMENTS = (Dtype.int8, Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)

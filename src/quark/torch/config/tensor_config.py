@@ -13,8 +13,7 @@ from typing import Any
 
 from quark.checked import checked, known_keys
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule, ScaleType
-from quark.core.spec import Learning
+from quark.core.spec import Learning, ScaleRule, ScaleType
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType
 from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_of_scheme

@@ -19,9 +19,8 @@ from torch import nn
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import FormatError, ShapeError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer

@@ -20,8 +20,7 @@ from torch import nn
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerGroup, PerTensor
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import (

@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from quark.core.granularity import PerGroup, PerTensor
 from quark.core.quantize import elementwise, quantize_elements
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
 from quark.core.solvers.importance import weighted_qparams
+from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import Job, Layer

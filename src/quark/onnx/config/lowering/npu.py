@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec
+from quark.core.spec import LayerSpec, ScaleType
 from quark.errors import ConfigError
 from quark.onnx.config.extra_options import value_of
 

@@ -18,9 +18,8 @@ from typing import Any
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleRule
-from quark.core.scale_types import ScaleType as CoreScale
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, TensorSpec
+from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType

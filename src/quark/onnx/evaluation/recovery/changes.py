@@ -12,8 +12,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.metrics import Comparison
 from quark.core.observers import OBSERVERS
-from quark.core.scale_types import ScaleType
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers

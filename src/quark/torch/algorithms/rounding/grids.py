@@ -15,11 +15,10 @@ import torch
 from quark.core.array import dtype_name
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import elementwise, quantize_elements
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
 from quark.core.solvers.importance import weighted_qparams
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 
 CONTINUOUS = (ScaleType.float, ScaleType.float32, ScaleType.float16, ScaleType.bfloat16)
 """Scale types fine enough to be fitted."""

@@ -6,8 +6,7 @@ from typing import Any
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from quark.core.scale_types import ScaleRule, ScaleType
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.core.spec import spec as make_spec
 from quark.errors import FormatError
 

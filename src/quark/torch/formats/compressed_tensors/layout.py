@@ -25,9 +25,8 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.packing import decode, encode, pack_bits, unpack_bits
 from quark.core.quantize import dequantize, quantize, recover_codes
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams, exp2, exponent
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.torch.formats.layout import Layout, Tensors
 
 E8M0 = ScaleType.float8_e8m0fnu

@@ -38,9 +38,8 @@ from quark.core.packing import (
 )
 from quark.core.quantize import dequantize, fake_quantize, quantize, recover_codes
 from quark.core.registry import Registry
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams, exp2, exponent
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
 from quark.torch.formats.layout import Layout, Tensors
 

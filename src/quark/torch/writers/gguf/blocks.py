@@ -22,9 +22,8 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.packing import decode, encode
 from quark.core.quantize import fake_quantize, quantize, recover_codes
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams, exp2, exponent
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.core.spec import spec as make_spec
 from quark.errors import NonFiniteError, ShapeError
 from quark.torch.formats.format import Format, only_weight

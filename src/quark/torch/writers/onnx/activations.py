@@ -28,9 +28,8 @@ from quark.core.array import to_numpy
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.rounding import RoundType
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NotSupportedError
 from quark.onnx_ops import block, live
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type

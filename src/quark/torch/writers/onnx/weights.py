@@ -26,9 +26,8 @@ from quark.core.array import to_numpy
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode, encode
-from quark.core.scale_types import ScaleType
 from quark.core.scales import QParams
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
