@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -83,14 +84,27 @@ TABLE: dict[str, tuple[dict[str, Any], str, str | None, str | None]] = {
 GIVEN = {"ch_axis": -1, "group_size": 32, "block_size": 16}
 
 
-def build(name: str, **options: Any) -> QTensorConfig:
+def shorthand(name: str, **options: Any) -> specs.DataTypeSpec:
     arguments = TABLE[name][0]
     required = {key: GIVEN[key] for key, default in arguments.items() if default is REQUIRED}
     if name == "Uint4PerChannelSpec":
         required["is_dynamic"] = False
-    config = getattr(specs, name)(**{**required, **options}).to_quantization_spec()
-    assert isinstance(config, QTensorConfig)
-    return config
+    made = getattr(specs, name)(**{**required, **options})
+    assert isinstance(made, specs.DataTypeSpec)
+    return made
+
+
+def build(name: str, **options: Any) -> QTensorConfig:
+    return shorthand(name, **options).to_quantization_spec()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_row_is_a_class_of_its_own(name: str) -> None:
+    made = shorthand(name)
+    kind = type(made)
+    assert (kind.__name__, kind.__qualname__, kind.__module__) == (name, name, specs.__name__)
+    assert kind.__doc__ and not kind.__doc__.startswith(f"{name}(")  # what a dataclass says of itself
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 @pytest.mark.parametrize("name", TABLE)

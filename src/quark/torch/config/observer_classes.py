@@ -1,16 +1,17 @@
 """The documented observer classes: nn.Module faces of core/observers.
 
 A face is a name: `observer` is the statistic in core's OBSERVERS and `family` the QSchemeType it belongs to.
-A class of one's own needs no more than these two:
+A class of one's own is one more row of the table below, wherever it stands:
 
-    class PerChannelEntropy(ObserverBase):
-        observer, family = "my_entropy", QSchemeType.per_channel  # "my_entropy" is in OBSERVERS
+    class PerChannelEntropy(ObserverBase, observer="my_entropy", family=QSchemeType.per_channel): ...
 """
+
+# ruff: noqa: D101 - the classes of the table have the docstrings of their statistics
 
 from __future__ import annotations
 
 from functools import singledispatch
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +23,36 @@ from quark.core.registry import Registry
 from quark.core.spec import Learning, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.enums import QSchemeType
+
+__all__ = [
+    "LSQObserver",
+    "ObserverBase",
+    "PerBlock2DMinMaxObserver",
+    "PerBlockBFPObserver",
+    "PerBlockMXBufferReuseObserver",
+    "PerBlockMXDiffsObserver",
+    "PerBlockMXObserver",
+    "PerChannelMinMaxObserver",
+    "PerChannelPowOf2MinMSEObserver",
+    "PerChannelPowOf2MinMaxObserver",
+    "PerChannelPowOf2NonOverflowObserver",
+    "PerGroupMinMaxObserver",
+    "PerTensorDistributionObserver",
+    "PerTensorEntropyObserver",
+    "PerTensorHistogramObserver",
+    "PerTensorHistogramObserverPro",
+    "PerTensorLayerwisePercentileObserver",
+    "PerTensorMSEObserver",
+    "PerTensorMinMaxObserver",
+    "PerTensorMovingAverageMinMaxObserver",
+    "PerTensorPercentileObserver",
+    "PerTensorPowOf2MinMSEObserver",
+    "PerTensorPowOf2MinMaxObserver",
+    "PerTensorPowOf2NonOverflowObserver",
+    "PlaceholderObserver",
+    "TQTObserver",
+    "UniformScalingObserver",
+]
 
 OBSERVER_CLASSES: Registry[type[ObserverBase]] = Registry("observer class")
 """Class name, as JSON stores it, -> class. Subclasses enter when they are defined."""
@@ -60,8 +91,26 @@ class ObserverBase(nn.Module):
         self.qspec = qspec
         self.statistic = OBSERVERS[self.observer](core_spec(qspec))
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+    def __init_subclass__(
+        cls,
+        observer: str | None = None,
+        family: QSchemeType | None = None,
+        learning: Learning | None = None,
+    ) -> None:
+        """Register the class under its name. What is not given is that of the class above.
+
+        Args:
+            observer: The statistic in core's OBSERVERS, which also says what it is.
+            family: The qscheme whose tensors it observes; None fits all of them.
+            learning: The scale is trained from what was observed, in this way.
+        """
+        super().__init_subclass__()
+        cls.observer = observer or cls.observer
+        cls.family = family or cls.family
+        cls.learning = learning or cls.learning
+        if cls.__doc__ is None and cls.observer in OBSERVERS:
+            of_family = "" if cls.family is None else f" {cls.family.value}"
+            cls.__doc__ = f"{cls.observer!r}{of_family}: {OBSERVERS[cls.observer].__doc__}"
         # Defined twice (a notebook cell run again): the last one counts.
         if cls.__name__ in OBSERVER_CLASSES:
             OBSERVER_CLASSES.unregister(cls.__name__)
@@ -86,150 +135,46 @@ class UniformScalingObserver(ObserverBase):
     """Base of the observers of evenly spaced codes."""
 
 
-class PlaceholderObserver(ObserverBase):
+class PlaceholderObserver(ObserverBase, observer="placeholder"):
     """For types without a scale: float16, bfloat16."""
 
-    observer = "placeholder"
 
-
-class PerTensorMinMaxObserver(UniformScalingObserver):
-    """Running minimum and maximum."""
-
-    family = _TENSOR
-
-
-class PerTensorMovingAverageMinMaxObserver(UniformScalingObserver):
-    """Mean of the batches' minima and maxima."""
-
-    observer, family = "moving_average", _TENSOR
-
-
-class PerTensorPercentileObserver(UniformScalingObserver):
-    """Cuts a share of outliers."""
-
-    observer, family = "percentile", _TENSOR
-
-
-class PerTensorLayerwisePercentileObserver(UniformScalingObserver):
-    """Of a few percentiles the one with the least error."""
-
-    observer, family = "layerwise_percentile", _TENSOR
-
-
-class PerTensorDistributionObserver(UniformScalingObserver):
-    """Mean and deviation, cut where a normal distribution loses least."""
-
-    observer, family = "distribution", _TENSOR
-
-
-class PerTensorMSEObserver(UniformScalingObserver):
-    """Least squared error over shrunken ranges."""
-
-    observer, family = "mse", _TENSOR
-
-
-class PerTensorHistogramObserver(UniformScalingObserver):
-    """Least squared error with both ends free."""
-
-    observer, family = "histogram", _TENSOR
-
-
-class PerTensorHistogramObserverPro(PerTensorHistogramObserver):
-    """The same statistic as PerTensorHistogramObserver."""
-
-
-class PerTensorEntropyObserver(UniformScalingObserver):
-    """Least Kullback-Leibler divergence."""
-
-    observer, family = "entropy", _TENSOR
-
-
-class PerTensorPowOf2MinMaxObserver(UniformScalingObserver):
-    """Nearest power of two of the min-max scale."""
-
-    observer, family = "pof2_min_max", _TENSOR
-
-
-class PerTensorPowOf2MinMSEObserver(UniformScalingObserver):
-    """Power of two with the least squared error."""
-
-    observer, family = "pof2_min_mse", _TENSOR
-
-
-class PerTensorPowOf2NonOverflowObserver(UniformScalingObserver):
-    """Smallest power of two at which nothing clips."""
-
-    observer, family = "pof2_non_overflow", _TENSOR
-
-
-class PerChannelMinMaxObserver(UniformScalingObserver):
-    """Running minimum and maximum of each channel."""
-
-    family = _CHANNEL
-
-
-class PerChannelPowOf2MinMaxObserver(UniformScalingObserver):
-    """Nearest power of two of each channel's min-max scale."""
-
-    observer, family = "pof2_min_max", _CHANNEL
-
-
-class PerChannelPowOf2MinMSEObserver(UniformScalingObserver):
-    """Power of two with the least squared error, for each channel."""
-
-    observer, family = "pof2_min_mse", _CHANNEL
-
-
-class PerChannelPowOf2NonOverflowObserver(UniformScalingObserver):
-    """Smallest power of two at which nothing clips, for each channel."""
-
-    observer, family = "pof2_non_overflow", _CHANNEL
-
-
-class PerGroupMinMaxObserver(UniformScalingObserver):
-    """Running minimum and maximum of each group."""
-
-    family = _GROUP
-
-
-class PerBlock2DMinMaxObserver(UniformScalingObserver):
-    """Running minimum and maximum of each tile of the last two axes."""
-
-    family = QSchemeType.per_block
-
-
-class PerBlockMXObserver(ObserverBase):
-    """Largest magnitude of each block."""
-
-    observer, family = "block", _GROUP
-
-
-class PerBlockMXBufferReuseObserver(PerBlockMXObserver):
-    """The same statistic as PerBlockMXObserver."""
-
-
-class PerBlockMXDiffsObserver(ObserverBase):
-    """Ceil exponent or the one below, whichever has the lower error."""
-
-    observer, family = "mx_diffs", _GROUP
-
-
-class PerBlockBFPObserver(ObserverBase):
-    """Largest magnitude of each block, for BFP16."""
-
-    observer, family = "block", _GROUP
-
-
-class LSQObserver(UniformScalingObserver):
+# A table: a class a line. The first of a statistic and a family is the one that core specs become.
+# fmt: off
+class PerTensorMinMaxObserver(UniformScalingObserver, observer="min_max", family=_TENSOR): ...
+class PerTensorMovingAverageMinMaxObserver(UniformScalingObserver, observer="moving_average", family=_TENSOR): ...
+class PerTensorPercentileObserver(UniformScalingObserver, observer="percentile", family=_TENSOR): ...
+class PerTensorLayerwisePercentileObserver(UniformScalingObserver, observer="layerwise_percentile", family=_TENSOR): ...
+class PerTensorDistributionObserver(UniformScalingObserver, observer="distribution", family=_TENSOR): ...
+class PerTensorMSEObserver(UniformScalingObserver, observer="mse", family=_TENSOR): ...
+class PerTensorHistogramObserver(UniformScalingObserver, observer="histogram", family=_TENSOR): ...
+class PerTensorHistogramObserverPro(PerTensorHistogramObserver): ...
+class PerTensorEntropyObserver(UniformScalingObserver, observer="entropy", family=_TENSOR): ...
+class PerTensorPowOf2MinMaxObserver(UniformScalingObserver, observer="pof2_min_max", family=_TENSOR): ...
+class PerTensorPowOf2MinMSEObserver(UniformScalingObserver, observer="pof2_min_mse", family=_TENSOR): ...
+class PerTensorPowOf2NonOverflowObserver(UniformScalingObserver, observer="pof2_non_overflow", family=_TENSOR): ...
+
+class PerChannelMinMaxObserver(UniformScalingObserver, observer="min_max", family=_CHANNEL): ...
+class PerChannelPowOf2MinMaxObserver(UniformScalingObserver, observer="pof2_min_max", family=_CHANNEL): ...
+class PerChannelPowOf2MinMSEObserver(UniformScalingObserver, observer="pof2_min_mse", family=_CHANNEL): ...
+class PerChannelPowOf2NonOverflowObserver(UniformScalingObserver, observer="pof2_non_overflow", family=_CHANNEL): ...
+
+class PerGroupMinMaxObserver(UniformScalingObserver, observer="min_max", family=_GROUP): ...
+class PerBlock2DMinMaxObserver(UniformScalingObserver, observer="min_max", family=QSchemeType.per_block): ...
+
+class PerBlockMXObserver(ObserverBase, observer="block", family=_GROUP): ...
+class PerBlockMXBufferReuseObserver(PerBlockMXObserver): ...
+class PerBlockMXDiffsObserver(ObserverBase, observer="mx_diffs", family=_GROUP): ...
+class PerBlockBFPObserver(ObserverBase, observer="block", family=_GROUP): ...
+# fmt: on
+
+
+class LSQObserver(UniformScalingObserver, observer="mean_magnitude", learning=Learning.lsq):
     """Learned step size: where training starts; of any granularity."""
 
-    observer, learning = "mean_magnitude", Learning.lsq
 
-
-class TQTObserver(UniformScalingObserver):
+class TQTObserver(UniformScalingObserver, observer="three_sigma", family=_TENSOR, learning=Learning.tqt):
     """Trained quantization threshold: where training starts, unless a `TQTSpec` says otherwise."""
-
-    observer, family, learning = "three_sigma", _TENSOR, Learning.tqt
 
 
 def observer_class(name: str, split: Granularity) -> type[ObserverBase]:

@@ -1,7 +1,7 @@
 """The documented shorthand specs: `Int8PerTensorSpec().to_quantization_spec()` is a QTensorConfig.
 
-A family holds the arguments; a class is a dtype, and the defaults that differ. Argument names, order and
-defaults are the documented system's, uneven as they are: code gives them by position.
+A family holds the arguments; a class is a row of the table below: a family, a dtype, and the defaults that differ.
+Argument names, order and defaults are the documented system's, uneven as they are: code gives them by position.
 """
 
 # ruff: noqa: D101, N801 - the names are the documented ones, and say what the classes are
@@ -20,6 +20,54 @@ from quark.errors import ConfigError, did_you_mean
 from quark.torch.config import observer_classes as obs
 from quark.torch.config.enums import Dtype, TQTThresholdInitMeth
 from quark.torch.config.tensor_config import QTensorConfig
+
+__all__ = [
+    "AmdFP4Spec",
+    "BFP16Spec",
+    "Bfloat16Spec",
+    "DataTypeSpec",
+    "FP4PerGroupSpec",
+    "FP6E2M3PerGroupSpec",
+    "FP6E3M2PerGroupSpec",
+    "FP8E4M3PerChannelSpec",
+    "FP8E4M3PerGroupSpec",
+    "FP8E4M3PerTensorSpec",
+    "FP8E5M2PerChannelSpec",
+    "FP8E5M2PerGroupSpec",
+    "FP8E5M2PerTensorSpec",
+    "FP8E5M3PerTensorSpec",
+    "Float16Spec",
+    "Int2PerGroupSpec",
+    "Int3PerChannelSpec",
+    "Int3PerGroupSpec",
+    "Int4PerChannelSpec",
+    "Int4PerGroupSpec",
+    "Int4PerTensorSpec",
+    "Int8PerChannelSpec",
+    "Int8PerGroupSpec",
+    "Int8PerTensorSpec",
+    "MX6Spec",
+    "MX9Spec",
+    "OCP_MXFP4DiffsSpec",
+    "OCP_MXFP4Spec",
+    "OCP_MXFP6E2M3Spec",
+    "OCP_MXFP6E3M2Spec",
+    "OCP_MXFP8E4M3Spec",
+    "OCP_MXFP8E5M2Spec",
+    "OCP_MXINT8Spec",
+    "OCP_MXSpec",
+    "ProgressiveSpec",
+    "QATSpec",
+    "ScaleQuantSpec",
+    "TQTSpec",
+    "TwoStageSpec",
+    "Uint4PerChannelSpec",
+    "Uint4PerGroupSpec",
+    "Uint4PerTensorSpec",
+    "Uint8PerChannelSpec",
+    "Uint8PerGroupSpec",
+    "Uint8PerTensorSpec",
+]
 
 T = TypeVar("T")
 Fixed = Mapping[str, Any]
@@ -42,12 +90,31 @@ def _spec(cls: type[T]) -> type[T]:
     return checked(dataclass(frozen=True)(cls))
 
 
+@dataclass_transform(frozen_default=True)
 @_spec
 class DataTypeSpec:
     """Base of the shorthand specs."""
 
     dtype: ClassVar[Dtype]
     fixed: ClassVar[Fixed] = {}
+
+    def __init_subclass__(cls, dtype: Dtype | None = None, **defaults: Any) -> None:
+        """Make a checked dataclass of a family or of a row of the table.
+
+        Args:
+            dtype: Of a row: its element type; a family has none.
+            **defaults: Fields of the family whose default is another one here.
+        """
+        super().__init_subclass__()
+        if dtype is not None:
+            cls.dtype = dtype
+            cls.__doc__ = cls.__doc__ or f"{dtype.name}: {cls.__mro__[1].__doc__}"
+        # A dataclass takes a default from a class attribute that is annotated in the class itself.
+        types = {field.name: field.type for field in dataclasses.fields(cls) if field.name in defaults}
+        cls.__annotations__ = {**cls.__annotations__, **types}
+        for name, value in defaults.items():
+            setattr(cls, name, value)
+        _spec(cls)
 
     def to_quantization_spec(self) -> QTensorConfig:
         """The full config."""
@@ -72,8 +139,9 @@ class DataTypeSpec:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
 
 
-@_spec
 class _PerTensor(DataTypeSpec):
+    """One scale for the tensor."""
+
     fixed: ClassVar[Fixed] = {"qscheme": "per_tensor"}
     observer_method: str | None = "min_max"
     symmetric: bool | None = True
@@ -82,8 +150,18 @@ class _PerTensor(DataTypeSpec):
     is_dynamic: bool | None = False
 
 
-@_spec
+class _FP8PerTensor(DataTypeSpec):
+    """One scale for the tensor, which is always symmetric and rounded half to even."""
+
+    fixed: ClassVar[Fixed] = {"qscheme": "per_tensor", "symmetric": True, "round_method": "half_even"}
+    observer_method: str | None = "min_max"
+    scale_type: str | None = None
+    is_dynamic: bool | None = False
+
+
 class _PerChannel(DataTypeSpec):
+    """A scale for each index of the axis `ch_axis`."""
+
     fixed: ClassVar[Fixed] = {"qscheme": "per_channel", "observer_cls": obs.PerChannelMinMaxObserver}
     ch_axis: int
     symmetric: bool | None = True
@@ -95,8 +173,9 @@ class _PerChannel(DataTypeSpec):
 _GROUP: Fixed = {"qscheme": "per_group", "observer_cls": obs.PerGroupMinMaxObserver}
 
 
-@_spec
 class _PerGroup(DataTypeSpec):
+    """A scale for each `group_size` values along the axis `ch_axis`."""
+
     fixed: ClassVar[Fixed] = _GROUP
     ch_axis: int
     group_size: int
@@ -106,9 +185,8 @@ class _PerGroup(DataTypeSpec):
     is_dynamic: bool | None = False
 
 
-@_spec
 class _PerGroup4Bit(DataTypeSpec):
-    """The group family of int4 and uint4, whose is_dynamic comes earlier."""
+    """A scale for each `group_size` values along the axis `ch_axis`; `is_dynamic` comes earlier."""
 
     fixed: ClassVar[Fixed] = _GROUP
     ch_axis: int
@@ -119,14 +197,6 @@ class _PerGroup4Bit(DataTypeSpec):
     round_method: str | None = "half_even"
 
 
-@_spec
-class _FP8PerTensor(DataTypeSpec):
-    fixed: ClassVar[Fixed] = {"qscheme": "per_tensor", "symmetric": True, "round_method": "half_even"}
-    observer_method: str | None = "min_max"
-    scale_type: str | None = None
-    is_dynamic: bool | None = False
-
-
 _BLOCK: Fixed = {
     "qscheme": "per_group",
     "observer_cls": obs.PerBlockMXObserver,
@@ -135,8 +205,9 @@ _BLOCK: Fixed = {
 }
 
 
-@_spec
 class _FloatGroup(DataTypeSpec):
+    """A scale for each `group_size` values along the axis `ch_axis`, itself of the type `scale_format`."""
+
     fixed: ClassVar[Fixed] = _BLOCK
     ch_axis: int
     group_size: int
@@ -145,9 +216,8 @@ class _FloatGroup(DataTypeSpec):
     is_dynamic: bool | None = True
 
 
-@_spec
 class OCP_MXSpec(DataTypeSpec):
-    """Base of OCP MX: groups of 32 under an E8M0 scale."""
+    """OCP MX: groups of 32 along the axis `ch_axis` under an E8M0 scale."""
 
     fixed: ClassVar[Fixed] = {**_BLOCK, "group_size": 32, "scale_format": "e8m0"}
     ch_axis: int
@@ -155,130 +225,75 @@ class OCP_MXSpec(DataTypeSpec):
     scale_calculation_mode: str | None = "even"
 
 
-@_spec
 class _MicroExponent(DataTypeSpec):
+    """Blocks of `block_size` values under a shared exponent, with a shift of one bit for each pair."""
+
     ch_axis: int
     block_size: int
     scale_calculation_mode: str | None = "even"
 
 
-@_spec
-class Uint4PerTensorSpec(_PerTensor):
-    dtype = Dtype.uint4
-    symmetric: bool | None = False
+class _Cast(DataTypeSpec):
+    """A cast, without a scale."""
+
+    fixed: ClassVar[Fixed] = {"observer_cls": obs.PlaceholderObserver}
 
 
-@_spec
-class Uint4PerChannelSpec(_PerChannel):
-    """`is_dynamic` must be given."""
+# A table: a class a line.
+# fmt: off
+class Uint4PerTensorSpec(_PerTensor, dtype=Dtype.uint4, symmetric=False): ...
+class Int4PerTensorSpec(_PerTensor, dtype=Dtype.int4): ...
+class Uint8PerTensorSpec(_PerTensor, dtype=Dtype.uint8, symmetric=False): ...
+class Int8PerTensorSpec(_PerTensor, dtype=Dtype.int8): ...
+class FP8E5M2PerTensorSpec(_PerTensor, dtype=Dtype.fp8_e5m2): ...
+class FP8E4M3PerTensorSpec(_FP8PerTensor, dtype=Dtype.fp8_e4m3): ...
+class FP8E5M3PerTensorSpec(_FP8PerTensor, dtype=Dtype.fp8_e5m3): ...
 
-    dtype = Dtype.uint4
-    symmetric: bool | None = False
-    is_dynamic: bool | None = None
+class Int3PerChannelSpec(_PerChannel, dtype=Dtype.int3, symmetric=False): ...
+class Int4PerChannelSpec(_PerChannel, dtype=Dtype.int4): ...
+class Uint8PerChannelSpec(_PerChannel, dtype=Dtype.uint8): ...
+class Int8PerChannelSpec(_PerChannel, dtype=Dtype.int8, symmetric=False): ...
+class FP8E4M3PerChannelSpec(_PerChannel, dtype=Dtype.fp8_e4m3): ...
+class FP8E5M2PerChannelSpec(_PerChannel, dtype=Dtype.fp8_e5m2): ...
+
+class Int2PerGroupSpec(_PerGroup, dtype=Dtype.int2): ...
+class Int3PerGroupSpec(_PerGroup, dtype=Dtype.int3): ...
+class Uint4PerGroupSpec(_PerGroup4Bit, dtype=Dtype.uint4, symmetric=False): ...
+class Int4PerGroupSpec(_PerGroup4Bit, dtype=Dtype.int4): ...
+class Uint8PerGroupSpec(_PerGroup, dtype=Dtype.uint8, symmetric=False): ...
+class Int8PerGroupSpec(_PerGroup, dtype=Dtype.int8): ...
+class FP6E2M3PerGroupSpec(_FloatGroup, dtype=Dtype.fp6_e2m3): ...
+class FP6E3M2PerGroupSpec(_FloatGroup, dtype=Dtype.fp6_e3m2): ...
+class FP8E4M3PerGroupSpec(_FloatGroup, dtype=Dtype.fp8_e4m3): ...
+class FP8E5M2PerGroupSpec(_FloatGroup, dtype=Dtype.fp8_e5m2): ...
+
+class OCP_MXFP4Spec(OCP_MXSpec, dtype=Dtype.fp4): ...
+class OCP_MXFP6E2M3Spec(OCP_MXSpec, dtype=Dtype.fp6_e2m3): ...
+class OCP_MXFP6E3M2Spec(OCP_MXSpec, dtype=Dtype.fp6_e3m2): ...
+class OCP_MXFP8E4M3Spec(OCP_MXSpec, dtype=Dtype.fp8_e4m3): ...
+class OCP_MXFP8E5M2Spec(OCP_MXSpec, dtype=Dtype.fp8_e5m2): ...
+class MX6Spec(_MicroExponent, dtype=Dtype.mx6): ...
+class MX9Spec(_MicroExponent, dtype=Dtype.mx9): ...
+class Float16Spec(_Cast, dtype=Dtype.float16): ...
+class Bfloat16Spec(_Cast, dtype=Dtype.bfloat16): ...
+# fmt: on
+
+
+class Uint4PerChannelSpec(_PerChannel, dtype=Dtype.uint4, symmetric=False, is_dynamic=None):
+    """uint4: a scale for each index of the axis `ch_axis`. `is_dynamic` must be given."""
+
     zero_point_type: str | None = "int32"
 
 
-@_spec
-class Uint4PerGroupSpec(_PerGroup4Bit):
-    dtype = Dtype.uint4
-    symmetric: bool = False
+class FP4PerGroupSpec(_FloatGroup, dtype=Dtype.fp4):
+    """fp4: a scale for each `group_size` values along the axis `ch_axis`, itself of the type `scale_format`."""
 
-
-class Int3PerGroupSpec(_PerGroup):
-    dtype = Dtype.int3
-
-
-@_spec
-class Int3PerChannelSpec(_PerChannel):
-    dtype = Dtype.int3
-    symmetric: bool | None = False
-
-
-class Int2PerGroupSpec(_PerGroup):
-    dtype = Dtype.int2
-
-
-class Int4PerTensorSpec(_PerTensor):
-    dtype = Dtype.int4
-
-
-class Int4PerChannelSpec(_PerChannel):
-    dtype = Dtype.int4
-
-
-class Int4PerGroupSpec(_PerGroup4Bit):
-    dtype = Dtype.int4
-
-
-@_spec
-class Uint8PerTensorSpec(_PerTensor):
-    dtype = Dtype.uint8
-    symmetric: bool | None = False
-
-
-class Uint8PerChannelSpec(_PerChannel):
-    dtype = Dtype.uint8
-
-
-@_spec
-class Uint8PerGroupSpec(_PerGroup):
-    dtype = Dtype.uint8
-    symmetric: bool | None = False
-
-
-class Int8PerTensorSpec(_PerTensor):
-    dtype = Dtype.int8
-
-
-@_spec
-class Int8PerChannelSpec(_PerChannel):
-    dtype = Dtype.int8
-    symmetric: bool | None = False
-
-
-class Int8PerGroupSpec(_PerGroup):
-    dtype = Dtype.int8
-
-
-class FP8E4M3PerTensorSpec(_FP8PerTensor):
-    dtype = Dtype.fp8_e4m3
-
-
-class FP8E5M3PerTensorSpec(_FP8PerTensor):
-    dtype = Dtype.fp8_e5m3
-
-
-class FP8E4M3PerChannelSpec(_PerChannel):
-    dtype = Dtype.fp8_e4m3
-
-
-class FP8E4M3PerGroupSpec(_FloatGroup):
-    dtype = Dtype.fp8_e4m3
-
-
-class FP8E5M2PerTensorSpec(_PerTensor):
-    dtype = Dtype.fp8_e5m2
-
-
-class FP8E5M2PerChannelSpec(_PerChannel):
-    dtype = Dtype.fp8_e5m2
-
-
-class FP8E5M2PerGroupSpec(_FloatGroup):
-    dtype = Dtype.fp8_e5m2
-
-
-@_spec
-class FP4PerGroupSpec(_FloatGroup):
-    dtype = Dtype.fp4
     scale_type: str | None = "float"
 
 
-@_spec
-class AmdFP4Spec(DataTypeSpec):
+class AmdFP4Spec(DataTypeSpec, dtype=Dtype.fp4):
     """FP4 groups of 16 or 32 under an E5M3 scale."""
 
-    dtype = Dtype.fp4
     fixed: ClassVar[Fixed] = {**_BLOCK, "scale_type": "float8_e5m3", "scale_format": "e5m3"}
     ch_axis: int
     group_size: int
@@ -290,73 +305,21 @@ class AmdFP4Spec(DataTypeSpec):
         return DataTypeSpec.to_quantization_spec(self)
 
 
-class FP6E2M3PerGroupSpec(_FloatGroup):
-    dtype = Dtype.fp6_e2m3
-
-
-class FP6E3M2PerGroupSpec(_FloatGroup):
-    dtype = Dtype.fp6_e3m2
-
-
-class Float16Spec(DataTypeSpec):
-    dtype = Dtype.float16
-    fixed: ClassVar[Fixed] = {"observer_cls": obs.PlaceholderObserver}
-
-
-class Bfloat16Spec(DataTypeSpec):
-    dtype = Dtype.bfloat16
-    fixed: ClassVar[Fixed] = {"observer_cls": obs.PlaceholderObserver}
-
-
-class OCP_MXFP8E4M3Spec(OCP_MXSpec):
-    dtype = Dtype.fp8_e4m3
-
-
-class OCP_MXFP8E5M2Spec(OCP_MXSpec):
-    dtype = Dtype.fp8_e5m2
-
-
-class OCP_MXFP6E3M2Spec(OCP_MXSpec):
-    dtype = Dtype.fp6_e3m2
-
-
-class OCP_MXFP6E2M3Spec(OCP_MXSpec):
-    dtype = Dtype.fp6_e2m3
-
-
-class OCP_MXFP4Spec(OCP_MXSpec):
-    dtype = Dtype.fp4
-
-
-class OCP_MXINT8Spec(OCP_MXSpec):
+class OCP_MXINT8Spec(OCP_MXSpec, dtype=Dtype.mx):
     """`is_dynamic` is accepted; the format itself decides: weights static, activations dynamic."""
 
-    dtype = Dtype.mx
     fixed: ClassVar[Fixed] = {"group_size": 32, "mx_element_dtype": "int8"}
 
 
-@_spec
-class OCP_MXFP4DiffsSpec(OCP_MXSpec):
+class OCP_MXFP4DiffsSpec(OCP_MXSpec, dtype=Dtype.fp4, is_dynamic=False):
     """MXFP4 whose exponent is chosen by error: the ceil exponent or the one below."""
 
-    dtype = Dtype.fp4
     fixed: ClassVar[Fixed] = {**OCP_MXSpec.fixed, "observer_cls": obs.PerBlockMXDiffsObserver}
-    is_dynamic: bool | None = False
 
 
-class MX6Spec(_MicroExponent):
-    dtype = Dtype.mx6
-
-
-class MX9Spec(_MicroExponent):
-    dtype = Dtype.mx9
-
-
-@_spec
-class BFP16Spec(DataTypeSpec):
+class BFP16Spec(DataTypeSpec, dtype=Dtype.bfp16):
     """Blocks of 8 with 8-bit mantissas."""
 
-    dtype = Dtype.bfp16
     fixed: ClassVar[Fixed] = {"group_size": 8}
     ch_axis: int
     scale_calculation_mode: str | None = "even"
