@@ -17,6 +17,25 @@ from quark.checked import checked, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, FormatError
 
+__all__ = [
+    "AWQConfig",
+    "AlgoConfig",
+    "AutoRoundConfig",
+    "AutoSmoothQuantConfig",
+    "GPTAQConfig",
+    "GPTQConfig",
+    "ImportanceScaleConfig",
+    "OnlineRotationConfig",
+    "PreQuantOptConfig",
+    "QronosConfig",
+    "QuaRotConfig",
+    "RotationConfig",
+    "SVDQuantConfig",
+    "SmoothQuantConfig",
+    "load_pre_optimization_config_from_file",
+    "load_quant_algo_config_from_file",
+]
+
 Layers = list[dict[str, Any]]
 Modules = list[str]
 

@@ -25,6 +25,13 @@ from quark.torch.config.enums import (
 )
 from quark.torch.config.tensor_config import QTensorConfig
 
+__all__ = [
+    "Config",
+    "QConfig",
+    "QLayerConfig",
+    "QuantizationConfig",
+]
+
 SELECTORS = ("@output_head", "@router", "@non_text")
 """Entries of `exclude` that name a role instead of a pattern; they may match nothing."""
 

@@ -7,6 +7,13 @@ from typing import Any
 
 from quark.errors import NotSupportedError
 
+__all__ = [
+    "ExporterConfig",
+    "JsonExporterConfig",
+    "OnnxExporterConfig",
+    "QuantConfigParser",
+]
+
 
 @dataclass(frozen=True)
 class JsonExporterConfig:

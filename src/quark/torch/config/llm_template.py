@@ -21,6 +21,10 @@ from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.config.tensor_config import QTensorConfig
 
+__all__ = [
+    "LLMTemplate",
+]
+
 _NAMES = (
     "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "
     "gemma3 gemma3_text gemma4 gemma4_unified glm4_moe glm4_moe_lite glm_moe_dsa glm5_next gptj gpt_oss "

@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 
+__all__ = [
+    "DeQuantStub",
+    "QuantStub",
+]
+
 _LIBRARY = torch.library.Library("quark_quant", "DEF")  # type: ignore[no-untyped-call]
 
 

@@ -1,5 +1,3 @@
 """Address of RuntimeOptions."""
 
-from quark.torch.config.not_supported import RuntimeOptions
-
-__all__ = ["RuntimeOptions"]
+from quark.torch.config.not_supported import RuntimeOptions as RuntimeOptions

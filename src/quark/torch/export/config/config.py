@@ -1,5 +1,3 @@
 """Address: the documented path of the export configs."""
 
-from quark.torch.config.export_config import ExporterConfig, JsonExporterConfig, OnnxExporterConfig
-
-__all__ = ["ExporterConfig", "JsonExporterConfig", "OnnxExporterConfig"]
+from quark.torch.config.export_config import *

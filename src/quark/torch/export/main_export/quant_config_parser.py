@@ -1,5 +1,3 @@
 """Address: where transformers looks for QuantConfigParser."""
 
-from quark.torch.config.export_config import QuantConfigParser
-
-__all__ = ["QuantConfigParser"]
+from quark.torch.config.export_config import QuantConfigParser as QuantConfigParser

@@ -1,7 +1,3 @@
 """Address of LLMTemplate."""
 
-from quark.torch.config.llm_template import LLMTemplate
-
-__all__ = [
-    "LLMTemplate",
-]
+from quark.torch.config.llm_template import *

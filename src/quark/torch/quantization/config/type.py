@@ -1,25 +1,3 @@
 """Address of the enums."""
 
-from quark.torch.config.enums import (
-    DeviceType,
-    Dtype,
-    QSchemeType,
-    QuantFlow,
-    QuantizationMode,
-    RoundType,
-    ScaleType,
-    TQTThresholdInitMeth,
-    ZeroPointType,
-)
-
-__all__ = [
-    "DeviceType",
-    "Dtype",
-    "QSchemeType",
-    "QuantFlow",
-    "QuantizationMode",
-    "RoundType",
-    "ScaleType",
-    "TQTThresholdInitMeth",
-    "ZeroPointType",
-]
+from quark.torch.config.enums import *

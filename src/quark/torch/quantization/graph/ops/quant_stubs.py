@@ -1,8 +1,3 @@
 """Address of QuantStub and DeQuantStub. The code is in quark.torch.graph.stubs."""
 
-from quark.torch.graph.stubs import DeQuantStub, QuantStub
-
-__all__ = [
-    "DeQuantStub",
-    "QuantStub",
-]
+from quark.torch.graph.stubs import *
