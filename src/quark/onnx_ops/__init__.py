@@ -7,10 +7,12 @@ from quark.onnx_ops.live import live
 from quark.onnx_ops.nodes import add_function_node
 from quark.onnx_ops.operators import (
     ATTRIBUTES,
+    BFP_FORMATS,
     BLOCK_OPSET,
     DOMAIN,
     LINEAR_TYPES,
     MINIMUM_IR,
+    MX_ELEMENTS,
     VERSION,
     Operator,
     block,
@@ -20,10 +22,12 @@ from quark.onnx_ops.operators import (
 
 __all__ = [
     "ATTRIBUTES",
+    "BFP_FORMATS",
     "BLOCK_OPSET",
     "DOMAIN",
     "LINEAR_TYPES",
     "MINIMUM_IR",
+    "MX_ELEMENTS",
     "VERSION",
     "Operator",
     "add_function_node",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from quark.core.dtypes import DTYPES, MICRO_EXPONENT
+from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleRule, TensorSpec
@@ -44,6 +44,23 @@ ATTRIBUTES: dict[str, dict[str, int | str]] = {
     ANY: {"axis": -1, "block_size": 32},
 }
 """Operator -> attributes and their defaults."""
+
+BFP_FORMATS = {
+    "bfp16": ("to_bfp", 16),
+    "mx4": ("to_bfp_prime", 11),
+    "mx6": ("to_bfp_prime", 13),
+    "mx9": ("to_bfp_prime", 16),
+}
+"""Element type -> its (bfp_method, bit_width): a code and the 8 bits of the exponent that a block shares."""
+MX_ELEMENTS = {
+    "fp8_e5m2": "fp8_e5m2",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp6_e3m2": "fp6_e3m2",
+    "fp6_e2m3": "fp6_e2m3",
+    "fp4_e2m1": "fp4_e2m1",
+    "mxint8": "int8",
+}
+"""Element type -> its element_dtype."""
 
 ROUNDING_MODES = {RoundType.round: 0, RoundType.half_even: 2}
 """Those of the documented operators."""
@@ -93,20 +110,19 @@ def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -
     split: dict[str, int | str] = {"axis": axis, "block_size": size}
     inner = behind(spec.granularity, shape)
     view = "" if inner is None else f"_{size}x{inner}"
-    micro = dtype.name == "bfp16" or dtype.name in MICRO_EXPONENT
-    rule = ScaleRule.floor if micro else spec.scale_rule
+    is_bfp = dtype.name in BFP_FORMATS
+    rule = ScaleRule.floor if is_bfp else spec.scale_rule
     body = block_body(dtype, spec.rounding, opset, size, inner, rule)
-    element = "int8" if dtype.name == "mxint8" else dtype.name
     if rule is not ScaleRule.floor or spec.rounding not in ROUNDING_MODES:
         # The documented operators know neither: a registered library must not take such a node.
         return Operator(ANY, f"{dtype}_{rule.value}_{spec.rounding.name}{view}", body, split)
     mode = ROUNDING_MODES[spec.rounding]
     attributes = {**split, "rounding_mode": mode}
-    if micro:
-        method = "to_bfp" if dtype.name == "bfp16" else "to_bfp_prime"
-        bits = 8 + dtype.bits
+    if is_bfp:
+        method, bits = BFP_FORMATS[dtype.name]
         overload = f"{method}_{bits}_{mode}{view}"
         return Operator(BFP, overload, body, {"bfp_method": method, "bit_width": bits, **attributes})
+    element = MX_ELEMENTS[dtype.name]
     return Operator(MX, f"{element}_{mode}{view}", body, {"element_dtype": element, **attributes})
 
 

@@ -1,4 +1,4 @@
-"""Tensor specs: QTensorConfig, the `*Spec` classes that are its rows of defaults, and the data types they name."""
+"""Tensor specs: QTensorConfig, the `*Spec` classes, which are its rows of defaults, and the data types they name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from quark.checked import checked, known_keys, member
+from quark.core.dtypes import DTYPES
 from quark.core.registry import Registry
 from quark.errors import ConfigError
 from quark.onnx.config.enums import CalibMethod, QuantGranularity, ScaleType
@@ -86,45 +87,42 @@ class DataType:
 
 
 DATA_TYPES: Registry[DataType] = Registry("data type")
-for _name, _core, _block in [
-    ("Int4", "int4", 0),
-    ("UInt4", "uint4", 0),
-    ("Int8", "int8", 0),
-    ("UInt8", "uint8", 0),
-    ("Int16", "int16", 0),
-    ("UInt16", "uint16", 0),
-    ("Int32", "int32", 0),
-    ("UInt32", "uint32", 0),
-    ("Float16", "float16", 0),
-    ("BFloat16", "bfloat16", 0),
-    ("BFP16", "bfp16", 8),
-    ("MX4", "mx4", 16),
-    ("MX6", "mx6", 16),
-    ("MX9", "mx9", 16),
-    ("MXFP4E2M1", "fp4_e2m1", 32),
-    ("MXFP6E3M2", "fp6_e3m2", 32),
-    ("MXFP6E2M3", "fp6_e2m3", 32),
-    ("MXFP8E5M2", "fp8_e5m2", 32),
-    ("MXFP8E4M3", "fp8_e4m3", 32),
-    ("MXInt8", "mxint8", 32),
-]:
-    DATA_TYPES.register(_name, DataType(_name, _core, _block))
+OCP_BLOCK = 32
+"""Block length of the MX formats whose elements are types of their own."""
+
+
+def _data_type(name: str, core: str = "") -> DataType:
+    """Register a data type; its row of core/dtypes.py has the same name in lower case unless it is given."""
+    row = DTYPES[core or name.lower()]
+    block = OCP_BLOCK if name.startswith("MXFP") else row.block
+    return DATA_TYPES.register(name, DataType(name, row.name, block))
+
+
+Int4 = _data_type("Int4")
+UInt4 = _data_type("UInt4")
+Int8 = _data_type("Int8")
+UInt8 = _data_type("UInt8")
+Int16 = _data_type("Int16")
+UInt16 = _data_type("UInt16")
+Int32 = _data_type("Int32")
+UInt32 = _data_type("UInt32")
+Float16 = _data_type("Float16")
+BFloat16 = _data_type("BFloat16")
+BFP16 = _data_type("BFP16")
+MX4 = _data_type("MX4")
+MX6 = _data_type("MX6")
+MX9 = _data_type("MX9")
+MXFP4E2M1 = _data_type("MXFP4E2M1", "fp4_e2m1")
+MXFP6E3M2 = _data_type("MXFP6E3M2", "fp6_e3m2")
+MXFP6E2M3 = _data_type("MXFP6E2M3", "fp6_e2m3")
+MXFP8E5M2 = _data_type("MXFP8E5M2", "fp8_e5m2")
+MXFP8E4M3 = _data_type("MXFP8E4M3", "fp8_e4m3")
+MXInt8 = _data_type("MXInt8")
 
 
 def parse_data_type(name: str) -> DataType | None:
     """The data type of this name, or None."""
     return next((kind for kind in DATA_TYPES.values() if kind.name == name), None)
-
-
-Int4, UInt4 = DATA_TYPES["Int4"], DATA_TYPES["UInt4"]
-Int8, UInt8 = DATA_TYPES["Int8"], DATA_TYPES["UInt8"]
-Int16, UInt16 = DATA_TYPES["Int16"], DATA_TYPES["UInt16"]
-Int32, UInt32 = DATA_TYPES["Int32"], DATA_TYPES["UInt32"]
-Float16, BFloat16, BFP16 = DATA_TYPES["Float16"], DATA_TYPES["BFloat16"], DATA_TYPES["BFP16"]
-MX4, MX6, MX9 = DATA_TYPES["MX4"], DATA_TYPES["MX6"], DATA_TYPES["MX9"]
-MXFP4E2M1, MXInt8 = DATA_TYPES["MXFP4E2M1"], DATA_TYPES["MXInt8"]
-MXFP6E3M2, MXFP6E2M3 = DATA_TYPES["MXFP6E3M2"], DATA_TYPES["MXFP6E2M3"]
-MXFP8E5M2, MXFP8E4M3 = DATA_TYPES["MXFP8E5M2"], DATA_TYPES["MXFP8E4M3"]
 
 
 @checked
@@ -191,151 +189,63 @@ class QTensorConfig:
         return cls(**values)
 
 
-class _Spec(QTensorConfig):
-    """A row of defaults: the class variables below."""
-
-    row: ClassVar[Mapping[str, Any]] = {}
-
-    @classmethod
-    def _gather(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = [field.name for field in dataclasses.fields(cls)]
-        given = {*names[: len(args)], *kwargs}
-        return args, {**{name: value for name, value in cls.row.items() if name not in given}, **kwargs}
-
-
-def _row(data_type: DataType, method: str = "Percentile", symmetric: bool = True, scale: str = "Float32") -> Any:
-    return {
+def _spec(
+    name: str,
+    data_type: DataType,
+    doc: str,
+    *,
+    method: CalibMethod = CalibMethod.MinMax,
+    symmetric: bool = True,
+    scale_type: ScaleType = ScaleType.Float32,
+    base: type[QTensorConfig] = QTensorConfig,
+) -> type[QTensorConfig]:
+    """A documented class: QTensorConfig with other defaults."""
+    defaults = {
         "symmetric": symmetric,
-        "scale_type": ScaleType[scale],
-        "calibration_method": CalibMethod[method],
+        "scale_type": scale_type,
+        "calibration_method": method,
         "data_type": data_type,
     }
+    types = get_type_hints(QTensorConfig)
+    fields = [(field, types[field], default) for field, default in defaults.items()]
+    namespace = {"__doc__": doc, "__module__": __name__}
+    return checked(dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace, eq=False))
 
 
-class Int4Spec(_Spec):
-    """Symmetric int4, float scale, min-max: for weights."""
+PERCENTILE = CalibMethod.Percentile
 
-    row = _row(Int4, "MinMax")
-
-
-class UInt4Spec(_Spec):
-    """Asymmetric uint4, float scale, min-max: for weights."""
-
-    row = _row(UInt4, "MinMax", symmetric=False)
-
-
-class Int8Spec(_Spec):
-    """Symmetric int8, float scale, percentile."""
-
-    row = _row(Int8)
-
-
-class UInt8Spec(_Spec):
-    """Asymmetric uint8, float scale, percentile."""
-
-    row = _row(UInt8, symmetric=False)
-
-
-class XInt8Spec(Int8Spec):
-    """Symmetric int8 with a power-of-two scale of least squared error: the NPU's."""
-
-    row = _row(Int8, "MinMSE", scale="PowerOf2")
-
-
-class Int16Spec(_Spec):
-    """Symmetric int16, float scale, percentile."""
-
-    row = _row(Int16)
-
-
-class UInt16Spec(_Spec):
-    """Asymmetric uint16, float scale, percentile."""
-
-    row = _row(UInt16, symmetric=False)
-
-
-class Int32Spec(_Spec):
-    """Symmetric int32, float scale, percentile."""
-
-    row = _row(Int32)
-
-
-class UInt32Spec(_Spec):
-    """Asymmetric uint32, float scale, percentile."""
-
-    row = _row(UInt32, symmetric=False)
-
-
-class Float16Spec(_Spec):
-    """IEEE half precision."""
-
-    row = _row(Float16, "MinMax")
-
-
-class BFloat16Spec(_Spec):
-    """bfloat16: the exponent of float32 with 7 mantissa bits."""
-
-    row = _row(BFloat16, "MinMax")
-
-
-class BFP16Spec(_Spec):
-    """Blocks of 8 values that share an exponent, 8-bit mantissas."""
-
-    row = _row(BFP16, "MinMax")
-
-
-class MX4Spec(_Spec):
-    """Blocks of 16 with micro-exponents for pairs, 4 bits a value."""
-
-    row = _row(MX4, "MinMax")
-
-
-class MX6Spec(_Spec):
-    """Blocks of 16 with micro-exponents for pairs, 6 bits a value."""
-
-    row = _row(MX6, "MinMax")
-
-
-class MX9Spec(_Spec):
-    """Blocks of 16 with micro-exponents for pairs, 9 bits a value."""
-
-    row = _row(MX9, "MinMax")
-
-
-class MXFP4E2M1Spec(_Spec):
-    """OCP MX blocks of 32, FP4 E2M1 elements."""
-
-    row = _row(MXFP4E2M1, "MinMax")
-
-
-class MXFP6E3M2Spec(_Spec):
-    """OCP MX blocks of 32, FP6 E3M2 elements."""
-
-    row = _row(MXFP6E3M2, "MinMax")
-
-
-class MXFP6E2M3Spec(_Spec):
-    """OCP MX blocks of 32, FP6 E2M3 elements."""
-
-    row = _row(MXFP6E2M3, "MinMax")
-
-
-class MXFP8E5M2Spec(_Spec):
-    """OCP MX blocks of 32, FP8 E5M2 elements."""
-
-    row = _row(MXFP8E5M2, "MinMax")
-
-
-class MXFP8E4M3Spec(_Spec):
-    """OCP MX blocks of 32, FP8 E4M3 elements."""
-
-    row = _row(MXFP8E4M3, "MinMax")
-
-
-class MXInt8Spec(_Spec):
-    """OCP MX blocks of 32, int8 elements."""
-
-    row = _row(MXInt8, "MinMax")
+Int4Spec = _spec("Int4Spec", Int4, "Symmetric int4, float scale, min-max: for weights.")
+UInt4Spec = _spec("UInt4Spec", UInt4, "Asymmetric uint4, float scale, min-max: for weights.", symmetric=False)
+Int8Spec = _spec("Int8Spec", Int8, "Symmetric int8, float scale, percentile.", method=PERCENTILE)
+UInt8Spec = _spec("UInt8Spec", UInt8, "Asymmetric uint8, float scale, percentile.", method=PERCENTILE, symmetric=False)
+XInt8Spec = _spec(
+    "XInt8Spec",
+    Int8,
+    "Symmetric int8 with a power-of-two scale of least squared error: the NPU's.",
+    method=CalibMethod.MinMSE,
+    scale_type=ScaleType.PowerOf2,
+    base=Int8Spec,
+)
+Int16Spec = _spec("Int16Spec", Int16, "Symmetric int16, float scale, percentile.", method=PERCENTILE)
+UInt16Spec = _spec(
+    "UInt16Spec", UInt16, "Asymmetric uint16, float scale, percentile.", method=PERCENTILE, symmetric=False
+)
+Int32Spec = _spec("Int32Spec", Int32, "Symmetric int32, float scale, percentile.", method=PERCENTILE)
+UInt32Spec = _spec(
+    "UInt32Spec", UInt32, "Asymmetric uint32, float scale, percentile.", method=PERCENTILE, symmetric=False
+)
+Float16Spec = _spec("Float16Spec", Float16, "IEEE half precision.")
+BFloat16Spec = _spec("BFloat16Spec", BFloat16, "bfloat16: the exponent of float32 with 7 mantissa bits.")
+BFP16Spec = _spec("BFP16Spec", BFP16, "Blocks of 8 values that share an exponent, 8-bit mantissas.")
+MX4Spec = _spec("MX4Spec", MX4, "Blocks of 16 with micro-exponents for pairs, 4 bits a value.")
+MX6Spec = _spec("MX6Spec", MX6, "Blocks of 16 with micro-exponents for pairs, 6 bits a value.")
+MX9Spec = _spec("MX9Spec", MX9, "Blocks of 16 with micro-exponents for pairs, 9 bits a value.")
+MXFP4E2M1Spec = _spec("MXFP4E2M1Spec", MXFP4E2M1, "OCP MX blocks of 32, FP4 E2M1 elements.")
+MXFP6E3M2Spec = _spec("MXFP6E3M2Spec", MXFP6E3M2, "OCP MX blocks of 32, FP6 E3M2 elements.")
+MXFP6E2M3Spec = _spec("MXFP6E2M3Spec", MXFP6E2M3, "OCP MX blocks of 32, FP6 E2M3 elements.")
+MXFP8E5M2Spec = _spec("MXFP8E5M2Spec", MXFP8E5M2, "OCP MX blocks of 32, FP8 E5M2 elements.")
+MXFP8E4M3Spec = _spec("MXFP8E4M3Spec", MXFP8E4M3, "OCP MX blocks of 32, FP8 E4M3 elements.")
+MXInt8Spec = _spec("MXInt8Spec", MXInt8, "OCP MX blocks of 32, int8 elements.")
 
 
 def spec_from_dict(data: Mapping[str, Any] | QTensorConfig | None) -> QTensorConfig | None:

@@ -25,6 +25,7 @@ from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
+from quark.onnx_ops import BFP_FORMATS, MX_ELEMENTS
 
 FLOATS = ("float16", "bfloat16")
 SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)
@@ -37,10 +38,11 @@ FLOAT_SCALE = {
     CalibMethod.Distribution: "distribution",
 }
 POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "pof2_min_mse"}
-BFP_FORMATS = {("to_bfp", 16): "BFP16"}
-BFP_FORMATS |= {("to_bfp_prime", bits): name for bits, name in ((11, "MX4"), (13, "MX6"), (16, "MX9"))}
-MX_ELEMENTS = {"fp8_e5m2": "MXFP8E5M2", "fp8_e4m3": "MXFP8E4M3", "fp6_e3m2": "MXFP6E3M2", "fp6_e2m3": "MXFP6E2M3"}
-MX_ELEMENTS |= {"fp4_e2m1": "MXFP4E2M1", "fp4": "MXFP4E2M1", "int8": "MXInt8"}
+BY_CORE = {data_type.core: data_type for data_type in DATA_TYPES.values()}
+BFP_TYPES = {form: BY_CORE[name] for name, form in BFP_FORMATS.items()}
+"""(bfp_method, bit_width) of BFPAttributes -> data type."""
+MX_TYPES = {element: BY_CORE[name] for name, element in MX_ELEMENTS.items()} | {"fp4": BY_CORE["fp4_e2m1"]}
+"""element_dtype of MXAttributes -> data type."""
 BLOCK_KEYS = {
     "BFPAttributes": (
         "bfp_method",
@@ -221,7 +223,7 @@ def _refuse_int16_scale(scale: ScaleType) -> None:
 def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
     """The exponent of an OCP block is that of its largest magnitude (floor); the other formats have no scale type."""
     kind = config.data_type
-    ocp = kind.name.startswith("MX") and kind.name not in ("MX4", "MX6", "MX9")
+    ocp = kind.core not in BFP_FORMATS
     attributes = block_attributes(options, "MXAttributes" if ocp else "BFPAttributes")
     rounding = attributes.get("rounding_mode", 2)
     if rounding not in ROUNDINGS:
@@ -261,13 +263,13 @@ def data_type_of(kind: ExtendedQuantType, options: Mapping[str, Any]) -> DataTyp
     if kind is ExtendedQuantType.QBFP:
         given = block_attributes(options, "BFPAttributes")
         key = (given.get("bfp_method", "to_bfp"), given.get("bit_width", 16))
-        if key not in BFP_FORMATS:
-            shown = ", ".join(f"{method} with {bits}" for method, bits in BFP_FORMATS)
+        if key not in BFP_TYPES:
+            shown = ", ".join(f"{method} with {bits}" for method, bits in BFP_TYPES)
             raise ConfigError(f"BFPAttributes: no format is {key[0]} with bit_width {key[1]}; possible: {shown}.")
-        return DATA_TYPES[BFP_FORMATS[key]]
+        return BFP_TYPES[key]
     if kind is ExtendedQuantType.QMX:
         element = block_attributes(options, "MXAttributes").get("element_dtype", "int8")
-        if element not in MX_ELEMENTS:
-            raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), MX_ELEMENTS)}")
-        return DATA_TYPES[MX_ELEMENTS[element]]
+        if element not in MX_TYPES:
+            raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), MX_TYPES)}")
+        return MX_TYPES[element]
     return DATA_TYPES[kind.name.removeprefix("Q")]

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quark.core.array import to_numpy
-from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NotSupportedError
-from quark.onnx_ops import block, live
+from quark.onnx_ops import BFP_FORMATS, MX_ELEMENTS, block, live
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
 from quark.torch.writers.onnx.sites import Site
@@ -39,9 +38,7 @@ from quark.torch.writers.onnx.sites import Site
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-BLOCK_TYPES = (
-    frozenset({"fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "mxint8", "bfp16"}) | MICRO_EXPONENT
-)
+BLOCK_TYPES = frozenset({*MX_ELEMENTS, *BFP_FORMATS})
 OUTPUT_DTYPE_OPSET = 21
 """The first whose QuantizeLinear has `output_dtype`."""
 
