@@ -11,16 +11,8 @@ FILE_CIRCLES = [
     },
     # until presets build by a class handed in
     {"onnx/config/config.py", "onnx/config/legacy.py", "onnx/config/presets.py"},
-    # until Placement has a file of its own
-    {
-        "onnx/calibration/qparams.py", "onnx/placement/block_axes.py", "onnx/placement/dual_pairs.py",
-        "onnx/placement/place.py", "onnx/placement/shared_scales.py", "onnx/qdq/dynamic_quantize.py",
-        "onnx/qdq/extended_ops.py", "onnx/qdq/matmul_nbits.py", "onnx/qdq/rewriter.py",
-    },
 ]  # fmt: skip
 FOLDER_CIRCLES = [
-    # until Placement has a file of its own
-    {"onnx/calibration", "onnx/graph", "onnx/placement", "onnx/qdq"},
     # until recording a forward does not calibrate
     {"torch/calibration", "torch/layers", "torch/model"},
     # until what exporters share has left the quantizer

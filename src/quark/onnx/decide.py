@@ -21,7 +21,7 @@ from quark.onnx.npu import adjust
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import Placement
-from quark.onnx.qdq.rewriter import Rewriter
+from quark.onnx.qdq.write_qdq import write_qdq
 
 
 @dataclass
@@ -77,9 +77,7 @@ def write(decision: Decision) -> dict[ir.Node, ir.Node]:
         Each node that another stands for now -> that one.
     """
     make_way(decision.model.graph)
-    rewriter = Rewriter(decision.model, decision.settings, decision.parameters, decision.placement)
-    rewriter.run()
-    return rewriter.replaced
+    return write_qdq(decision.model, decision.settings, decision.placement, decision.parameters)
 
 
 def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:

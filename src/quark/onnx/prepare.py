@@ -15,7 +15,7 @@ from quark.onnx.graph.model_file import infer_shapes, opset
 from quark.onnx.graph.scopes import drop_removed, pin
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import PASSES, run_passes
-from quark.onnx.qdq.extended_ops import EXTENDED
+from quark.onnx.qdq.qdq_nodes import EXTENDED
 from quark.onnx_ops import BLOCK_OPSET
 from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
 

@@ -4,7 +4,6 @@ A package of its own between the flows and `core`: `core` knows no file format, 
 """
 
 from quark.onnx_ops.live import live
-from quark.onnx_ops.nodes import add_function_node
 from quark.onnx_ops.operators import (
     ATTRIBUTES,
     BFP_FORMATS,
@@ -30,7 +29,6 @@ __all__ = [
     "MX_ELEMENTS",
     "VERSION",
     "Operator",
-    "add_function_node",
     "block",
     "function",
     "linear",

@@ -1,71 +1,135 @@
-"""GraphWriter: adds nodes and constants to an exported graph in the place of one node after another."""
+"""GraphWriter: the one way to add nodes and constants to an ONNX graph.
+
+    y = writer.node("Mul", [x, writer.constant("factor", array)], "x_Mul")
+    writer.replace(node, y)
+
+New nodes wait until it is said where they stand: by `insert_before`, `insert_after`, or `replace`.
+Names that are taken get underscores behind them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.errors import ConfigError
-from quark.onnx_ops import Operator, add_function_node
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from quark.onnx_ops.operators import DOMAIN, MINIMUM_IR, VERSION, Operator, function
 
 Array = np.ndarray[Any, Any]
+Values = Array | Callable[[], Array]
+"""An array, or what computes it each time that it is read: memory holds one at a time, and it may change till then."""
+
+
+def free_name(name: str, *taken: Container[str | None]) -> str:
+    """The name, with underscores behind it as long as it is taken."""
+    while any(name in names for names in taken):
+        name += "_"
+    return name
+
+
+def producer_of(value: ir.Value) -> ir.Node:
+    """The node that gives a value which some node gives."""
+    node = value.producer()
+    assert node is not None
+    return node
+
+
+def add_constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new initializer of a tensor, which may be another's: it is neither copied nor renamed."""
+    return _initializer(graph, free_name(name, graph.initializers), lambda: tensor, tensor.dtype, tensor.shape.numpy())
+
+
+def _initializer(
+    graph: ir.Graph,
+    name: str,
+    evaluate: Callable[[], ir.TensorProtocol],
+    kind: ir.DataType,
+    sizes: Sequence[int],
+) -> ir.Value:
+    shape = ir.Shape([int(size) for size in sizes])
+    tensor = ir.LazyTensor(evaluate, dtype=kind, shape=shape, name=name)
+    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(kind), shape=shape)
+    graph.register_initializer(value)
+    return value
 
 
 class GraphWriter:
-    """Edits one model.
+    """Adds to the graph of one model.
 
     Args:
-        model: An exported model, changed in place.
+        model: Changed in place.
+        typed: Whether the outputs of new nodes get a type: float32, or the one that a call names.
 
     Attributes:
         opset: Version of its operators.
     """
 
-    def __init__(self, model: ir.Model) -> None:
-        # onnx_ir takes half a second to import: when a model is really exported.
-        import onnx_ir as ir
-
-        self.ir, self.model, self.graph = ir, model, model.graph
+    def __init__(self, model: ir.Model, typed: bool = False) -> None:
+        self.model, self.graph = model, model.graph
         self.opset = int(model.opset_imports.get("", 0))
-        # Names of the exported graph; one of ours that is taken gets another.
-        self._names = {node.name for node in self.graph} | {v.name for node in self.graph for v in node.outputs}
-        self._names |= {value.name for value in self.graph.inputs}
+        self._typed = typed
+        self._node_names = {node.name for node in self.graph}
+        self._value_names = {value.name for node in self.graph for value in node.outputs}
+        self._value_names |= {value.name for value in self.graph.inputs}
         self._shared: dict[str, ir.Value] = {}
-        self._new: list[ir.Node] = []
+        self._waiting: list[ir.Node] = []
 
     def kind(self, name: str) -> ir.DataType:
         """The element type named `name` in ONNX."""
-        return self.ir.DataType[name]
+        return ir.DataType[name]
 
     def require(self, opset: int, what: str) -> None:
         """Raise ConfigError if the model's opset is older than what a form needs."""
         if self.opset < opset:
             raise ConfigError(f"{what} needs opset {opset}; the export asks for opset_version={self.opset}.")
 
+    # Nodes -----------------------------------------------------------------------------------------------------------
+
+    def has_node(self, name: str) -> bool:
+        """Whether a node has this name."""
+        return name in self._node_names
+
     def node(
         self,
         op_type: str,
-        inputs: Sequence[ir.Value],
+        inputs: Sequence[ir.Value | None],
         name: str,
         attributes: Mapping[str, Any] | None = None,
         kind: str = "FLOAT",
+        *,
+        domain: str = "",
+        output: str | None = None,
     ) -> ir.Value:
-        """The output, of the type `kind`, of a new node."""
-        return self._added(self.ir.node(op_type, inputs, attributes), name, self.kind(kind))
+        """The output of a new node.
 
-    def call(self, operator: Operator, inputs: Sequence[ir.Value], name: str) -> ir.Value:
-        """The output of a node of an extended operator."""
-        return self._added(add_function_node(self.model, operator, inputs, name), name, self.kind("FLOAT"))
+        Args:
+            op_type, inputs, attributes, domain: Of the node.
+            name: Of the node.
+            kind: Element type of the output, where the writer gives types.
+            output: Name of the output; by default that of the node and `_Output`.
+        """
+        if domain:
+            self.model.opset_imports.setdefault(domain, 1)
+        return self._add(ir.node(op_type, inputs, attributes, domain=domain), name, kind, output)
+
+    def call(self, operator: Operator, inputs: Sequence[ir.Value], name: str, output: str | None = None) -> ir.Value:
+        """The output of a node of an extended operator; the model gets its function, and the IR version for it."""
+        key = (DOMAIN, operator.name, operator.overload)
+        if key not in self.model.functions:
+            self.model.functions[key] = ir.serde.deserialize_function(function(operator, self.opset))
+            self.model.opset_imports[DOMAIN] = VERSION
+            self.model.ir_version = max(self.model.ir_version, MINIMUM_IR)
+        attributes, overload = dict(operator.attributes), operator.overload
+        node = ir.node(operator.name, inputs, attributes, domain=DOMAIN, overload=overload)
+        return self._add(node, name, "FLOAT", output)
 
     def dynamic_codes(self, x: ir.Value, name: str) -> Sequence[ir.Value]:
         """Codes, scale and zero point of a DynamicQuantizeLinear."""
-        node = self.ir.node("DynamicQuantizeLinear", [x], num_outputs=3)
-        self._added(node, name, self.kind("UINT8"))
+        node = ir.node("DynamicQuantizeLinear", [x], num_outputs=3)
+        self._add(node, name, "UINT8")
         for output, suffix in zip(node.outputs[1:], ("scale", "zero_point"), strict=True):
             output.name = f"{node.name}_{suffix}"
         return node.outputs
@@ -76,52 +140,84 @@ class GraphWriter:
             return value
         return self.node("Cast", [value], name, {"to": int(to)}, to.name)
 
-    def initializer(self, name: str, array: Array, kind: ir.DataType | None = None) -> ir.Value:
-        """A constant."""
-        return self.lazy(name, lambda: array, kind or self.ir.DataType.from_numpy(array.dtype), array.shape)
-
-    def shared(self, name: str, array: Array) -> ir.Value:
-        """A constant of quark's own that the whole graph shares under a name."""
-        if name not in self._shared:
-            self._shared[name] = self.initializer(name, array)
-        return self._shared[name]
-
-    def lazy(self, name: str, array: Callable[[], Array], kind: ir.DataType, shape: Sequence[int]) -> ir.Value:
-        """A constant that is computed when it is written: memory holds one at a time."""
-        while name in self.graph.initializers or name in self._names:
-            name += "_"
-
-        def evaluate() -> ir.TensorProtocol:
-            return self.ir.tensor(np.ascontiguousarray(array()).astype(kind.numpy()), dtype=kind, name=name)
-
-        form = self.ir.Shape(shape)
-        tensor = self.ir.LazyTensor(evaluate, dtype=kind, shape=form, name=name)
-        value = self.ir.Value(name=name, const_value=tensor, type=self.ir.TensorType(kind), shape=form)
-        self.graph.register_initializer(value)
+    def _add(self, node: ir.Node, name: str, kind: str, output: str | None = None) -> ir.Value:
+        node.name = free_name(name, self._node_names)
+        self._node_names.add(node.name)
+        value = node.outputs[0]
+        value.name = free_name(output or f"{node.name}_Output", self._value_names)
+        self._value_names.add(value.name)
+        if self._typed:
+            value.type = ir.TensorType(ir.DataType[kind])
+        self._waiting.append(node)
         return value
 
-    def replace(self, node: ir.Node, result: ir.Value) -> None:
-        """Put the nodes made since the last call in the place of `node`, whose output becomes `result`."""
+    # Where new nodes stand -------------------------------------------------------------------------------------------
+
+    def insert_before(self, node: ir.Node) -> None:
+        """Put the new nodes before another."""
+        self.graph.insert_before(node, self._waiting)
+        self._waiting = []
+
+    def insert_after(self, producer: ir.Node | None) -> None:
+        """Put the new nodes behind the one that gives what they read; at the start for None, an input or a constant."""
+        if producer is None:
+            self.insert_before(self.graph[0])
+        else:
+            self.graph.insert_after(producer, self._waiting)
+            self._waiting = []
+
+    def replace(self, node: ir.Node, result: ir.Value, keep_name: bool = False) -> None:
+        """Put the new nodes in the place of `node`, whose output becomes `result`.
+
+        Args:
+            node: Removed.
+            result: What its readers read; an output of the graph keeps its name.
+            keep_name: Every output keeps its name, and its type and shape.
+        """
         old = node.outputs[0]
-        self.graph.insert_before(node, self._new)
-        self._new = []
-        if old.is_graph_output():
-            if result.producer() is None or result.is_graph_output():
-                (result,) = self._identity(node, result)
+        if old.is_graph_output() and (result.producer() is None or result.is_graph_output()):
+            identity = ir.node("Identity", [result])
+            result = identity.outputs[0]
+            self._waiting.append(identity)
+        self.insert_before(node)
+        if keep_name:
+            result.type, result.shape = old.type, old.shape
+        if keep_name or old.is_graph_output():
             result.name, old.name = old.name, None
         old.replace_all_uses_with(result, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
-    def _identity(self, before: ir.Node, value: ir.Value) -> Sequence[ir.Value]:
-        node = self.ir.node("Identity", [value])
-        self.graph.insert_before(before, [node])
-        return node.outputs
+    # Constants -------------------------------------------------------------------------------------------------------
 
-    def _added(self, node: ir.Node, name: str, kind: ir.DataType) -> ir.Value:
-        while name in self._names:
-            name += "_"
-        self._names.add(name)
-        node.name, node.outputs[0].name = name, f"{name}_Output"
-        node.outputs[0].type = self.ir.TensorType(kind)
-        self._new.append(node)
-        return node.outputs[0]
+    def constant(
+        self, name: str, values: Values, kind: ir.DataType | None = None, shape: Sequence[int] | None = None
+    ) -> ir.Value:
+        """A new constant.
+
+        Args:
+            name: Of the constant.
+            values: What it holds.
+            kind: Its element type; None for that of the array.
+            shape: Where `values` computes an array, which is not read before the model is: its shape.
+        """
+        if callable(values):
+            evaluate = values
+            assert kind is not None and shape is not None, "what is not computed yet has no type and shape"
+        else:
+            evaluate, shape = (lambda: values), values.shape
+            kind = kind or ir.DataType.from_numpy(values.dtype)
+        element_type = kind
+
+        def tensor() -> ir.TensorProtocol:
+            return ir.tensor(np.asarray(evaluate(), element_type.numpy(), order="C"), dtype=element_type)
+
+        name = free_name(name, self.graph.initializers, self._value_names)
+        return _initializer(self.graph, name, tensor, kind, shape)
+
+    def shared(
+        self, name: str, values: Values, kind: ir.DataType | None = None, shape: Sequence[int] | None = None
+    ) -> ir.Value:
+        """The constant of this name: a new one where this writer has none yet."""
+        if name not in self._shared:
+            self._shared[name] = self.constant(name, values, kind, shape)
+        return self._shared[name]

@@ -39,7 +39,7 @@ def gains(node: ir.Node, target: Target, placement: Placement) -> bool:
     if target.fuses is not None and node.op_type not in target.fuses:
         return False
     if placement.half and node.op_type == "Concat":
-        # Nor does it read decoded tensors then: qdq/rewriter.py says why.
+        # Nor does it read decoded tensors then: qdq/activations.py says why.
         return False
     if node.op_type in ("Gemm", "MatMul") and target.float_output and not is_constant(node.inputs[1]):
         return False

@@ -12,7 +12,7 @@ FACTOR = "quark.factor"
 """In `meta` of a Mul: its float factor is part of the node before it, whose output it reads before that is rounded."""
 
 Operand = tuple[ir.Node, int]
-"""(node, input index) of a constant."""
+"""(node, input index)."""
 
 
 @dataclass

@@ -8,8 +8,6 @@ zero points packed like codes (N, ceil(blocks * bits / 8)), absent for 2^(bits-1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import onnx_ir as ir
 
@@ -19,43 +17,56 @@ from quark.core.packing import pack_bits
 from quark.core.quantize import quantize
 from quark.core.spec import TensorSpec
 from quark.onnx.graph.model_file import constant
+from quark.onnx.qdq.constants import ConstantStore
+from quark.onnx_ops.graph_writer import Array, GraphWriter, producer_of
 
-if TYPE_CHECKING:
-    from quark.onnx.qdq.rewriter import Rewriter
-
-Array = np.ndarray[Any, Any]
 DOMAIN = "com.microsoft"
 
 
-def write_nbits(rewriter: Rewriter, node: ir.Node, spec: TensorSpec, accuracy_level: int) -> None:
-    """Replace a MatMul by a MatMulNBits of the same name."""
-    ir, source, weights = rewriter.ir, node.inputs[1], rewriter.parameters.weights
-    assert source is not None and isinstance(spec.granularity, PerGroup)
-    k, n = constant(source).shape
+def write_nbits(
+    writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec, accuracy_level: int
+) -> ir.Value:
+    """Replace a MatMul by a MatMulNBits of the same name.
+
+    Args:
+        writer, store: Of the model.
+        node: With a weight that fits (`fits_nbits`).
+        spec: Of the weight.
+        accuracy_level: 0 to 4: the type that the kernel may compute in.
+
+    Returns:
+        Its output.
+    """
+    assert isinstance(spec.granularity, PerGroup)
+    operand, source, qparams = (node, 1), node.inputs[1], store.qparams
+    rows, columns = constant(source).shape
     bits, size = spec.dtype.bits, spec.granularity.size
-    blocks = -(-k // size)
+    blocks = -(-rows // size)
     offset = 1 << (bits - 1) if spec.dtype.signed else 0
 
-    def codes() -> Any:
-        found = np.asarray(quantize(np.asarray(constant(source), np.float32), weights[node, 1], spec)) + offset
-        columns = pad_axis(np.ascontiguousarray(found.astype(np.uint8).T), 1, blocks * size - k)
-        return ir.tensor(np.asarray(pack_bits(columns, bits)).reshape(n, blocks, size * bits // 8))
+    def codes() -> Array:
+        signed = np.asarray(quantize(np.asarray(constant(source), np.float32), qparams[operand], spec))
+        by_column = np.ascontiguousarray((signed + offset).astype(np.uint8).T)
+        packed = pack_bits(pad_axis(by_column, 1, blocks * size - rows), bits)
+        return np.asarray(packed).reshape(columns, blocks, size * bits // 8)
 
-    def scales() -> Any:
-        return ir.tensor(np.ascontiguousarray(np.asarray(weights[node, 1].scale, np.float32).T))
+    def scales() -> Array:
+        return np.asarray(qparams[operand].scale, np.float32).T
 
-    def zeros() -> Any:
-        zero = np.ascontiguousarray((np.asarray(weights[node, 1].zero_point) + offset).astype(np.uint8).T)
-        return ir.tensor(np.asarray(pack_bits(pad_axis(zero, 1, -blocks % (8 // bits)), bits)))
+    def zero_points() -> Array:
+        by_column = np.ascontiguousarray((np.asarray(qparams[operand].zero_point) + offset).astype(np.uint8).T)
+        return np.asarray(pack_bits(pad_axis(by_column, 1, -blocks % (8 // bits)), bits))
 
-    name = rewriter.stored_name(source.name or "", node, source, weights[node, 1], spec)
-    parts = [("quantized", codes, [n, blocks, size * bits // 8]), ("scale", scales, [n, blocks])]
-    parts += [] if spec.symmetric else [("zero_point", zeros, [n, -(-blocks * bits // 8)])]
-    inputs = [node.inputs[0]]
-    for suffix, evaluate, shape in parts:
-        kind = ir.DataType.FLOAT if suffix == "scale" else ir.DataType.UINT8
-        inputs.append(rewriter.initializer(f"{name}_{suffix}", rewriter.lazy(evaluate, kind, shape)))
-    attributes = {"K": k, "N": n, "bits": bits, "block_size": size, "accuracy_level": accuracy_level}
-    new = ir.node("MatMulNBits", inputs, attributes, domain=DOMAIN, name=node.name)
-    rewriter.model.opset_imports[DOMAIN] = 1
-    rewriter.replace(node, [new])
+    name, uint8 = store.name(operand, spec), ir.DataType.UINT8
+    inputs = [
+        node.inputs[0],
+        writer.shared(f"{name}_quantized", codes, uint8, (columns, blocks, size * bits // 8)),
+        writer.shared(f"{name}_scale", scales, ir.DataType.FLOAT, (columns, blocks)),
+    ]
+    if not spec.symmetric:
+        inputs.append(writer.shared(f"{name}_zero_point", zero_points, uint8, (columns, -(-blocks * bits // 8))))
+    attributes = {"K": rows, "N": columns, "bits": bits, "block_size": size, "accuracy_level": accuracy_level}
+    result = writer.node("MatMulNBits", inputs, f"{node.name}_{bits}_bits", attributes, domain=DOMAIN)
+    writer.replace(node, result, keep_name=True)
+    producer_of(result).name = node.name
+    return result

@@ -109,7 +109,7 @@ def _quantized(
 
 
 def _scalar(writer: GraphWriter, name: str, value: object) -> ir.Value:
-    return writer.initializer(name, np.asarray(to_numpy(value), np.float32).reshape(()))
+    return writer.constant(name, np.asarray(to_numpy(value), np.float32).reshape(()))
 
 
 def _cast(writer: GraphWriter, x: ir.Value, name: str, spec: TensorSpec) -> ir.Value:
@@ -148,8 +148,8 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, site: Site, params: QPara
     if kind == "INT8" and writer.opset >= OUTPUT_DTYPE_OPSET:
         kind, zero = "UINT8", zero + 128
     inputs = [
-        writer.initializer(f"{name}_scale", scale),
-        writer.initializer(f"{name}_zero_point", zero, writer.kind(kind)),
+        writer.constant(f"{name}_scale", scale),
+        writer.constant(f"{name}_zero_point", zero, writer.kind(kind)),
     ]
     codes = writer.node("QuantizeLinear", [x, *inputs], f"{name}_QuantizeLinear", attributes, kind)
     return writer.node("DequantizeLinear", [codes, *inputs], f"{name}_DequantizeLinear", attributes)
@@ -158,14 +158,14 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, site: Site, params: QPara
 def _float8(
     writer: GraphWriter, x: ir.Value, name: str, scale: Array, kind: str, attributes: dict[str, int]
 ) -> ir.Value:
-    step = writer.initializer(f"{name}_scale", scale)
+    step = writer.constant(f"{name}_scale", scale)
     typed = {**attributes, "output_dtype": int(writer.kind(kind))}
     codes = writer.node("QuantizeLinear", [x, step], f"{name}_QuantizeLinear", typed, kind)
     if attributes:
         if x.shape is None:
             raise NotSupportedError("FP8 per channel needs a tensor of known rank.")
         behind = len(x.shape) - 1 - attributes["axis"] % len(x.shape)
-        step = writer.initializer(f"{name}_scale_column", scale.reshape(-1, *[1] * behind))
+        step = writer.constant(f"{name}_scale_column", scale.reshape(-1, *[1] * behind))
     return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
 
 

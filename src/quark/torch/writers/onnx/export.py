@@ -135,7 +135,7 @@ def _quantized_graph(
                 "Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized."
             )
         exported = _traced(model, args, kwargs, opset or _least_opset(s.spec for s in sites.values()), options)
-    writer, known = GraphWriter(exported), Known()
+    writer, known = GraphWriter(exported, typed=True), Known()
     for node in [node for node in exported.graph if node.domain == MARKER_DOMAIN]:
         site = sites[node.attributes["site"].as_string()]
         weight = _constant(node.inputs[0])

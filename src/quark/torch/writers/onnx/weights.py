@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from quark.core.array import to_numpy
@@ -32,9 +32,6 @@ from quark.errors import NotSupportedError
 from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
 from quark.torch.writers.onnx.sites import Site
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 E8M0_BIAS = 127
 
@@ -90,14 +87,14 @@ def write_weight(writer: GraphWriter, node: ir.Node, site: Site, x: torch.Tensor
         weight = replace(weight, transposed=bool(readers) and not one_scale and all(map(_is_transpose, readers)))
         decoded = (_cast if site.spec.is_cast else _linear)(writer, weight, four_bit)
         result = writer.cast(decoded, to, f"{site.name}_Cast")
-        result.shape = writer.ir.Shape(weight.shape)
+        result.shape = ir.Shape(weight.shape)
         writer.replace(node, result)
         for reader in readers if weight.transposed else ():
             reader.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
             writer.graph.remove(reader, safe=True)
     else:
         result = writer.cast(_computed(writer, weight, four_bit), to, f"{site.name}_Cast")
-        result.shape = writer.ir.Shape(weight.shape)
+        result.shape = ir.Shape(weight.shape)
         writer.replace(node, result)
 
 
@@ -108,7 +105,7 @@ def _is_transpose(node: ir.Node) -> bool:
 
 def _cast(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     kind = writer.kind(code_type(weight.spec.dtype))
-    return writer.lazy(f"{weight.site.name}_quantized", lambda: weight.turned(weight.codes()), kind, weight.shape)
+    return writer.constant(f"{weight.site.name}_quantized", lambda: weight.turned(weight.codes()), kind, weight.shape)
 
 
 # DequantizeLinear ----------------------------------------------------------------------------------------------------
@@ -133,23 +130,23 @@ def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     kind = code_type(inner.dtype, 4 if four_bit else 8)
     attributes, scale, zero, codes = _blocks(weight, inner, inner_params)
     writer.require(BLOCKED_OPSET if "block_size" in attributes else FIRST_OPSET[kind], f"{name} ({inner})")
-    stored = writer.lazy(f"{name}_quantized", codes, writer.kind(kind), weight.shape)
+    stored = writer.constant(f"{name}_quantized", codes, writer.kind(kind), weight.shape)
     if inner.dtype.is_float and "block_size" not in attributes:
         return _float8(writer, weight, stored, scale, attributes)
     inputs = [stored, _scale(writer, f"{name}_scale", scale, inner, inner_params)]
     if zero is not None:
-        inputs.append(writer.initializer(f"{name}_zero_point", zero, writer.kind(kind)))
+        inputs.append(writer.constant(f"{name}_zero_point", zero, writer.kind(kind)))
     result = writer.node("DequantizeLinear", inputs, f"{name}_DequantizeLinear", attributes)
     if spec.code_spec is None:
         return result
-    outer = writer.initializer(f"{name}_scale_1", np.asarray(to_numpy(params.scale), np.float32))
+    outer = writer.constant(f"{name}_scale_1", np.asarray(to_numpy(params.scale), np.float32))
     return writer.node("Mul", [result, outer], f"{name}_Mul")
 
 
 def _float8(writer: GraphWriter, weight: Weight, codes: ir.Value, scale: Array, attributes: dict[str, int]) -> ir.Value:
     name = weight.site.name
     behind = len(weight.shape) - 1 - attributes["axis"] if attributes else 0
-    step = writer.initializer(f"{name}_scale", scale.reshape(-1, *[1] * behind) if attributes else scale)
+    step = writer.constant(f"{name}_scale", scale.reshape(-1, *[1] * behind) if attributes else scale)
     return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
 
 
@@ -205,23 +202,23 @@ def _half_steps(weight: Weight, steps: Array) -> tuple[Array, Callable[[], Array
 def _scale(writer: GraphWriter, name: str, scale: Array, spec: TensorSpec, params: QParams) -> ir.Value:
     """The scale as a float32 value of the graph, stored in the type that its format gives it."""
     if scale.ndim == 0:
-        return writer.initializer(name, np.asarray(_multiplied(scale, spec, params), np.float32))
+        return writer.constant(name, np.asarray(_multiplied(scale, spec, params), np.float32))
     if spec.is_block:
         exponents = np.frexp(scale)[1] - 1 + E8M0_BIAS
         powers = np.exp2(np.arange(256, dtype=np.float64) - E8M0_BIAS).clip(max=2.0**127)
-        stored = writer.initializer(f"{name}_exponent", exponents.clip(0, 255), writer.kind("UINT8"))
+        stored = writer.constant(f"{name}_exponent", exponents.clip(0, 255), writer.kind("UINT8"))
         return _lookup(writer, name, stored, "e8m0_values", powers)
     second = params.second
     if spec.scale_spec is not None and second is not None and np.size(second.scale) == 1:
-        outer = writer.initializer(f"{name}_2", np.asarray(to_numpy(second.scale), np.float32).reshape(()))
+        outer = writer.constant(f"{name}_2", np.asarray(to_numpy(second.scale), np.float32).reshape(()))
         if spec.scale_spec.dtype.is_float and spec.scale_spec.dtype.onnx in FIRST_OPSET:
-            codes = writer.initializer(f"{name}_quantized", scale, writer.kind(spec.scale_spec.dtype.onnx))
+            codes = writer.constant(f"{name}_quantized", scale, writer.kind(spec.scale_spec.dtype.onnx))
             return writer.node("DequantizeLinear", [codes, outer], f"{name}_DequantizeLinear")
         codes = _values(writer, name, lambda: scale, scale.shape, spec.scale_spec.dtype)
         return writer.node("Mul", [codes, outer], f"{name}_Mul")
     if spec.scale_type is ScaleType.float8_e5m3:
         return _values(writer, name, lambda: scale, scale.shape, DTYPES["fp8_e5m3"])
-    return writer.initializer(name, np.asarray(_multiplied(scale, spec, params), np.float32))
+    return writer.constant(name, np.asarray(_multiplied(scale, spec, params), np.float32))
 
 
 def _multiplied(scale: Array, spec: TensorSpec, params: QParams) -> Array:
@@ -242,7 +239,7 @@ def _values(
     def patterns() -> Array:
         return encode(np.asarray(values(), np.float32), dtype)
 
-    stored = writer.lazy(f"{name}_quantized", patterns, writer.kind(kind), shape)
+    stored = writer.constant(f"{name}_quantized", patterns, writer.kind(kind), shape)
     return _lookup(writer, name, stored, f"{dtype}_values", table)
 
 
@@ -267,7 +264,7 @@ def _computed(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     value = _stored_blocks(writer, weight, work, four_bit)
     if params.zero_point is not None and not _is_centred(spec):
         zero = to_numpy(spec.split.to_blocks(params.zero_point, shape))
-        zero_value = writer.initializer(f"{name}_zero_point", zero, writer.kind(work))
+        zero_value = writer.constant(f"{name}_zero_point", zero, writer.kind(work))
         value = writer.node("Sub", [value, zero_value], f"{name}_Sub", kind=work)
     steps = to_numpy(spec.split.to_blocks(params.scale, shape))
     scale = writer.cast(_scale(writer, f"{name}_scale", steps, spec, params), writer.kind(work), f"{name}_scale_Cast")
@@ -286,7 +283,7 @@ def _stored_blocks(writer: GraphWriter, weight: Weight, work: str, four_bit: boo
     if spec.dtype.is_float:
         return _values(writer, name, blocks, shape, spec.dtype)
     kind = writer.kind(code_type(spec.dtype, 4 if four_bit else 8))
-    stored = writer.lazy(f"{name}_quantized", blocks, kind, shape)
+    stored = writer.constant(f"{name}_quantized", blocks, kind, shape)
     return writer.cast(stored, writer.kind(work), f"{name}_Cast")
 
 
@@ -297,10 +294,10 @@ def _unblocked(writer: GraphWriter, value: ir.Value, split: Granularity, shape: 
     padded = list(shape)
     if isinstance(split, PerGroup):
         padded[split.axis] = math.prod(split.split(shape[split.axis]))
-    value = writer.node("Reshape", [value, writer.initializer(f"{name}_padded", np.array(padded))], f"{name}_Reshape")
+    value = writer.node("Reshape", [value, writer.constant(f"{name}_padded", np.array(padded))], f"{name}_Reshape")
     if tuple(padded) == shape:
         return value
     assert isinstance(split, PerGroup)
     numbers = {"starts": 0, "ends": shape[split.axis], "axes": split.axis % len(shape)}
-    bounds = [writer.initializer(f"{name}_{key}", np.array([number])) for key, number in numbers.items()]
+    bounds = [writer.constant(f"{name}_{key}", np.array([number])) for key, number in numbers.items()]
     return writer.node("Slice", [value, *bounds], f"{name}_Slice")

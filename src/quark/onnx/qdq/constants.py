@@ -1,0 +1,141 @@
+"""ConstantStore: weights and biases as they are stored, codes, scales and zero points.
+
+Codes are computed when the file is written: memory holds one weight at a time, and until then an algorithm may change
+the float values and the qparams that they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.core.dtypes import DTYPES
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.onnx.calibration.qparams import channel_bias, encode, largest_bias
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import constant
+from quark.onnx.placement.placement import Operand
+from quark.onnx.qdq.qdq_nodes import QdqNodes, onnx_type, stored_qparams
+from quark.onnx_ops.element_types import code_type
+from quark.onnx_ops.graph_writer import Array, GraphWriter
+
+
+class ConstantStore:
+    """Writes the constants of one model.
+
+    Args:
+        writer: Of its graph.
+        settings: What is written.
+        qparams: Of each weight, read when its codes are computed.
+    """
+
+    def __init__(self, writer: GraphWriter, settings: Settings, qparams: Mapping[Operand, QParams]) -> None:
+        self.writer, self.settings, self.qparams = writer, settings, qparams
+        self._contents: dict[str, tuple[object, ...]] = {}
+
+    def name(self, operand: Operand, spec: TensorSpec, transpose: bool = False) -> str:
+        """A name for the codes of a constant: shared by all nodes that read it alike, under the same qparams."""
+        source, params = _source(operand), self.qparams[operand]
+        zero = b"" if params.zero_point is None else np.asarray(params.zero_point).tobytes()
+        content = (id(source), spec, np.asarray(params.scale).tobytes(), zero, transpose)
+        name = source.name or ""
+        return name if self._contents.setdefault(name, content) == content else f"{name}_{operand[0].name}"
+
+    def encoded(self, operand: Operand, spec: TensorSpec, transpose: bool = False) -> tuple[ir.Value, ...]:
+        """Codes, scale and zero point of a constant, as initializers.
+
+        Args:
+            operand: Which.
+            spec: Of the constant.
+            transpose: Store the codes of a matrix with its axes swapped.
+        """
+        source, name, dtype = _source(operand), self.name(operand, spec, transpose), onnx_type(spec)
+        shape = constant(source).shape
+
+        def codes() -> Array:
+            array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
+            return array.T if transpose else array
+
+        def scale() -> Array:
+            return stored_qparams(self.qparams[operand], spec, self.settings)[0]
+
+        def zero_point() -> Array:
+            return stored_qparams(self.qparams[operand], spec, self.settings)[1]
+
+        first = scale()
+        scale_dtype = ir.DataType.from_numpy(first.dtype)
+        return (
+            self.writer.shared(f"{name}_quantized", codes, dtype, shape[::-1] if transpose else shape),
+            self.writer.shared(f"{name}_scale", scale, scale_dtype, first.shape),
+            self.writer.shared(f"{name}_zero_point", zero_point, dtype, zero_point().shape),
+        )
+
+    def write_weight(self, operand: Operand, spec: TensorSpec) -> None:
+        """Put codes and what decodes them between a constant and the node that reads it."""
+        node, index = operand
+        source = _source(operand)
+        nodes = QdqNodes(self.writer, self.settings, source.name or "", reader=node)
+        if spec.is_block:
+            decoded = nodes.fake_quantize(source, spec)
+        else:
+            codes, scale, zero = self.encoded(operand, spec)
+            axis = getattr(spec.granularity, "axis", None)
+            if nodes.is_cast_pair(spec):
+                decoded = nodes.cast_back(codes, self.qparams[operand], spec)
+            else:
+                if self.settings.float_weights:
+                    codes = nodes.linear("QuantizeLinear", [source, scale, zero], spec, axis)
+                decoded = nodes.linear("DequantizeLinear", [codes, scale, zero], spec, axis)
+        self.writer.insert_before(node)
+        node.replace_input_with(index, decoded)
+
+    def write_bias(self, operand: Operand, weight: Operand, weight_spec: TensorSpec, data: QParams) -> None:
+        """Make a constant an int32 or int16 bias: scale = input scale * weight scale.
+
+        Args:
+            operand: The constant.
+            weight: The weight of the node that it is a bias of.
+            weight_spec: Its spec.
+            data: Scale of what that node reads.
+        """
+        node, index = operand
+        source, data_scale = _source(operand), np.asarray(data.scale, np.float64)
+        dtype = DTYPES["int16" if self.settings.int16_bias else "int32"]
+
+        def bias_and_scale() -> tuple[Array, Array]:
+            bias, scale = channel_bias(constant(source), self.qparams[weight].scale)
+            scale = np.asarray(data_scale * scale, np.float32)
+            if self.settings.int16_bias:
+                # The scale of the accumulator where the bias fits, else the finest at which it does.
+                scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / dtype.max), np.float32)
+            return bias, scale
+
+        def codes() -> Array:
+            bias, scale = bias_and_scale()
+            rounded = np.rint(bias.astype(np.float64) / scale)
+            return np.asarray(np.clip(rounded, dtype.min, dtype.max), dtype.name)
+
+        bias, scale = bias_and_scale()
+        name, kind = f"{node.name}_{source.name}_quantized", ir.DataType[code_type(dtype)]
+        inputs = [
+            self.writer.shared(name, codes, kind, bias.shape),
+            self.writer.shared(f"{name}_scale", lambda: bias_and_scale()[1], ir.DataType.FLOAT, scale.shape),
+            self.writer.shared(f"{name}_zero_point", np.zeros(scale.shape, dtype.name)),
+        ]
+        nodes = QdqNodes(self.writer, self.settings, source.name or "", reader=node)
+        axis = bias.ndim - 1 if scale.ndim else None
+        decoded = nodes.standard("DequantizeLinear", inputs, replace(weight_spec, dtype=dtype), axis)
+        self.writer.insert_before(node)
+        node.replace_input_with(index, decoded)
+
+
+def _source(operand: Operand) -> ir.Value:
+    """The float constant."""
+    node, index = operand
+    value = node.inputs[index]
+    assert value is not None
+    return value

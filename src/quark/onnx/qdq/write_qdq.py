@@ -1,0 +1,67 @@
+"""write_qdq: a placement becomes nodes and constants: Q/DQ around activations, codes behind DQ, integer kernels."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from quark.onnx.calibration.qparams import Parameters
+from quark.onnx.config.settings import Settings
+from quark.onnx.placement.dual_pairs import drop_borders
+from quark.onnx.placement.placement import Operand, Placement
+from quark.onnx.qdq.activations import ActivationWriter
+from quark.onnx.qdq.constants import ConstantStore
+from quark.onnx.qdq.dynamic_quantize import write_dynamic
+from quark.onnx.qdq.matmul_nbits import write_nbits
+from quark.onnx_ops.graph_writer import GraphWriter, producer_of
+
+
+def write_qdq(
+    model: ir.Model, settings: Settings, placement: Placement, parameters: Parameters
+) -> dict[ir.Node, ir.Node]:
+    """Write everything that a placement says, drop what nothing uses any more, and sort.
+
+    Args:
+        model: Changed in place.
+        settings: Domain and cast options.
+        placement: What to write.
+        parameters: Scales and zero points.
+
+    Returns:
+        Each node that another stands for now -> that one.
+    """
+    writer = GraphWriter(model)
+    store = ConstantStore(writer, settings, parameters.weights)
+    dynamic, replaced = set(placement.dynamic), dict[ir.Node, ir.Node]()
+    for operand, spec in placement.weights.items():
+        node = operand[0]
+        if node in dynamic:
+            replaced[node] = producer_of(write_dynamic(writer, store, node, spec))
+        elif settings.matmul_nbits is not None:
+            replaced[node] = producer_of(write_nbits(writer, store, node, spec, settings.matmul_nbits))
+        else:
+            store.write_weight(operand, spec)
+    for operand, weight in _biases(placement).items():
+        data = weight[0].inputs[0]
+        assert data is not None
+        params = parameters.activations.get(placement.root(data))
+        if data in placement.activations and params is not None and weight in parameters.weights:
+            store.write_bias(operand, weight, placement.weights[weight], params)
+    activations = ActivationWriter(writer, settings, placement, parameters.activations)
+    for value, spec in placement.activations.items():
+        activations.write(value, spec)
+    drop_borders(model.graph)
+    _drop_unused_constants(model.graph)
+    model.graph.sort()
+    return replaced
+
+
+def _biases(placement: Placement) -> dict[Operand, Operand]:
+    """Each bias -> the weight whose scale it has a part of."""
+    biases = {(node, index): (node, weight) for (node, index), weight in placement.biases.items()}
+    return biases | {operand: (matmul, 1) for operand, matmul in placement.added_biases.items()}
+
+
+def _drop_unused_constants(graph: ir.Graph) -> None:
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
