@@ -7,6 +7,7 @@ model needs the memory of the checkpoint, not of the float model.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -178,9 +179,19 @@ def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
 
 
 def _empty_tensors(layout: Layout, parameter: torch.Tensor) -> Tensors:
-    """What `layout` stores for a tensor like `parameter`: the store itself runs on the meta device."""
-    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return _on_device(layout.store(meta, empty_params(layout.spec, tuple(parameter.shape))), parameter.device)
+    """What `layout` stores for a tensor like `parameter`."""
+    return stored_like(layout, layout.spec, parameter, parameter.device)
+
+
+def stored_like(layout: Layout, spec: TensorSpec, x: torch.Tensor, device: torch.device | str = "meta") -> Tensors:
+    """Tensors of the shapes and dtypes that `layout` stores for `x` under parameters of `spec`."""
+    return _on_device(_stored_on_meta(layout, spec, tuple(x.shape), x.dtype), torch.device(device))
+
+
+@lru_cache(maxsize=1024)
+def _stored_on_meta(layout: Layout, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
+    """The store itself runs on the meta device: ten milliseconds, which the layers of a model share."""
+    return layout.store(torch.empty(shape, dtype=dtype, device="meta"), empty_params(spec, shape))
 
 
 def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:

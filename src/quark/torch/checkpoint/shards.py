@@ -18,7 +18,7 @@ from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
-from quark.torch.checkpoint.loading import empty_activation, empty_params
+from quark.torch.checkpoint.loading import empty_activation, stored_like
 from quark.torch.checkpoint.safetensors_file import Place, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
@@ -99,7 +99,7 @@ def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout
     def make() -> Tensors:
         return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
 
-    return name, make, layout.store(x.to("meta"), empty_params(quantizer.spec, tuple(x.shape)))
+    return name, make, stored_like(layout, quantizer.spec, x)
 
 
 def _rotation_entry(name: str, rotation: Rotation) -> Entry:
@@ -133,8 +133,7 @@ def predicted_bytes(model: nn.Module, plan: Plan | None) -> int:
         spec = getattr(specs.get(parent, LayerSpec()), leaf, None) if leaf in ("weight", "bias") else None
         tensors: Tensors = {"": parameter}
         if spec is not None:
-            params = empty_params(spec, tuple(parameter.shape))
-            tensors = QuarkLayout(spec, parameter.dtype).store(parameter.detach().to("meta"), params)
+            tensors = stored_like(QuarkLayout(spec, parameter.dtype), spec, parameter)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return total
 

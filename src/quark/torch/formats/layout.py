@@ -32,6 +32,13 @@ class Layout(ABC):
         self.pack_method = pack_method
         self.real = real
 
+    def __eq__(self, other: object) -> bool:
+        """Equal layouts store equal tensors alike."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.spec, self.model_dtype, self.pack_method, self.real))
+
     @abstractmethod
     def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
         """The tensors of x under these parameters; `baked` says that x holds quantized values already.
