@@ -115,9 +115,9 @@ def test_layout_in_memory_changes_nothing(spec: TensorSpec, library: object) -> 
         library(np.ascontiguousarray(x.transpose(2, 1, 0))).swapaxes(0, 2),  # type: ignore[operator]
         library(np.ascontiguousarray(x.swapaxes(0, 1))).swapaxes(0, 1),  # type: ignore[operator]
     ):
-        before = np.array(strided)
+        before = np.asarray(strided).copy()
         assert np.array_equal(bits(fake_quantize(strided, None, spec)), expected)
-        assert np.array_equal(np.array(strided), before)
+        assert np.array_equal(np.asarray(strided), before)
     in_place = library(x.copy())  # type: ignore[operator]
     assert fake_quantize(in_place, None, spec, out=in_place) is in_place
     assert np.array_equal(bits(in_place), expected)

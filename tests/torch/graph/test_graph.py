@@ -267,7 +267,8 @@ def test_a_parameter_that_is_read_as_an_input_is_quantized_in_each_forward() -> 
     assert {"x", "table"} <= set(found["add.input_quantizer"]) and "matmul.input_1_quantizer" in found
     before = graph(x)
     assert torch.equal(ModelQuantizer.freeze(graph)(x), before)
-    assert float((before - model(x)).norm() / model(x).norm()) < 0.03
+    with torch.no_grad():
+        assert float((before - model(x)).norm() / model(x).norm()) < 0.03
 
 
 def test_an_input_that_is_written_in_place_stays_float() -> None:

@@ -76,7 +76,8 @@ class Statistics:
             CalibrationError: It was collected on another model.
         """
         try:
-            with np.load(path) as file:
+            # numpy leaves a file open that it opened itself and that is none of its archives.
+            with Path(path).open("rb") as opened, np.load(opened) as file:
                 arrays = {name: file[name] for name in file.files}
         except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
             raise FormatError(f"{path} is not a statistics file: {error}.") from None

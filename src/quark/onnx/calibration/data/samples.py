@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ class Store:
         self._memory, self._parent = memory, folder
         self._arrays: dict[Any, Array | Path] = {}
         self._used, self._count = 0, 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
 
     def __contains__(self, key: Any) -> bool:
         return key in self._arrays
@@ -52,10 +54,11 @@ class Store:
             self._arrays[key] = array
             return
         if self._folder is None:
-            # On Windows a file that is still mapped stays until the process ends.
-            self._folder = tempfile.TemporaryDirectory(dir=self._parent, ignore_cleanup_errors=True)
+            self._folder = Path(tempfile.mkdtemp(dir=self._parent))
+            # On Windows a file that is still mapped stays.
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._count += 1
-        file = Path(self._folder.name) / f"{self._count}.npy"
+        file = self._folder / f"{self._count}.npy"
         np.save(file, array, allow_pickle=False)
         self._arrays[key] = file
 
