@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,27 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     yield outputs.OUTPUTS
 
 
-@pytest.mark.parametrize("name", ["torch/schemes/mxfp4/quark", "torch/schemes/int8/gguf", "onnx/presets/A8W8/mlp"])
+NAMES = [
+    "torch/layers/int8_wo",
+    "torch/specs/Int8PerTensorSpec",
+    "onnx/presets/A8W8/mlp",
+    "onnx/options/PrintSummary",
+    "onnx/algorithms/gptq_order",
+    "onnx/tools/text",
+    "command/wrong/scheme",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_output_of_each_part_is_repeatable(name: str) -> None:
     found = worker.fingerprint(name)
+    assert re.fullmatch("[0-9a-f]{16}", found)
     assert found == worker.fingerprint(name)
-    assert name in worker.names() and ("NotSupportedError" in found) == name.endswith("gguf")
+    assert name in worker.names()
+
+
+def test_a_refusal_is_an_output() -> None:
+    assert re.fullmatch("[0-9a-f]{16}  ConfigError", worker.fingerprint("onnx/presets/MATMUL_NBITS/cnn"))
 
 
 def write(text: str) -> None:

@@ -49,6 +49,14 @@ def fingerprint(name: str) -> str:
             return f"{digest(OUT, f'{kind}: {error}')}  {kind}"
 
 
+def attempt(write: Callable[..., str | None], *arguments: Any) -> str:
+    """What an output among several returns; where it is refused, the error."""
+    try:
+        return write(*arguments) or ""
+    except QuarkError as error:
+        return f"{type(error).__name__}: {error}\n"
+
+
 def digest(folder: Path, text: str | None = None) -> str:
     """Hash the names and bytes of all files under a folder, and a text."""
     found = hashlib.sha256()

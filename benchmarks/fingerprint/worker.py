@@ -5,9 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import quark
-from benchmarks.fingerprint import onnx_outputs, outputs, torch_outputs
+from benchmarks.fingerprint import (
+    commands,
+    onnx_algorithms,
+    onnx_options,
+    onnx_presets,
+    onnx_tools,
+    outputs,
+    torch_algorithms,
+    torch_configs,
+    torch_files,
+)
 
-PARTS = (torch_outputs, onnx_outputs)
+PARTS = (
+    commands,
+    onnx_algorithms,
+    onnx_options,
+    onnx_presets,
+    onnx_tools,
+    torch_algorithms,
+    torch_configs,
+    torch_files,
+)
 """Their import fills the list."""
 
 
