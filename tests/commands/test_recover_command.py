@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from quark.onnx import CLEConfig
-from quark.onnx.config.presets import QROWS
+from quark.onnx.config.preset_rows import QROWS
 from tests.commands.program import Done, quark
 from tests.commands.test_onnx_commands import cells
 from tests.models.onnx_zoo import cnn, images, mlp, run, vectors

@@ -14,7 +14,8 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.onnx import ModelQuantizer
 from quark.onnx.config import presets
 from quark.onnx.config.config import Config
-from quark.onnx.config.presets import QROWS, ROWS, get_default_config
+from quark.onnx.config.preset_rows import QROWS, ROWS
+from quark.onnx.config.presets import get_default_config
 from tests.models.onnx_zoo import ZOO, Array, Reader, feed, outputs
 
 TUNED = [name for name in (*ROWS, *QROWS) if "_ADA" in name or name.endswith("_ACCURATE")]

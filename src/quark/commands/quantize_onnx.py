@@ -13,7 +13,8 @@ from quark.commands.recover_onnx import Recovering
 from quark.errors import ConfigError, OutputExistsError
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
-from quark.onnx.config.presets import QROWS
+from quark.onnx.config.config import QConfig
+from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 
 
@@ -57,7 +58,7 @@ def quantize_onnx(
 
 def named_config(name: str) -> Any:
     """The configuration of a preset: "A8W8" and "A8W8_QCONFIG" alike. Raises ConfigError naming the nearest."""
-    return QROWS[name].make() if name in QROWS else Config(get_default_config(name))
+    return QROWS[name].make(QConfig) if name in QROWS else Config(get_default_config(name))
 
 
 def calibration_reader(

@@ -16,7 +16,8 @@ from quark.onnx.config.enums import (
     QuantType,
 )
 from quark.onnx.config.lowering.lower import lower
-from quark.onnx.config.presets import QROWS, ROWS, get_default_config, get_default_config_mapping
+from quark.onnx.config.preset_rows import QROWS, ROWS
+from quark.onnx.config.presets import get_default_config, get_default_config_mapping
 
 OCP = ("MXFP8E5M2", "MXFP8E4M3", "MXFP6E3M2", "MXFP6E2M3", "MXFP4E2M1", "MXINT8")
 

@@ -19,6 +19,7 @@ from quark.onnx.config import presets
 from quark.onnx.config.config import Config, QConfig, QLayerConfig
 from quark.onnx.config.enums import QuantGranularity
 from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.preset_rows import ROWS
 from quark.onnx.config.tensor_specs import BFloat16Spec, Float16Spec, Int32Spec, MXFP4E2M1Spec, UInt32Spec
 from quark.onnx.custom_ops import get_library_path
 from quark.onnx.graph.model_file import load
@@ -75,7 +76,7 @@ def axes(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def test_every_such_preset_is_here() -> None:
-    known = {name for name in presets.ROWS if name.startswith(("BF16", "FP16", "BFP16", "MX"))}
+    known = {name for name in ROWS if name.startswith(("BF16", "FP16", "BFP16", "MX"))}
     assert set(LEAST) == {name for name in known if "_ADA" not in name and "_MIXED_" not in name}
 
 

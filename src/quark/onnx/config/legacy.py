@@ -23,6 +23,7 @@ from quark.onnx.config.enums import (
     element_type,
 )
 from quark.onnx.config.extra_options import check_options
+from quark.onnx.config.preset_rows import make_legacy
 from quark.onnx.config.serialized import as_scope, from_json, to_json
 
 __all__ = ["Config", "QuantizationConfig"]
@@ -145,9 +146,7 @@ class Config:
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
         if isinstance(values.get("global_quant_config"), str):
-            from quark.onnx.config.presets import get_default_config
-
-            values["global_quant_config"] = get_default_config(values["global_quant_config"])
+            values["global_quant_config"] = make_legacy(values["global_quant_config"], QuantizationConfig)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON holds it."""

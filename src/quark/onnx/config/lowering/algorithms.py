@@ -18,8 +18,8 @@ from quark.onnx.config.algo_configs import (
     QuarotConfig,
     SmoothQuantConfig,
 )
-from quark.onnx.config.config import QLayerConfig, target_layers
 from quark.onnx.config.extra_options import OPTIONS, value_of
+from quark.onnx.config.layer_config import QLayerConfig, target_layers
 
 FINETUNE = {"adaround": AdaRoundConfig, "adaquant": AdaQuantConfig}
 
