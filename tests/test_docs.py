@@ -158,19 +158,23 @@ def dtype_keeps_its_contracts() -> None:
             dtype_contracts.test_rounding_keeps_nan_and_saturates_infinity(row, rounding, library)
 
 
-def observer_keeps_its_contracts() -> None:
-    for kind in ("int8", "uint8-asymmetric", "fp8"):
-        tensor = observer_contracts.SPECS[kind]
-        observer_contracts.test_numpy_and_torch_agree("trimmed", tensor)
-        observer_contracts.test_parameters_have_the_stored_shape("trimmed", tensor)
-        observer_contracts.test_merging_leaves_the_other_as_it_was("trimmed", tensor)
-        for library in (np.asarray, torch.from_numpy):
-            observer_contracts.test_merging_is_seeing_everything("trimmed", tensor, library)
-    observer_contracts.test_batch_size_changes_nothing("trimmed", observer_contracts.SPECS["int8"])
-    observer_contracts.test_constant_and_zero_tensors("trimmed")
-    observer_contracts.test_one_range_is_not_for_channels("trimmed")
-    observer_contracts.test_nothing_observed("trimmed", np.asarray)
-    observer_contracts.test_values_that_are_not_finite("trimmed", np.nan, torch.from_numpy)
+def observers_keep_their_contracts() -> None:
+    libraries = (np.asarray, torch.from_numpy)
+    for name in ("trimmed", "exactly_trimmed"):
+        for kind in ("int8", "uint8-asymmetric", "fp8"):
+            tensor = observer_contracts.SPECS[kind]
+            observer_contracts.test_numpy_and_torch_agree(name, tensor)
+            observer_contracts.test_parameters_have_the_stored_shape(name, tensor)
+            observer_contracts.test_merging_leaves_the_other_as_it_was(name, tensor)
+            for library in libraries:
+                observer_contracts.test_merging_is_seeing_everything(name, tensor, library)
+                observer_contracts.test_states_are_merged_in_any_order(name, tensor, library)
+        observer_contracts.test_batch_size_changes_nothing(name, observer_contracts.SPECS["int8"])
+        observer_contracts.test_constant_and_zero_tensors(name)
+        observer_contracts.test_one_range_is_not_for_channels(name)
+        observer_contracts.test_nothing_observed(name, np.asarray)
+        observer_contracts.test_values_that_are_not_finite(name, np.nan, torch.from_numpy)
+    observer_contracts.test_a_statistics_file_serves_every_observer("trimmed", Path())
 
 
 def scheme_keeps_its_contracts() -> None:
@@ -190,7 +194,7 @@ def pass_keeps_its_contracts() -> None:
 CONTRACTS: dict[str, Callable[[], None]] = {
     "docs/add/dtype.md": dtype_keeps_its_contracts,
     "docs/add/pass.md": pass_keeps_its_contracts,
-    "docs/add/observer.md": observer_keeps_its_contracts,
+    "docs/add/observer.md": observers_keep_their_contracts,
     "docs/add/scheme.md": scheme_keeps_its_contracts,
 }
 """The examples of docs/add, held to what "tests it" promises."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS, Observer
 from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError
+from quark.onnx.calibration.statistics import EverythingObserver, Statistics
 
 SHAPE = (6, 64)
 MX = {"scale_type": ScaleType.float8_e8m0fnu}
@@ -196,24 +199,91 @@ def test_shared_exponents_need_no_power_of_two_search() -> None:
         OBSERVERS["pof2_min_mse"](SPECS["mx6"])
 
 
+def sent(name: str, tensor: TensorSpec, data: list[Array]) -> Observer:
+    """What another process gets to know of an observer that saw the data."""
+    state = pickle.loads(pickle.dumps(observe(name, tensor, data).state()))
+    received = OBSERVERS[name](tensor)
+    received.restore(state)
+    return received
+
+
 @EVERY_PAIR
-def test_a_state_is_all_that_was_seen(name: str, tensor: TensorSpec) -> None:
-    """Restored, an observer decides the same, and goes on."""
+@LIBRARIES
+def test_states_are_merged_in_any_order(name: str, tensor: TensorSpec, library: object) -> None:
+    """Whichever process saw the widest batch: what is restored decides the same, is merged, and goes on."""
+    data = [library(x) for x in batches()]  # type: ignore[operator]
     if name == "mx_diffs":
         with pytest.raises(CalibrationError, match="no state"):
-            observe(name, tensor, batches()).state()
+            observe(name, tensor, data).state()
         return
-    saved = OBSERVERS[name](tensor)
-    saved.restore(observe(name, tensor, batches()[:3]).state())
-    saved.merge(observe(name, tensor, batches()[3:]))
-    assert_same(saved, observe(name, tensor, batches()))
+    whole = observe(name, tensor, data)
+    for order in ((4, 3, 2, 1, 0), (0, 4, 1, 3, 2)):
+        ordered = [data[i] for i in order]
+        alone = sent(name, tensor, ordered)
+        assert alone.count == 5
+        assert_same(alone, whole)
+        together = sent(name, tensor, ordered[:1])
+        together.merge(sent(name, tensor, ordered[1:3]))
+        for x in ordered[3:]:
+            together.update(x)
+        assert_same(together, whole)
 
 
-def test_a_state_serves_every_observer_that_needs_no_more() -> None:
-    rich, poor = observe("percentile", SPECS["int8"], batches()), observe("min_max", SPECS["int8"], batches())
-    for name in ("entropy", "mse", "min_max", "pof2_min_mse", "layerwise_percentile", "distribution"):
-        restored = OBSERVERS[name](SPECS["int8"])
-        restored.restore(rich.state())
-        assert_same(restored, observe(name, SPECS["int8"], batches()))
+FROM_A_FILE = {
+    "mean_magnitude": "needs 'total'",
+    "mx_diffs": "keeps the values themselves",
+}
+"""Observers that need more than a statistics file holds -> what they say."""
+
+
+@EVERY
+def test_a_statistics_file_serves_every_observer(name: str, tmp_path: Path) -> None:
+    """One pass of calibration is enough for all observers that decide from extremes, their sums, and counts."""
+    seen = EverythingObserver()
+    for x in batches():
+        seen.update(x)
+    statistics = Statistics("a model")
+    statistics.add({"x": seen})
+    statistics.save(tmp_path / "statistics.npz")
+    restored = OBSERVERS[name](SPECS["int8"])
+    state = Statistics.load(tmp_path / "statistics.npz", "a model").states["x"]
+    if name in FROM_A_FILE:
+        with pytest.raises(CalibrationError, match=FROM_A_FILE[name]):
+            restored.restore(state)
+        return
+    restored.restore(state)
+    assert_same(restored, observe(name, SPECS["int8"], batches()))
+
+
+def test_a_state_that_lacks_what_is_needed_is_refused() -> None:
     with pytest.raises(CalibrationError, match="needs 'counts'"):
-        OBSERVERS["mse"](SPECS["int8"]).restore(poor.state())
+        OBSERVERS["mse"](SPECS["int8"]).restore(observe("min_max", SPECS["int8"], batches()).state())
+
+
+class Forgetful(Observer):
+    """Keeps the second largest magnitude, which its state does not have."""
+
+    per_tensor_only = True
+    ends: Array = np.zeros(2, np.float32)
+
+    def update(self, x: Array) -> None:
+        super().update(x)
+        self._keep(abs(np.asarray(x)).reshape(-1))
+
+    def merge(self, other: Observer) -> None:
+        super().merge(other)
+        assert isinstance(other, Forgetful)
+        self._keep(other.ends)
+
+    def range(self) -> tuple[Array, Array]:
+        return self._as_range(-self.ends[0], self.ends[0])
+
+    def _keep(self, values: Array) -> None:
+        self.ends = np.sort(np.concatenate([self.ends, values]))[-2:]
+
+
+def test_the_contract_finds_a_state_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBSERVERS._entries, "forgetful", Forgetful)
+    test_merging_is_seeing_everything("forgetful", SPECS["int8"], np.asarray)
+    with pytest.raises(AssertionError):
+        test_states_are_merged_in_any_order("forgetful", SPECS["int8"], np.asarray)

@@ -6,6 +6,7 @@ block, the ceil exponent with the one below by squared error and keeps the bette
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quark.core.array import Array, astype, namespace
@@ -14,6 +15,8 @@ from quark.core.quantize import dequantize, quantize
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import ScaleRule, TensorSpec
 from quark.errors import CalibrationError
+
+NO_STATE = "mx_diffs keeps the values themselves: it has no state to save or to restore. Possible: block."
 
 
 class BlockObserver(Observer):
@@ -40,7 +43,10 @@ class MXDiffsObserver(Observer):
             self.seen.extend(other.seen)
 
     def state(self) -> dict[str, Array]:
-        raise CalibrationError("mx_diffs keeps the values themselves: it has no state to save. Possible: block.")
+        raise CalibrationError(NO_STATE)
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        raise CalibrationError(NO_STATE)
 
     def qparams(self) -> QParams:
         """The scale of the lower error for each block."""
