@@ -4,20 +4,10 @@ from __future__ import annotations
 
 # Circles that are still to be cut.
 FILE_CIRCLES = [
-    # until what exporters share has left the quantizer
-    {
-        "torch/checkpoint/quantization_config.py", "torch/checkpoint/shards.py", "torch/flows/file2file.py",
-        "torch/quantizer.py", "torch/writers/gguf/writer.py", "torch/writers/safetensors.py",
-    },
     # until presets build by a class handed in
     {"onnx/config/config.py", "onnx/config/legacy.py", "onnx/config/presets.py"},
 ]  # fmt: skip
-FOLDER_CIRCLES = [
-    # until recording a forward does not calibrate
-    {"torch/calibration", "torch/layers", "torch/model"},
-    # until what exporters share has left the quantizer
-    {"torch/checkpoint", "torch/flows", "torch/quantizer.py", "torch/writers"},
-]
+FOLDER_CIRCLES: list[set[str]] = []
 
 LISTS = {
     "commands": "a command each",
@@ -39,9 +29,7 @@ SEVERAL_MEANINGS = {
     "PlaceholderObserver": "the documented class of the torch flow's configs, and the observer that it stands for",
     "ScaleType": "the documented enum of the ONNX flow's configs, and the type of a scale in the core",
     # until each of these has a name of its own
-    **dict.fromkeys(
-        ["Candidate", "Item", "Layer", "Moments", "Norm", "Place", "Placement", "Site", "Stream", "Value"], "until"
-    ),
+    **dict.fromkeys(["Candidate", "Layer"], "until"),
 }
 
 # Files whose name says something else than what they hold.

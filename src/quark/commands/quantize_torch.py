@@ -125,9 +125,10 @@ def _require_calibration(
         raise CalibrationError(
             f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
         )
-    visiting = [algorithm.config.name for algorithm in algorithms_of(config.algo_config or []) if algorithm.visits]
-    if visiting and calib is None:
-        raise CalibrationError(f"The algorithm {visiting[0]!r} needs calibration data: pass --calib FILE.")
+    algorithms = algorithms_of(config.algo_config or [])
+    reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs]
+    if reading and calib is None:
+        raise CalibrationError(f"The algorithm {reading[0]!r} needs calibration data: pass --calib FILE.")
 
 
 def scheme_config(

@@ -124,13 +124,13 @@ class ModelQuantizer:
             raise ConfigError("freeze needs a model from quantize_model; this one has no quantized layer.")
         for module in model.modules():
             if isinstance(module, FakeQuantize):
-                module.settle()
+                module.stop_learning()
         if quantize is False:
             return model
         shared = _shared_parameters(model)
         for layer in layers.values():
             for role in ("weight", "bias"):
-                _bake(layer, role, shared)
+                _freeze(layer, role, shared)
         return model
 
     def direct_quantize_checkpoint(
@@ -173,7 +173,7 @@ def _algorithms(config: QConfig) -> list[Algorithm]:
     return algorithms_of(config.algo_config)
 
 
-def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:
+def _freeze(layer: QuantLayer, role: str, shared: set[int]) -> None:
     quantizer = layer.quantizer(role)
     if not isinstance(quantizer, FakeQuantize) or quantizer.mode is not Mode.quantize:
         return
@@ -185,7 +185,7 @@ def _bake(layer: QuantLayer, role: str, shared: set[int]) -> None:
     data = parameter.detach()
     with torch.no_grad():
         fake_quantize(data, quantizer.params, quantizer.spec, out=data)
-    quantizer.mode = Mode.baked
+    quantizer.mode = Mode.frozen
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:

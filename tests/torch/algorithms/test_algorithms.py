@@ -1,4 +1,4 @@
-"""Accuracy algorithms on whole models: the sweep, its stops, every registered algorithm under every kind of weight."""
+"""Accuracy algorithms on whole models: the sweep, inputs of layers, every solver under every kind of weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from quark.errors import CalibrationError, ConfigError, QuarkError, StructureErr
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import Algorithm, Block
 from quark.torch.algorithms.block_sweep import sweep
-from quark.torch.algorithms.layer_inputs import Stop, input_groups, lockstep
+from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
@@ -112,14 +113,14 @@ def test_a_stop_has_the_inputs_of_all_batches_and_later_stops_see_the_changes() 
         assert leaves == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
         seen: list[torch.Tensor] = []
 
-        def visit(stop: Stop) -> None:
-            assert len(stop.inputs) == 3
-            x = torch.cat([i.reshape(-1, i.shape[-1]) for i in stop.inputs])
-            assert torch.allclose(stop.gram, x.T @ x / len(x), rtol=1e-4, atol=1e-5)
-            assert torch.equal(stop.max_abs, x.abs().amax(0))
-            assert torch.allclose(stop.mean_abs, x.abs().mean(0))
+        def visit(group: InputGroup) -> None:
+            assert len(group.inputs) == 3
+            x = torch.cat([i.reshape(-1, i.shape[-1]) for i in group.inputs])
+            assert torch.allclose(group.gram, x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+            assert torch.equal(group.max_abs, x.abs().amax(0))
+            assert torch.allclose(group.mean_abs, x.abs().mean(0))
             seen.append(x)
-            for layer in stop.layers.values():
+            for layer in group.layers.values():
                 layer.weight.mul_(1.5)
 
         changed, _ = lockstep(names[0], block, calls, groups, visit)
@@ -138,11 +139,11 @@ def test_a_rescaled_input_reaches_the_layers() -> None:
         groups = input_groups(block, ["mlp.gate_proj", "mlp.up_proj"], calls[0])
         scale = torch.linspace(0.5, 2, 128)
 
-        def visit(stop: Stop) -> None:
-            moments = stop.gram
-            stop.rescale(scale)
-            assert torch.allclose(stop.gram, moments / scale / scale[:, None], rtol=1e-4, atol=1e-6)
-            for layer in stop.layers.values():
+        def visit(group: InputGroup) -> None:
+            moments = group.gram
+            group.rescale(scale)
+            assert torch.allclose(group.gram, moments / scale / scale[:, None], rtol=1e-4, atol=1e-6)
+            for layer in group.layers.values():
                 layer.weight.mul_(scale)
 
         after, _ = lockstep(names[0], block, calls, groups, visit)
@@ -187,7 +188,7 @@ def test_solved_weights_lie_on_the_grid(name: str, kind: str) -> None:
     for layer in layers.values():
         weight_quantizer = layer.quantizer("weight")
         assert isinstance(weight_quantizer, FakeQuantize)
-        assert weight_quantizer.mode is Mode.baked
+        assert weight_quantizer.mode is Mode.frozen
         weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
         again = fake_quantize(weight, weight_quantizer.params, weight_quantizer.spec)
         assert torch.equal(weight, again)
@@ -296,7 +297,7 @@ def test_layers_that_the_first_batch_misses_are_solved_and_those_that_all_miss_a
     with pytest.raises(CalibrationError, match=r"experts\.0: no calibration token"):
         ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [one])
     solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, [one, both])
-    assert all(layer.weight_quantizer.mode is Mode.baked for layer in quantized_layers(solved).values())
+    assert all(layer.weight_quantizer.mode is Mode.frozen for layer in quantized_layers(solved).values())
 
 
 def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:
@@ -350,7 +351,7 @@ def test_algorithms_run_in_the_order_given() -> None:
     quantizer = ModelQuantizer(config(INT3, GPTQConfig(inside_layer_modules=["mlp.down_proj"])))
     quantized = quantizer.quantize_model(model, token_batches(2))
     modes = {name: layer.weight_quantizer.mode for name, layer in quantized_layers(quantized).items()}
-    assert {name for name, mode in modes.items() if mode is Mode.baked} == {
+    assert {name for name, mode in modes.items() if mode is Mode.frozen} == {
         "model.layers.0.mlp.down_proj",
         "model.layers.1.mlp.down_proj",
     }

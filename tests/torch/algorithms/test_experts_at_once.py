@@ -13,7 +13,7 @@ from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError
 from quark.torch import ModelQuantizer
-from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration import experts as moe
 from quark.torch.calibration.experts import reached_together
 from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
@@ -108,13 +108,13 @@ def test_no_more_experts_are_in_flight_than_fit(batches: list[int], monkeypatch:
 
 def shifted(monkeypatch: pytest.MonkeyPatch, layer: str, share: float) -> None:
     """Take a share of its mean diagonal from the second moments of a layer, which are then not positive definite."""
-    moments = Stop._moments
+    moments = InputGroup._moments
 
-    def less(stop: Stop, *sides: Any) -> torch.Tensor:
-        found = moments(stop, *sides)
-        return found - share * found.diagonal().mean() * torch.eye(len(found)) if layer in str(stop) else found
+    def less(group: InputGroup, *sides: Any) -> torch.Tensor:
+        found = moments(group, *sides)
+        return found - share * found.diagonal().mean() * torch.eye(len(found)) if layer in str(group) else found
 
-    monkeypatch.setattr(Stop, "_moments", less)
+    monkeypatch.setattr(InputGroup, "_moments", less)
 
 
 def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

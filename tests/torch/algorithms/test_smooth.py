@@ -121,7 +121,7 @@ def test_awq_chooses_steps_that_lower_the_error_and_gptq_takes_them() -> None:
         errors[label] = error(model, reference)
         quantizer = model.model.layers[0].mlp.down_proj.weight_quantizer
         assert isinstance(quantizer, FakeQuantize)
-        assert quantizer.mode is (Mode.baked if label == "both" else Mode.quantize)
+        assert quantizer.mode is (Mode.frozen if label == "both" else Mode.quantize)
         steps[label] = quantizer.scale
     assert errors["both"] < errors["awq"] < 0.9 * errors["plain"]
     assert torch.equal(steps["both"], steps["awq"]) and not torch.equal(steps["awq"], steps["plain"])

@@ -148,7 +148,7 @@ def test_shared_layers_functional_layers_masks_and_control_flow() -> None:
     reasons = dict(plan.reasons)
     assert reasons["cond"] == "a graph of its own: cond" and reasons["softmax"] == "aten.softmax.int"
     assert "the mask before a softmax" in reasons.values()
-    assert plan.sites["twice"].kind.name == "linear" and len(plan.sites["twice"].nodes) == 2
+    assert plan.operators["twice"].kind.name == "linear" and len(plan.operators["twice"].nodes) == 2
     assert {"attention.out_proj", "linear_2", "matmul", "matmul_1", "mul"} <= {*plan.layers, *plan.excluded}
     assert "mul" in plan.excluded
     quantized = ModelQuantizer(config).quantize_model(graph, [x])

@@ -161,8 +161,8 @@ def test_training_and_settling() -> None:
     restored.store(QParams(torch.tensor(1.0), torch.tensor(0.0)))
     restored.load_state_dict(module.state_dict())
     assert torch.equal(restored(x), before)
-    module.settle()
-    module.settle()
+    module.stop_learning()
+    module.stop_learning()
     assert module.learned is None and torch.equal(module(x), before) and not list(module.parameters())
     with torch.no_grad():
         restored.learned.fill_(-1.0)  # type: ignore[union-attr]

@@ -67,7 +67,7 @@ def test_targets_are_the_nearest_layers_behind() -> None:
     ],
 )  # fmt: skip
 def test_the_residual_stream_is_the_longest_chain(name: str, writers: list[str], readers: list[str]) -> None:
-    stream = graph_of(name).streams()[0]
+    stream = graph_of(name).addition_chains()[0]
     inside = [node.module for node in stream.writers if "layers." in node.module]
     assert [name.split("layers.")[1][2:] for name in inside] == writers * 2
     reading = [node.module for node in stream.readers]
@@ -75,8 +75,8 @@ def test_the_residual_stream_is_the_longest_chain(name: str, writers: list[str],
 
 
 def test_norms_on_the_stream_cut_it() -> None:
-    streams = graph_of("bert").streams()
-    assert all(len(stream.readers) == 1 for stream in streams[:1]) and len(streams) >= 5
+    chains = graph_of("bert").addition_chains()
+    assert all(len(stream.readers) == 1 for stream in chains[:1]) and len(chains) >= 5
 
 
 class Experts(nn.Module):

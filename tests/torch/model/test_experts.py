@@ -15,7 +15,8 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
-from quark.torch.algorithms.layer_inputs import Stop, input_groups, lockstep
+from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import QuantLayer
@@ -278,15 +279,15 @@ def test_float_experts_read_the_tokens_of_the_quantized_router_and_return_their_
         for router in (m for m in block.modules() if type(m).__name__.endswith("Router")):
             router.weight.copy_(-router.weight)  # type: ignore[operator, union-attr]
         with quantizers_off([original.get_submodule(leaf) for leaf in layers]):  # type: ignore[misc]
-            stops: list[Stop] = []
-            real, beside = lockstep("", block, calls, groups, stops.append, original, calls)
+            seen: list[InputGroup] = []
+            real, beside = lockstep("", block, calls, groups, seen.append, original, calls)
             expected = [call.run(original) for call in calls]
     assert all(torch.equal(a, b) for a, b in zip(beside, expected, strict=True))
     assert not any(torch.allclose(a, b) for a, b in zip(real, beside, strict=True))
-    experts = [stop for stop in stops if ".experts." in str(stop)]
+    experts = [group for group in seen if ".experts." in str(group)]
     assert len(experts) == 8
-    for stop in experts:
-        assert all(torch.equal(a, b) for a, b in zip(stop.inputs, stop.float_inputs, strict=True)), str(stop)
+    for group in experts:
+        assert all(torch.equal(a, b) for a, b in zip(group.inputs, group.float_inputs, strict=True)), str(group)
     assert not any(m._forward_hooks or m._forward_pre_hooks for b in (block, original) for m in b.modules())
 
 

@@ -291,11 +291,11 @@ def test_a_model_over_the_limit_of_a_message_has_its_weights_beside_it(
 
 
 def test_codes_are_computed_when_they_are_written_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quark.torch.writers.onnx import sites as onnx_sites
+    from quark.torch.writers.onnx import marked_tensors
 
     calls: list[int] = []
-    original = onnx_sites.quantize
-    monkeypatch.setattr(onnx_sites, "quantize", lambda *a: (calls.append(1), original(*a))[1])
+    original = marked_tensors.quantize
+    monkeypatch.setattr(marked_tensors, "quantize", lambda *a: (calls.append(1), original(*a))[1])
     export_onnx(weight_only(), tmp_path, torch.randn(3, 128))
     assert len(calls) == 2
 

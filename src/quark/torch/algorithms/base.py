@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import Call
 
@@ -43,20 +43,21 @@ class Block:
 
 
 class Algorithm:
-    """One accuracy algorithm with its settings: for each block, `enter`, then `visit` at each stop, then `leave`.
+    """One accuracy algorithm with its settings: for each block, `enter`, then `on_inputs` for each group of layers that
+    read one tensor, then `leave`.
 
     Subclasses override what they need; registered in `quark.torch.algorithms` under their config class.
 
     Attributes:
         config: The settings.
-        visits: Whether there is anything to do at stops; else no forward is run for it.
+        reads_inputs: Whether it reads inputs of layers; else no forward is run for it.
         needs_whole: Whether `prepare` reads or changes weights of the whole model, which must then be in memory.
-        needs_float: Whether stops and blocks carry the float model's inputs too.
-        batches_experts: Whether it overrides `visit_experts`, so that experts are reached several at once.
+        needs_float: Whether input groups and blocks carry the float model's inputs too.
+        batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
         sums: Whether it reads inputs as sums alone, which add up over processes.
     """
 
-    visits: ClassVar[bool] = True
+    reads_inputs: ClassVar[bool] = True
     needs_whole: ClassVar[bool] = False
     needs_float: ClassVar[bool] = False
     batches_experts: ClassVar[bool] = False
@@ -75,11 +76,11 @@ class Algorithm:
     def enter(self, block: Block) -> None:
         """Before the block runs."""
 
-    def visit(self, stop: Stop, block: Block) -> None:
-        """At a group of linear layers that read the same tensor, with that tensor for all batches."""
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        """When linear layers are about to read one tensor: gets them, and that tensor for all batches."""
 
-    def visit_experts(self, stops: list[Stop], block: Block) -> None:
-        """At several experts of a mixture at once, each with the tensor that its layers read."""
+    def on_expert_inputs(self, groups: list[InputGroup], block: Block) -> None:
+        """The same for several experts of a mixture at once, each with the tensor that its layers read."""
 
     def leave(self, block: Block) -> None:
         """After the block has run."""

@@ -1,6 +1,6 @@
 """The sweep: accuracy algorithms, block by block, each block's inputs being what the blocks before it really give.
 
-    for each block:   for each algorithm in the order given:   one forward in lockstep, with a stop at each layer group
+    for each block:   for each algorithm in the order given:   one forward in lockstep, which halts where layers read
                       static scales of the activations are observed in the last forward
                       its outputs are the inputs of the next block
 
@@ -21,10 +21,11 @@ from torch import nn
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.layer_inputs import input_groups, lockstep, no_tokens
+from quark.torch.algorithms.input_group import no_tokens
+from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import naming, waiting_activations
-from quark.torch.calibration.distributed import agree, merge_observers, part_of, world
-from quark.torch.calibration.experts import settle_experts
+from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, world
+from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
@@ -57,7 +58,7 @@ def sweep(
     names = find_blocks(model, blocks_path(model, algorithms))
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
-    stages = [algorithm for algorithm in algorithms if algorithm.visits]
+    stages = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
     if not stages:
         return
     if data is None:
@@ -124,13 +125,13 @@ def _run(
             block.module,
             block.calls,
             block.groups,
-            lambda stop: stage.visit(stop, block),
+            lambda group: stage.on_inputs(group, block),
             original,
             block.float_calls if original is not None else (),
-            (lambda stops: stage.visit_experts(stops, block)) if stage.batches_experts else None,
+            (lambda groups: stage.on_expert_inputs(groups, block)) if stage.batches_experts else None,
         )
     stage.leave(block)
-    agree(block.module)
+    broadcast_from_first(block.module)
     return outputs
 
 
@@ -138,7 +139,7 @@ def _run(
 def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_experts: bool) -> Iterator[None]:
     """Within: the block's static input quantizers collect what their layers really get; then their scales are fixed.
 
-    A layer's input is final when it is read: later stops change weights before it at most in ways that keep it.
+    A layer's input is final when it is read: what follows changes weights before it at most in ways that keep it.
     """
     inside = {name: layer for name, layer in layers.items() if is_inside(name, block.name)}
     waiting = waiting_activations(inside, ("input",))
@@ -146,7 +147,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
         quantizer.start_observing()
     yield
     merge_observers(waiting)
-    settle_experts(waiting, sync_experts)
+    finish_expert_ranges(waiting, sync_experts)
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()

@@ -6,120 +6,31 @@ the data: an algorithm may measure them, change the weights, and rescale the inp
 group. So one forward of the block serves all of its layers, each seeing what the changed layers before it give.
 
 The experts of a mixture do not read what each other gives. So several of them may be reached at once, with their
-inputs, as many as `moe.reached_together` lets be in flight.
+inputs, as many as `experts.reached_together` lets be in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 
-from quark.errors import CalibrationError, NonFiniteError, StructureError
-from quark.torch.calibration.distributed import largest, summed
+from quark.errors import StructureError
+from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import reached_together
 from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
 
+Groups = Sequence[Sequence[str]]
+"""Names of the layers (relative to the block) that read one tensor, in running order; a group goes by its index."""
 
-class Stop:
-    """A group of linear layers that read one tensor, and that tensor for every batch.
-
-    Attributes:
-        layers: Full name -> layer; all have the same in_features.
-        inputs: One tensor for each batch, shape (..., in_features).
-        float_inputs: The same in the float model, where an algorithm asked for it, else empty.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, nn.Linear], inputs: list[torch.Tensor], float_inputs: list[torch.Tensor]
-    ) -> None:
-        self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
-
-    def __str__(self) -> str:
-        return ", ".join(self.layers)
-
-    @cached_property
-    def count(self) -> int:
-        """Tokens that reach the layers."""
-        own = sum(x.numel() // x.shape[-1] for x in self.inputs)
-        return int(summed(torch.tensor(own)))
-
-    @cached_property
-    def gram(self) -> torch.Tensor:
-        """Second moments X^T X / count, shape (in_features, in_features), float32.
-
-        Raises:
-            CalibrationError: No token reaches the layers (an expert that was never chosen).
-            NonFiniteError: An input holds NaN or Inf.
-        """
-        return self._moments(self.inputs, self.inputs)
-
-    @cached_property
-    def cross(self) -> torch.Tensor:
-        """X~^T X / count of the real inputs X~ and those of the float model X."""
-        return self._moments(self.inputs, self.float_inputs)
-
-    @cached_property
-    def max_abs(self) -> torch.Tensor:
-        """Largest magnitude of each channel, shape (in_features,), float32."""
-        self._require_tokens()
-        none = self.inputs[0].new_zeros(self.inputs[0].shape[-1])
-        own = torch.stack([none, *(flat(x).abs().amax(0) for x in self.inputs if x.numel())]).amax(0)
-        return largest(own.float())
-
-    @cached_property
-    def mean_abs(self) -> torch.Tensor:
-        """Mean magnitude of each channel, shape (in_features,), float32."""
-        self._require_tokens()
-        own = torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0)
-        return summed(own) / self.count
-
-    def rescale(self, scale: torch.Tensor) -> None:
-        """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
-        self.inputs = [x / scale.to(x) for x in self.inputs]
-        for name in ("gram", "cross", "max_abs", "mean_abs"):
-            self.__dict__.pop(name, None)
-
-    def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
-        self._require_tokens()
-        width = left[0].shape[-1]
-        total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
-        rows, others = (sum(x.numel() // width for x in side) for side in (left, right))
-        if [x.shape for x in left] != [y.shape for y in right]:
-            raise StructureError(
-                f"{self}: the float model gives these layers {others} tokens where this one gives {rows} (another "
-                "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
-                "not compare (GPTQ)."
-            )
-        for x, y in zip(left, right, strict=True):
-            total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
-        total = summed(total)
-        if not bool(torch.isfinite(total).all()):
-            raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
-        return total
-
-    def _require_tokens(self) -> None:
-        if self.count == 0:
-            raise CalibrationError(no_tokens(str(self)))
-
-
-def no_tokens(layers: str) -> str:
-    """What is wrong with layers that read nothing, and what to do."""
-    return (
-        f"{layers}: no calibration token reaches these layers (experts that the router never chose?). "
-        "Use more or other data, or exclude them."
-    )
-
-
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """All tokens as rows, shape (tokens, features)."""
-    return x.reshape(-1, x.shape[-1])
+OnInputs = Callable[[InputGroup], None]
+OnExpertInputs = Callable[[list[InputGroup]], None]
 
 
 def input_groups(block: nn.Module, layers: Sequence[str], call: Call) -> list[tuple[str, ...]]:
@@ -132,9 +43,9 @@ def input_groups(block: nn.Module, layers: Sequence[str], call: Call) -> list[tu
 
     def note(name: str, x: torch.Tensor) -> None:
         alive.append(x)
-        place = (x.data_ptr(), tuple(x.shape), x.stride(), x._version) if x.numel() else id(x)
-        if not groups or groups[-1][0] != place:
-            groups.append((place, []))
+        identity = (x.data_ptr(), tuple(x.shape), x.stride(), x._version) if x.numel() else id(x)
+        if not groups or groups[-1][0] != identity:
+            groups.append((identity, []))
         groups[-1][1].append(name)
 
     with _hooked(block, layers, note):
@@ -146,22 +57,22 @@ def lockstep(
     name: str,
     block: nn.Module,
     calls: Sequence[Call],
-    groups: Sequence[Sequence[str]],
-    visit: Callable[[Stop], None],
+    groups: Groups,
+    on_inputs: OnInputs,
     float_block: nn.Module | None = None,
     float_calls: Sequence[Call] = (),
-    visit_experts: Callable[[list[Stop]], None] | None = None,
+    on_expert_inputs: OnExpertInputs | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Run all calls, stopping at each group.
+    """Run all calls, halting at each group.
 
     Args:
         name: The block's name, the prefix of its layers' full names.
-        block: Its linear layers may be changed by `visit`.
+        block: Its linear layers may be changed by `on_inputs`.
         calls: One for each batch.
         groups: From `input_groups`.
-        visit: What happens at a stop.
-        float_block, float_calls: The float block and its calls, run beside for `Stop.float_inputs`.
-        visit_experts: What happens at the stops of several experts at once; None: `visit`, at one after the other.
+        on_inputs: Gets each group when all batches have reached it.
+        float_block, float_calls: The float block and its calls, run beside for `InputGroup.float_inputs`.
+        on_expert_inputs: Gets the groups of several experts at once; None: `on_inputs` gets one after the other.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch.
@@ -169,80 +80,99 @@ def lockstep(
     Raises:
         StructureError: Layers do not run in the same order, once, for all batches.
     """
-    first = [_Walker(block, call) for call in calls]
-    second: list[_Walker] = []
+    runs = [_BatchRun(block, call) for call in calls]
+    float_runs: list[_BatchRun] = []
     if float_block is not None:
-        second = [_Walker(float_block, call, pair) for call, pair in zip(float_calls, first, strict=True)]
-    walkers = first + second
-    together = groups if visit_experts is not None else ()
+        float_runs = [_BatchRun(float_block, call, pair) for call, pair in zip(float_calls, runs, strict=True)]
+    expert_groups = groups if on_expert_inputs is not None else ()
     with (
         _halting(block, groups),
         _halting(float_block, groups),
         _same_experts(block, float_block),
-        _looking_ahead(block, together),
-        _looking_ahead(float_block, together),
+        _looking_ahead(block, expert_groups),
+        _looking_ahead(float_block, expert_groups),
     ):
-        try:
-            for walker in walkers:
-                walker.advance()
-            while waiting := [walker for walker in walkers if not walker.dead]:
-                index = min(walker.group for walker in waiting)
-                here = [walker for walker in waiting if walker.group == index]
-                _meet(name, block, groups, here, visit, visit_experts)
-                for walker in here:
-                    walker.advance()
-        finally:
-            for walker in walkers:
-                if not walker.dead:
-                    walker.throw()
-    return [walker.output for walker in first], [walker.output for walker in second]
+        _run_all([*runs, *float_runs], lambda halted: _meet(name, block, groups, halted, on_inputs, on_expert_inputs))
+    return [run.output for run in runs], [run.output for run in float_runs]
+
+
+def _run_all(runs: Sequence[_BatchRun], meet: Callable[[list[_BatchRun]], None]) -> None:
+    """Run all batches to their end; `meet` gets those that halt at the earliest group that any has reached."""
+    try:
+        for run in runs:
+            run.advance()
+        while True:
+            waiting = [run for run in runs if not run.dead]
+            if not waiting:
+                return
+            earliest = min(run.group for run in waiting)
+            halted = [run for run in waiting if run.group == earliest]
+            meet(halted)
+            for run in halted:
+                run.advance()
+    finally:
+        for run in runs:
+            if not run.dead:
+                run.throw()
 
 
 def _meet(
     name: str,
     block: nn.Module,
-    groups: Sequence[Sequence[str]],
-    here: Sequence[_Walker],
-    visit: Callable[[Stop], None],
-    visit_experts: Callable[[list[Stop]], None] | None,
+    groups: Groups,
+    halted: Sequence[_BatchRun],
+    on_inputs: OnInputs,
+    on_expert_inputs: OnExpertInputs | None,
 ) -> None:
-    """Show what all batches have reached, and hand them their inputs as the visit leaves them."""
-    real, beside = ([walker for walker in here if (walker.block is block) is own] for own in (True, False))
-    stops = {}
-    for group in here[0].inputs:
-        layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[group]}
-        inputs, float_inputs = ([walker.inputs[group] for walker in side] for side in (real, beside))
-        stops[group] = Stop(layers, inputs, float_inputs)  # type: ignore[arg-type]
-        del inputs, float_inputs
-    if visit_experts is not None and len(stops) > 1:
-        visit_experts(list(stops.values()))
+    """Show what all batches have reached, and hand them their inputs as the algorithm leaves them."""
+    runs = [run for run in halted if run.block is block]
+    float_runs = [run for run in halted if run.block is not block]
+    reached: dict[int, InputGroup] = {}
+    for index in halted[0].inputs:
+        layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[index]}
+        reached[index] = InputGroup(
+            layers,  # type: ignore[arg-type]
+            [run.inputs[index] for run in runs],
+            [run.inputs[index] for run in float_runs],
+        )
+    if on_expert_inputs is not None and len(reached) > 1:
+        on_expert_inputs(list(reached.values()))
     else:
-        visit(stops[here[0].group])
-    for place, walker in enumerate(real):
-        walker.inputs = {group: stop.inputs[place] for group, stop in stops.items()}
+        on_inputs(reached[halted[0].group])
+    for batch, run in enumerate(runs):
+        run.inputs = {index: group.inputs[batch] for index, group in reached.items()}
 
 
-class _Walker(greenlet):  # type: ignore[misc]
+@dataclass
+class _HeldInput:
+    """The input of a group as the algorithm left it, and how many layers of the group have read it."""
+
+    x: torch.Tensor
+    read: int = 0
+
+
+class _BatchRun(greenlet):  # type: ignore[misc]
     """One batch on its way through a block.
 
     Attributes:
+        group: The group at which it halts; the first one, where several experts are reached at once.
         inputs: Group -> its input, of those that it has reached while it halts: one, or several experts.
-        held: Group -> what its layers get, and how many of them have read it. A block whose attention and MLP read one
-            norm side by side runs other groups in between.
+        held: Group -> what its layers get. A block whose attention and MLP read one norm side by side runs other
+            groups in between.
         output: What the block returned, in the end.
-        pair: For the float block: the walker of the same batch through the other one.
+        pair: For the float block: the run of the same batch through the other one.
         routes: Name of a mixture of experts -> the experts that its router chose for each token.
         passing: Whether layers are run without a halt.
     """
 
-    def __init__(self, block: nn.Module, call: Call, pair: _Walker | None = None) -> None:
+    def __init__(self, block: nn.Module, call: Call, pair: _BatchRun | None = None) -> None:
         super().__init__()
         self.block, self.call, self.pair = block, call, pair
         self.routes: dict[str, torch.Tensor] = {}
         self.passing = False
         self.group = -1
         self.inputs: dict[int, torch.Tensor] = {}
-        self.held: dict[int, tuple[torch.Tensor, int]] = {}
+        self.held: dict[int, _HeldInput] = {}
         self.output: Any = None
 
     def run(self) -> None:
@@ -258,55 +188,61 @@ class _Walker(greenlet):  # type: ignore[misc]
                 "than once, or not in the same order for all batches, so it cannot be solved in one sweep."
             )
 
-    def arrive(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
-        """Halt at the first layer of a group; hand the input as it is then to all of its layers."""
+    def read_input(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
+        """What a layer of a group of `size` layers gets for x: halts at the first, holds it for the rest."""
         if group not in self.held:
             self.halt({group: x})
-            del x
-        result, read = self.held.pop(group)
-        if read + 1 < size:
-            self.held[group] = (result, read + 1)
-        return result
+        held = self.held[group]
+        held.read += 1
+        if held.read == size:
+            del self.held[group]
+        return held.x
 
     def halt(self, inputs: dict[int, torch.Tensor]) -> None:
-        """Halt with the inputs of some groups, then hold them as they are after the visit."""
+        """Halt with the inputs of some groups, then hold them as the algorithm leaves them."""
         self.group, self.inputs = min(inputs), inputs
-        del inputs
+        del inputs  # what is replaced while this batch waits must be free for the batches that go on before it
         self.parent.switch()
-        self.held |= {group: (x, 0) for group, x in self.inputs.items()}
+        self.held |= {group: _HeldInput(x) for group, x in self.inputs.items()}
         self.inputs = {}
 
 
+def _current() -> _BatchRun | None:
+    """The batch that is running, if one is."""
+    current = getcurrent()
+    return current if isinstance(current, _BatchRun) else None
+
+
 @contextmanager
-def _halting(block: nn.Module | None, groups: Sequence[Sequence[str]]) -> Iterator[None]:
-    """Within: a walker that calls a layer of a group halts there."""
-    place = {leaf: (index, len(group)) for index, group in enumerate(groups) for leaf in group}
+def _halting(block: nn.Module | None, groups: Groups) -> Iterator[None]:
+    """Within: a batch that calls a layer of a group halts there."""
+    places = {leaf: (index, len(group)) for index, group in enumerate(groups) for leaf in group}
 
     def halt(leaf: str, x: torch.Tensor) -> torch.Tensor | None:
-        walker = getcurrent()
-        return walker.arrive(*place[leaf], x) if isinstance(walker, _Walker) and not walker.passing else None
+        run = _current()
+        return None if run is None or run.passing else run.read_input(*places[leaf], x)
 
     if block is None:
         yield
         return
-    with _hooked(block, list(place), halt):
+    with _hooked(block, list(places), halt):
         yield
 
 
 @contextmanager
-def _looking_ahead(block: nn.Module | None, groups: Sequence[Sequence[str]]) -> Iterator[None]:
-    """Within: a walker that comes to an expert halts there with the inputs of experts that follow, too."""
+def _looking_ahead(block: nn.Module | None, groups: Groups) -> Iterator[None]:
+    """Within: a batch that comes to an expert halts there with the inputs of experts that follow, too."""
     mixtures: dict[str, UnfusedExperts] = {}
     if block is not None and groups:
         mixtures = {name: module for name, module in block.named_modules() if isinstance(module, UnfusedExperts)}
 
     def look(name: str, mixture: UnfusedExperts) -> Callable[[bool, int, Callable[[int], torch.Tensor]], None]:
-        together = reached_together(mixture, name, groups)
+        reached = reached_together(mixture, name, groups)
 
         def ahead(down: bool, index: int, of: Callable[[int], torch.Tensor]) -> None:
-            walker = getcurrent()
-            if isinstance(walker, _Walker) and not walker.passing and (down, index) in together:
-                walker.halt({group: of(expert) for expert, group in together[down, index].items()})
+            run = _current()
+            if run is not None and not run.passing and (down, index) in reached:
+                run.halt({group: of(expert) for expert, group in reached[down, index].items()})
 
         return ahead
 
@@ -328,22 +264,25 @@ def _same_experts(block: nn.Module, float_block: nn.Module | None) -> Iterator[N
 
     def note(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if isinstance(walker := getcurrent(), _Walker):
-                walker.routes[name] = args[1]
+            run = _current()
+            if run is not None:
+                run.routes[name] = args[1]
 
         return before
 
     def follow(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if isinstance(walker := getcurrent(), _Walker) and walker.pair is not None:
-                module.forward(args[0], walker.pair.routes[name], *args[2:])
-                walker.passing = True
+            run = _current()
+            if run is not None and run.pair is not None:
+                module.forward(args[0], run.pair.routes[name], *args[2:])
+                run.passing = True
 
         return before
 
     def leave(*_: Any) -> None:
-        if isinstance(walker := getcurrent(), _Walker):
-            walker.passing = False
+        run = _current()
+        if run is not None:
+            run.passing = False
 
     handles = []
     if float_block is not None:

@@ -17,7 +17,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
 from quark.torch.calibration.distributed import merge_observers, part_of
-from quark.torch.calibration.experts import settle_experts
+from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import probability_quantizers
@@ -80,7 +80,7 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
         name: quantizer
         for name, layer in layers.items()
         # Solved weights lie on scales that were shared before.
-        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.mode is not Mode.baked
+        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.mode is not Mode.frozen
     }
     specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
     for members in sharing_scales(specs, groups):
@@ -162,7 +162,7 @@ def calibrate_tensors(
 def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> None:
     """Fix the scales of quantizers that have observed, on all ranks."""
     merge_observers(quantizers)
-    settle_experts(quantizers, config.sync_moe_expert_input_amax)
+    finish_expert_ranges(quantizers, config.sync_moe_expert_input_amax)
     share_cache_ranges(config, quantizers)
     for name, quantizer in quantizers.items():
         with naming(name):

@@ -78,7 +78,7 @@ def merge_observers(quantizers: Mapping[str, FakeQuantize]) -> None:
         return
     own = {n: (o.state(), o.model_dtype) for n, q in quantizers.items() if (o := q.observer) is not None and o.count}
     gathered: list[dict[str, Any]] = [{} for _ in range(world())]
-    together(lambda: dist.all_gather_object(gathered, own))
+    collective(lambda: dist.all_gather_object(gathered, own))
     for name, quantizer in quantizers.items():
         observer = quantizer.observer
         assert observer is not None
@@ -104,22 +104,22 @@ def _beside(value: Any, like: Any) -> Any:
 def summed(x: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks; in place."""
     if world() > 1:
-        together(lambda: dist.all_reduce(x))
+        collective(lambda: dist.all_reduce(x))
     return x
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
     """The maximum over all ranks; in place."""
     if world() > 1:
-        together(lambda: dist.all_reduce(x, dist.ReduceOp.MAX))
+        collective(lambda: dist.all_reduce(x, dist.ReduceOp.MAX))
     return x
 
 
-def agree(module: nn.Module) -> None:
+def broadcast_from_first(module: nn.Module) -> None:
     """Give the tensors of a module the values that they have on rank 0: rounding must not make ranks drift apart."""
     for tensor in module.state_dict(keep_vars=True).values() if world() > 1 else ():
         data = tensor.detach().contiguous()
-        together(partial(dist.broadcast, data, 0))
+        collective(partial(dist.broadcast, data, 0))
         tensor.detach().copy_(data)
 
 
@@ -136,7 +136,7 @@ def first_then_all(action: Callable[[bool], T]) -> T:
 def wait() -> None:
     """Go on when all ranks are here."""
     if world() > 1:
-        together(dist.barrier)
+        collective(dist.barrier)
 
 
 def from_first(value: T) -> T:
@@ -144,7 +144,7 @@ def from_first(value: T) -> T:
     if world() == 1:
         return value
     box = [value]
-    together(lambda: dist.broadcast_object_list(box, 0))
+    collective(lambda: dist.broadcast_object_list(box, 0))
     return box[0]
 
 
@@ -170,7 +170,7 @@ def shared_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iter
             from_first(None)
 
 
-def together(action: Callable[[], object]) -> None:
+def collective(action: Callable[[], object]) -> None:
     """Run a collective operation. Raises QuarkError when another rank has died or does not answer in time."""
     try:
         action()

@@ -67,7 +67,7 @@ def _fitting(layers: Sequence[nn.Module]) -> int:
     return max(1, bound // (8 * columns * (columns + rows)))
 
 
-def settle_experts(quantizers: Mapping[str, FakeQuantize], sync: bool) -> None:
+def finish_expert_ranges(quantizers: Mapping[str, FakeQuantize], sync: bool) -> None:
     """What experts need after observing: one range for all of a block if `sync`, and tokens for each.
 
     Args:

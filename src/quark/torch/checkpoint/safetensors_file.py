@@ -52,7 +52,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Place:
+class ByteRange:
     """Where a tensor lies in a file: its first byte and its length in bytes."""
 
     file: Path
@@ -122,7 +122,7 @@ class TensorFile:
         return like, self._start + begin
 
 
-def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = False) -> dict[str, Place]:
+def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = False) -> dict[str, ByteRange]:
     """Make a file of full size for tensors like these (meta will do); return where each is to be written.
 
     Args:
@@ -151,10 +151,10 @@ def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = Fa
             handle.truncate(start + end)
     del rows[_METADATA]
     offsets = {name: row["data_offsets"] for name, row in rows.items()}
-    return {name: Place(path, start + begin, stop - begin) for name, (begin, stop) in offsets.items()}
+    return {name: ByteRange(path, start + begin, stop - begin) for name, (begin, stop) in offsets.items()}
 
 
-def write_tensor(tensor: torch.Tensor, place: Place) -> None:
+def write_tensor(tensor: torch.Tensor, place: ByteRange) -> None:
     """Write a tensor to its place. Raises OSError."""
     data = tensor.detach().cpu().contiguous()
     assert _bytes(data) == place.length, f"{place}: {data.dtype} {tuple(data.shape)}"
@@ -167,7 +167,7 @@ def write_tensor(tensor: torch.Tensor, place: Place) -> None:
                 rest = rest[handle.write(rest) :]
 
 
-def read_place(place: Place) -> bytes:
+def read_range(place: ByteRange) -> bytes:
     """The bytes at a place."""
     with place.file.open("rb") as handle:
         handle.seek(place.begin)

@@ -19,7 +19,7 @@ from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.log import progress
 from quark.torch.checkpoint.loading import empty_activation, stored_like
-from quark.torch.checkpoint.safetensors_file import Place, TensorFile, create_file, write_tensor
+from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
@@ -97,7 +97,7 @@ def _entry(name: str, tensors: Tensors) -> Entry:
 
 def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout: Layout) -> Entry:
     def make() -> Tensors:
-        return layout.store(x, quantizer.params, baked=quantizer.mode is Mode.baked)
+        return layout.store(x, quantizer.params, frozen=quantizer.mode is Mode.frozen)
 
     return name, make, stored_like(layout, quantizer.spec, x)
 
@@ -149,7 +149,9 @@ def published_naming(model: nn.Module) -> Naming:
     return lambda source, suffix: stored_name(publish(source), suffix)
 
 
-def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False) -> dict[str, Place]:
+def create_shards(
+    folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False
+) -> dict[str, ByteRange]:
     """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written.
 
     With `keep` the files are there already, partly filled.
@@ -158,7 +160,7 @@ def create_shards(folder: Path, tensors: Tensors, max_shard_size: str = "5GB", k
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
-    places: dict[str, Place] = {}
+    places: dict[str, ByteRange] = {}
     for file, names in split.filename_to_tensors.items():
         places |= create_file(folder / file, {name: tensors[name] for name in names}, keep)
     if split.is_sharded:
@@ -173,7 +175,7 @@ def stored_shapes(items: Iterable[Entry], named: Naming = stored_name) -> Tensor
     return {named(name, suffix): tensor for name, _, shapes in items for suffix, tensor in shapes.items()}
 
 
-def write_entry(name: str, tensors: Tensors, places: Mapping[str, Place], named: Naming = stored_name) -> None:
+def write_entry(name: str, tensors: Tensors, places: Mapping[str, ByteRange], named: Naming = stored_name) -> None:
     """Write the stored tensors of a source tensor to their places."""
     for suffix, tensor in tensors.items():
         write_tensor(tensor, places[named(name, suffix)])

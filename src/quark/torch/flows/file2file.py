@@ -25,7 +25,7 @@ from quark.torch.calibration.distributed import first_then_all, rank, shared_fol
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.quantization_config import quantization_config
-from quark.torch.checkpoint.safetensors_file import Place, write_tensor
+from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
 from quark.torch.checkpoint.shards import (
     Entry,
     Naming,
@@ -52,7 +52,7 @@ from quark.torch.writers.safetensors import check_options, dropped_names, write_
 
 
 @dataclass(frozen=True)
-class Item:
+class TensorJob:
     """One tensor to convert.
 
     Attributes:
@@ -68,10 +68,10 @@ class Item:
     dtype: torch.dtype
     shape: tuple[int, ...]
     spec: TensorSpec | None
-    places: dict[str, Place]
+    places: dict[str, ByteRange]
 
 
-Family = tuple[Item, ...]
+Family = tuple[TensorJob, ...]
 """Tensors that share a second-level scale, or one alone: what a worker takes at once."""
 
 
@@ -186,19 +186,19 @@ def sources_of(own: Iterable[Entry], stored: Mapping[str, str], ties: Mapping[st
 
 
 def _item(
-    entry: Entry, source: str, layers: Mapping[str, QuantLayer], places: Mapping[str, Place], named: Naming
-) -> Item:
+    entry: Entry, source: str, layers: Mapping[str, QuantLayer], places: Mapping[str, ByteRange], named: Naming
+) -> TensorJob:
     name, _, shapes = entry
     parent, _, leaf = name.rpartition(".")
     stored = {suffix: places[named(name, suffix)] for suffix in shapes}
     layer = layers.get(parent)
     if layer is None:
-        return Item(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)
+        return TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)
     x: torch.Tensor = getattr(layer, leaf)
-    return Item(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)
+    return TensorJob(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)
 
 
-def _families(items: list[Item], groups: Sequence[Sequence[str]]) -> list[Family]:
+def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[Family]:
     """The items, those together that share a scale, in the order of the model."""
     weights = {item.name.removesuffix(".weight"): item for item in items if item.spec and item.name.endswith(".weight")}
     specs = {name: item.spec for name, item in weights.items() if item.spec}
@@ -253,7 +253,7 @@ class Converter:
                 write_tensor(tensor, item.places[suffix])
             self.source.release(item.source)
 
-    def _convert(self, item: Item, largest: torch.Tensor | None) -> Tensors:
+    def _convert(self, item: TensorJob, largest: torch.Tensor | None) -> Tensors:
         x = self._read(item)
         if item.spec is None:
             return {"": x}
@@ -265,7 +265,7 @@ class Converter:
                 return layout.store(x, qparams_under(largest, x, item.spec))
             return layout.store(x, tensor_qparams(x, item.spec))
 
-    def _second_scale(self, item: Item) -> torch.Tensor:
+    def _second_scale(self, item: TensorJob) -> torch.Tensor:
         assert item.spec is not None
         with naming(item.name):
             params = tensor_qparams(self._read(item), item.spec)
@@ -274,7 +274,7 @@ class Converter:
         scale: torch.Tensor = params.second.scale
         return scale
 
-    def _read(self, item: Item) -> torch.Tensor:
+    def _read(self, item: TensorJob) -> torch.Tensor:
         x = self.source.read(item.source, item.dtype, item.shape)
         return x.to(self.device) if item.spec else x
 

@@ -130,7 +130,7 @@ def quantize_blocks(
         refuse_whole(algorithms)
     for algorithm in algorithms:
         algorithm.prepare(model, names, layers)
-    stages = [algorithm for algorithm in algorithms if algorithm.visits]
+    stages = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
     waiting = waiting_activations(layers)
     _refuse_outside(waiting, names)
     calls: dict[str, list[Call]] = {}

@@ -22,7 +22,7 @@ from quark import __version__
 from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
 from quark.torch.calibration.distributed import rank, wait
-from quark.torch.checkpoint.safetensors_file import Place, read_place
+from quark.torch.checkpoint.safetensors_file import ByteRange, read_range
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
 from quark.torch.flows.per_block import State
 
@@ -87,7 +87,7 @@ class Manifest:
         torch.set_rng_state(stored.pop("random"))
         return State(done, _series(stored, "hidden"), _series(stored, "float"))
 
-    def finish(self, block: str, places: Mapping[str, Place], state: State) -> None:
+    def finish(self, block: str, places: Mapping[str, ByteRange], state: State) -> None:
         """Note that a block is written, and keep what the next one needs."""
         series = {"hidden": state.hidden, "float": state.float_hidden}
         tensors = {f"{key}.{i}": x for key, items in series.items() for i, x in enumerate(items or ())}
@@ -107,7 +107,7 @@ class Manifest:
         with atomic_file(self.folder / "manifest.json") as path:
             path.write_text(json.dumps({"settings": self._settings, "blocks": self._blocks}, indent=1) + "\n")
 
-    def verify(self, places: Mapping[str, Place]) -> None:
+    def verify(self, places: Mapping[str, ByteRange]) -> None:
         """Raise FormatError when the bytes of a finished block are not those that were written."""
         for block in self._blocks:
             if _hash({name: places[name] for name in block["tensors"]}) != block["sha256"]:
@@ -171,10 +171,10 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(repr(value).encode())
 
 
-def _hash(places: Mapping[str, Place]) -> str:
+def _hash(places: Mapping[str, ByteRange]) -> str:
     digest = hashlib.sha256()
     for name in sorted(places):
-        digest.update(read_place(places[name]))
+        digest.update(read_range(places[name]))
     return digest.hexdigest()
 
 

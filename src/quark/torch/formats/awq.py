@@ -41,9 +41,9 @@ class AwqLayout(QuarkLayout):
         self.shift = 8.0 if spec.dtype.signed else 0.0
         super().__init__(replace(spec, dtype=DTYPES["uint4"], symmetric=False), model_dtype, "reorder")
 
-    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
+    def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
         assert params is not None and params.zero_point is not None
-        return super().store(x, replace(params, zero_point=params.zero_point + self.shift), baked)
+        return super().store(x, replace(params, zero_point=params.zero_point + self.shift), frozen)
 
 
 class AwqFormat(FolderFormat):

@@ -40,8 +40,8 @@ class Layout(ABC):
         return hash((type(self), self.spec, self.model_dtype, self.pack_method, self.real))
 
     @abstractmethod
-    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
-        """The tensors of x under these parameters; `baked` says that x holds quantized values already.
+    def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
+        """The tensors of x under these parameters; `frozen` says that x holds quantized values already.
 
         Works on the meta device too, to know shapes beforehand.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from quark.torch.graph.operators import MOVES, is_call, target_name
+from quark.torch.graph.operators import MOVING_OPERATORS, is_call, target_name
 
 
 def remove_inplace(model: fx.GraphModule) -> None:
@@ -19,7 +19,7 @@ def remove_inplace(model: fx.GraphModule) -> None:
         target, written = functional(node), node.args[0] if node.args else None
         if target is None or not isinstance(written, fx.Node) or written.op != "call_function":
             continue
-        if is_call(written, *MOVES) or any(is_call(reader, *MOVES) for reader in written.users):
+        if is_call(written, *MOVING_OPERATORS) or any(is_call(reader, *MOVING_OPERATORS) for reader in written.users):
             continue
         node.target = target
         for reader in list(written.users):

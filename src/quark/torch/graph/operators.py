@@ -1,7 +1,7 @@
 """What graph mode knows about aten operators, as tables. A new operator is a row.
 
-An operator is quantized (KINDS), or moves values without changing them (MOVES), or is fused into the one before it
-(ACTIVATIONS); whatever else computes stays in float, and the plan names it.
+An operator is quantized (OPERATOR_KINDS), or moves values without changing them (MOVING_OPERATORS), or is fused into
+the one before it (ACTIVATIONS); whatever else computes stays in float, and the plan names it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kind:
     only_named: bool = False
 
 
-KINDS: dict[str, Kind] = {
+OPERATOR_KINDS: dict[str, Kind] = {
     "aten.linear.default": Kind("linear", nn.Linear, weight=1, bias=2),
     "aten.conv1d.default": Kind("conv1d", nn.Conv1d, weight=1, bias=2),
     "aten.conv2d.default": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
@@ -56,13 +56,13 @@ KINDS: dict[str, Kind] = {
     "aten.upsample_nearest2d.vec": Kind("upsample", nn.Upsample, same_scale="all"),
 }
 
-_MOVES = (
+_MOVING = (
     *("flatten.using_ints", "view.default", "reshape.default", "unflatten.int", "permute.default", "transpose.int"),
     *("t.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor", "select.int"),
     *("expand.default", "contiguous.default", "clone.default", "detach.default", "alias.default", "dropout.default"),
     *("pixel_shuffle.default", "pixel_unshuffle.default"),
 )
-MOVES = frozenset(f"aten.{name}" for name in _MOVES)
+MOVING_OPERATORS = frozenset(f"aten.{name}" for name in _MOVING)
 """Operators whose output holds values of their first argument: one scale serves both sides."""
 
 ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("relu", "relu6", "hardtanh", "clamp"))
@@ -80,7 +80,7 @@ def target_name(node: fx.Node) -> str:
 
 def kind_of(node: fx.Node) -> Kind | None:
     """The row of a node, or None where it is not quantized."""
-    return KINDS.get(target_name(node)) if node.op == "call_function" else None
+    return OPERATOR_KINDS.get(target_name(node)) if node.op == "call_function" else None
 
 
 def is_call(node: object, *targets: str) -> bool:
@@ -116,7 +116,7 @@ def is_float(node: fx.Node) -> bool:
 
 def source_of(node: fx.Node) -> fx.Node:
     """Where the values of a tensor come from: back through the operators that only move them."""
-    while is_call(node, *MOVES) and isinstance(node.args[0], fx.Node):
+    while is_call(node, *MOVING_OPERATORS) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

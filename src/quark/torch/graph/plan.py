@@ -20,7 +20,7 @@ from quark.torch.graph.batch_norm import foldable
 from quark.torch.graph.operators import (
     ACTIVATIONS,
     DEQUANT_STUB,
-    MOVES,
+    MOVING_OPERATORS,
     QUANT_STUB,
     SOFTMAX,
     Kind,
@@ -37,7 +37,7 @@ from quark.torch.plan import Plan, check_shapes, require_layers
 
 
 @dataclass(frozen=True)
-class Site:
+class QuantizableOperator:
     """An operator that can be quantized, or a layer with all of its calls.
 
     Attributes:
@@ -59,18 +59,18 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphPlan(Plan):
-    """A Plan whose layers are sites of a graph.
+    """A Plan whose layers are operators of a graph.
 
     Attributes:
-        sites: Name -> site, of everything that could be quantized.
+        operators: Name -> operator, of everything that could be quantized.
         reasons: Name of an operator that stays in float -> why.
     """
 
-    sites: dict[str, Site] = field(default_factory=dict)
+    operators: dict[str, QuantizableOperator] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def weight_shape(self, model: nn.Module, name: str) -> str:
-        weight = self.sites[name].weight if name in self.sites else None
+        weight = self.operators[name].weight if name in self.operators else None
         return "-" if weight is None else str(tuple(weight.shape))
 
     def kept(self, name: str) -> str:
@@ -88,57 +88,61 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         ConfigError: A pattern or type matches nothing, or nothing is left to quantize.
         ShapeError: A granularity does not fit a weight; names the layer.
     """
-    sites, reasons = find_sites(model), unsupported(model)
+    operators, reasons = find_operators(model), unsupported(model)
     inside = region(model.graph)
-    reasons |= {name: why for name, site in sites.items() if (why := _stays_float(site, inside))}
-    sites = {name: site for name, site in sites.items() if name not in reasons}
+    reasons |= {name: why for name, operator in operators.items() if (why := _stays_float(operator, inside))}
+    operators = {name: operator for name, operator in operators.items() if name not in reasons}
     patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
-    names = {*sites, *reasons, *(name for name, _ in model.named_modules())}
+    names = {*operators, *reasons, *(name for name, _ in model.named_modules())}
     require_matches(patterns, names, "exclude")
-    require_layers(patterns, names, {*sites, *reasons})
-    require_matches(config.layer_quant_config, sites, "layer_quant_config")
-    _require_types(config, sites)
-    selected = _selected(config, model, sites)
+    require_layers(patterns, names, {*operators, *reasons})
+    require_matches(config.layer_quant_config, operators, "layer_quant_config")
+    _require_types(config, operators)
+    selected = _selected(config, model, operators)
     layers, excluded = {}, []
-    for name, site in sites.items():
-        chosen = None if name in selected or matches_any(name, patterns) else _layer_config(config, site)
-        spec = _lowered(chosen, site)
+    for name, operator in operators.items():
+        chosen = None if name in selected or matches_any(name, patterns) else _layer_config(config, operator)
+        spec = _lowered(chosen, operator)
         if spec == LayerSpec():
             excluded.append(name)
             continue
-        weight = site.weight
-        features = weight.shape[1] if weight is not None and site.kind.name == "linear" else None
-        check_shapes(name, site.kind.name, None if weight is None else tuple(weight.shape), features, spec)
+        weight = operator.weight
+        features = weight.shape[1] if weight is not None and operator.kind.name == "linear" else None
+        check_shapes(name, operator.kind.name, None if weight is None else tuple(weight.shape), features, spec)
         layers[name] = spec
     if not layers:
-        kinds = sorted({site.kind.name for site in sites.values()})
+        kinds = sorted({operator.kind.name for operator in operators.values()})
         raise ConfigError(
-            f"Nothing to quantize: of {len(sites)} operators that can be ({', '.join(kinds) or 'none'}), all are "
+            f"Nothing to quantize: of {len(operators)} operators that can be ({', '.join(kinds) or 'none'}), all are "
             f"excluded or without a config. Others in the graph: {', '.join(sorted(set(reasons.values()))) or 'none'}."
         )
-    return GraphPlan(layers, tuple(excluded), tuple(reasons), sites, reasons)
+    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators, reasons)
 
 
-def find_sites(model: fx.GraphModule) -> dict[str, Site]:
+def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
     """Everything that graph mode can quantize, in the order of the graph."""
-    sites: dict[str, Site] = {}
+    operators: dict[str, QuantizableOperator] = {}
     modules = {name for name, _ in model.named_modules()}
     for node in model.graph.nodes:
         kind = kind_of(node)
         if kind is None or not is_float(node) or not (activations_of(node) or parameter_of(node, kind.weight)):
             continue
         name = _layer_name(node, kind)
-        if name is None or (name in sites and sites[name].kind.name != kind.name):
+        if name is None or (name in operators and operators[name].kind.name != kind.name):
             name = _operator_name(node, modules)
-        sites.setdefault(name, Site(name, kind, [])).nodes.append(node)
-    return sites
+        operators.setdefault(name, QuantizableOperator(name, kind, [])).nodes.append(node)
+    return operators
 
 
 def unsupported(model: fx.GraphModule) -> dict[str, str]:
     """Operators without a row that give float tensors: name -> what they are."""
     found = {}
     for node in model.graph.nodes:
-        if node.op != "call_function" or kind_of(node) or is_call(node, *MOVES, *ACTIVATIONS, QUANT_STUB, DEQUANT_STUB):
+        if (
+            node.op != "call_function"
+            or kind_of(node)
+            or is_call(node, *MOVING_OPERATORS, *ACTIVATIONS, QUANT_STUB, DEQUANT_STUB)
+        ):
             continue
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             found[node.name] = f"a graph of its own: {node.target}"
@@ -166,13 +170,13 @@ def _operator_name(node: fx.Node, modules: set[str]) -> str:
     return f"{name}_" if name in modules else name
 
 
-def _stays_float(site: Site, inside: set[fx.Node]) -> str | None:
+def _stays_float(operator: QuantizableOperator, inside: set[fx.Node]) -> str | None:
     """Why an operator with a row is not quantized, or None."""
-    if site.kind.name == "add" and all(_only_softmax_reads(node) for node in site.nodes):
+    if operator.kind.name == "add" and all(_only_softmax_reads(node) for node in operator.nodes):
         return "the mask before a softmax"
-    if not all(node in inside for node in site.nodes):
+    if not all(node in inside for node in operator.nodes):
         return "outside QuantStub and DeQuantStub"
-    written = [t.name for n in site.nodes for t in activations_of(n) if any(map(_writes, source_of(t).users))]
+    written = [t.name for n in operator.nodes for t in activations_of(n) if any(map(_writes, source_of(t).users))]
     return f"{written[0]} is written in place" if written else None
 
 
@@ -197,28 +201,28 @@ def region(graph: fx.Graph) -> set[fx.Node]:
     return inside
 
 
-def _layer_config(config: QConfig, site: Site) -> QLayerConfig | None:
-    by_name = first_match(site.name, config.layer_quant_config)
+def _layer_config(config: QConfig, operator: QuantizableOperator) -> QLayerConfig | None:
+    by_name = first_match(operator.name, config.layer_quant_config)
     if by_name is not None:
         return by_name
     for layer_type, by_type in config.layer_type_quant_config.items():
-        if site.kind.module is not None and issubclass(site.kind.module, layer_type):
+        if operator.kind.module is not None and issubclass(operator.kind.module, layer_type):
             return by_type
-    return None if site.kind.only_named else config.global_quant_config
+    return None if operator.kind.only_named else config.global_quant_config
 
 
-def _lowered(config: QLayerConfig | None, site: Site) -> LayerSpec:
-    """The spec of a site, without what it does not have."""
-    spec = lower_layer(config, per_token=site.kind.name == "linear")
-    if site.weight is None:
+def _lowered(config: QLayerConfig | None, operator: QuantizableOperator) -> LayerSpec:
+    """The spec of a operator, without what it does not have."""
+    spec = lower_layer(config, per_token=operator.kind.name == "linear")
+    if operator.weight is None:
         spec = replace(spec, weight=None)
-    if all(parameter_of(node, site.kind.bias) is None for node in site.nodes):
+    if all(parameter_of(node, operator.kind.bias) is None for node in operator.nodes):
         spec = replace(spec, bias=None)
-    return replace(spec, input=None) if not activations_of(site.nodes[0]) else spec
+    return replace(spec, input=None) if not activations_of(operator.nodes[0]) else spec
 
 
-def _require_types(config: QConfig, sites: dict[str, Site]) -> None:
-    present = {site.kind.module for site in sites.values() if site.kind.module is not None}
+def _require_types(config: QConfig, operators: dict[str, QuantizableOperator]) -> None:
+    present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
     for layer_type in config.layer_type_quant_config:
         if not any(issubclass(module, layer_type) for module in present):
             raise ConfigError(
@@ -227,15 +231,15 @@ def _require_types(config: QConfig, sites: dict[str, Site]) -> None:
             )
 
 
-def _selected(config: QConfig, model: fx.GraphModule, sites: dict[str, Site]) -> set[str]:
+def _selected(config: QConfig, model: fx.GraphModule, operators: dict[str, QuantizableOperator]) -> set[str]:
     """Names that the selectors of `exclude` stand for. A graph has no classes: the head is a linear layer at the top
     of the model with as many rows as an embedding.
     """
     selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
     found = resolve_selectors([s for s in selectors if s != "@output_head"], model)
     if "@output_head" in selectors:
-        weights = {name: site.weight for name, site in sites.items() if site.weight is not None}
-        tables = {len(weights[name]) for name in weights if sites[name].kind.name == "embedding"}
-        top = [name for name in weights if "." not in name and sites[name].kind.name == "linear"]
+        weights = {name: operator.weight for name, operator in operators.items() if operator.weight is not None}
+        tables = {len(weights[name]) for name in weights if operators[name].kind.name == "embedding"}
+        top = [name for name in weights if "." not in name and operators[name].kind.name == "linear"]
         found |= {name for name in top if len(weights[name]) in tables}
     return found

@@ -15,8 +15,8 @@ from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_tensor
 from quark.torch.config.config import QConfig
 from quark.torch.graph.batch_norm import attribute, fold_batch_norms, put
 from quark.torch.graph.inplace import remove_inplace
+from quark.torch.graph.insert_quantizers import QuantizerInserter
 from quark.torch.graph.operators import DEQUANT_STUB, QUANT_STUB, is_call
-from quark.torch.graph.place import Placement
 from quark.torch.graph.plan import make_graph_plan
 from quark.torch.graph.training import PRESERVED, allow_training, drop_counters, keep, set_training
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -31,13 +31,13 @@ def quantize_graph(model: nn.Module, config: QConfig, dataloader: Iterable[Any] 
     with _restored_on_error(graph):
         prepare(graph)
         plan = make_graph_plan(config, graph)
-        placement = Placement(graph, plan)
-        placement.run()
+        inserter = QuantizerInserter(graph, plan)
+        inserter.run()
         _remove_stubs(graph)
-        for path, (name, quantizer) in placement.parameters.items():
+        for path, (name, quantizer) in inserter.parameters.items():
             calibrate_tensor(path.removesuffix("_quantizer"), attribute(graph, name).detach(), quantizer)
-        everything = [*placement.activations.values(), *(q for _, q in placement.parameters.values())]
-        names = {path.removesuffix("_quantizer"): q for path, q in placement.activations.items()}
+        everything = [*inserter.activations.values(), *(q for _, q in inserter.parameters.values())]
+        names = {path.removesuffix("_quantizer"): q for path, q in inserter.activations.items()}
         allow_training(graph)
         calibrate_tensors(graph, names, everything, dataloader, config)
         keep(graph, "quant_config", config)
@@ -94,30 +94,30 @@ def freeze_graph(model: fx.GraphModule, write: bool = True) -> fx.GraphModule:
     if not quantizers:
         raise ConfigError("freeze needs a model from quantize_model; this one has no quantizers.")
     for node, quantizer in quantizers:
-        quantizer.settle()
+        quantizer.stop_learning()
         # A parameter that is read as an input, added for one, may share its quantizer with live tensors.
         own = str(node.target).endswith(("weight_quantizer", "bias_quantizer"))
         if write and own and quantizer.mode is Mode.quantize:
-            _bake(model, node, quantizer)
+            _freeze(model, node, quantizer)
     model.recompile()
     return model
 
 
-def _bake(model: fx.GraphModule, node: fx.Node, quantizer: FakeQuantize) -> None:
+def _freeze(model: fx.GraphModule, node: fx.Node, quantizer: FakeQuantize) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     value = attribute(model, str(source.target))
     with torch.no_grad():
-        baked = fake_quantize(value.detach().contiguous(), quantizer.params, quantizer.spec)
+        frozen = fake_quantize(value.detach().contiguous(), quantizer.params, quantizer.spec)
     name = str(source.target)
     if len(source.users) > 1:
         # Others read the float values: this quantizer gets a parameter of its own.
         name = f"{str(node.target).removesuffix('_quantizer')}_quantized"
-    put(model, name, nn.Parameter(baked, value.requires_grad))
+    put(model, name, nn.Parameter(frozen, value.requires_grad))
     if name != source.target:
         with model.graph.inserting_before(node):
             node.replace_input_with(source, model.graph.get_attr(name))
-    quantizer.mode = Mode.baked
+    quantizer.mode = Mode.frozen
 
 
 def _remove_stubs(model: fx.GraphModule) -> None:

@@ -33,7 +33,7 @@ class Mode(Enum):
     """Collect statistics; the float tensor goes on."""
     quantize = "quantize"
     """Quantize and dequantize."""
-    baked = "baked"
+    frozen = "frozen"
     """Nothing: the stored tensor holds quantized values already (a frozen weight)."""
 
 
@@ -47,7 +47,7 @@ class FakeQuantize(nn.Module):
         scale, zero_point: Buffers, shaped `spec.split.scale_shape(x.shape)`; None until calibrated, and for ever
             where the tensor is dynamic or the type has none.
         scale_2, zero_point_2: The same of the second level.
-        learned: What an optimizer trains where the spec asks for LSQ or TQT, until `settle`; else None.
+        learned: What an optimizer trains where the spec asks for LSQ or TQT, until `stop_learning`; else None.
     """
 
     scale: torch.Tensor | None
@@ -67,7 +67,7 @@ class FakeQuantize(nn.Module):
 
     def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         """Return x quantized; `extras` are tensors that a loaded checkpoint keeps on the layer (second level)."""
-        if self.mode in (Mode.off, Mode.baked) or x.numel() == 0:
+        if self.mode in (Mode.off, Mode.frozen) or x.numel() == 0:
             return x
         if self.mode is Mode.observe:
             assert self.observer is not None
@@ -122,7 +122,7 @@ class FakeQuantize(nn.Module):
             self.scale = learned_scale(self.learned, self.spec)
         self.mode = Mode.quantize
 
-    def settle(self) -> None:
+    def stop_learning(self) -> None:
         """End training: the scale stays as it is."""
         if self.learned is not None:
             self.scale = learned_scale(self.learned, self.spec)

@@ -34,7 +34,7 @@ def layer_quantizers(layers: Iterable[QuantLayer]) -> list[FakeQuantize]:
 def _off(quantizers: Iterable[FakeQuantize]) -> Iterator[None]:
     modes = [(quantizer, quantizer.mode) for quantizer in quantizers]
     for quantizer, mode in modes:
-        if mode is not Mode.baked:
+        if mode is not Mode.frozen:
             quantizer.mode = Mode.off
     try:
         yield

@@ -7,7 +7,7 @@ of those; `quark.torch.model.record_forward` writes it down while the model runs
     graph.groups()                   # [("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", ...), ...]
     node = graph.calls["layers.0.self_attn.o_proj"][0]
     graph.sources(node.inputs[0])    # the nearest layers before it: q_proj, k_proj, v_proj
-    graph.streams()[0].writers       # what is added to the residual stream
+    graph.addition_chains()[0].writers       # what is added to the residual stream
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-MOVES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"}
-MOVES |= {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"}
-MOVES |= {"split", "chunk", "unbind", "tensor_split", "narrow", "select", "index_select", "__getitem__"}
-MOVES |= {"expand", "broadcast_to", "repeat", "repeat_interleave"}
+MOVING_FUNCTIONS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"}
+MOVING_FUNCTIONS |= {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"}
+MOVING_FUNCTIONS |= {"split", "chunk", "unbind", "tensor_split", "narrow", "select", "index_select", "__getitem__"}
+MOVING_FUNCTIONS |= {"expand", "broadcast_to", "repeat", "repeat_interleave"}
 """Operations that only move, choose or repeat elements."""
 
 COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "data", "alias", "dropout"}
@@ -37,7 +37,7 @@ PRODUCTS = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__imul__", "mul
 
 
 @dataclass(frozen=True)
-class Value:
+class RecordedTensor:
     """One floating-point tensor of the forward; its place in `Trace.values` is its name.
 
     Attributes:
@@ -62,7 +62,7 @@ class Node:
         module: Full name of the leaf module; None for a plain operation.
         scope: Full name of the innermost module around it.
         inputs, outputs: Values read and made, in the order of the arguments. A module reads only what it used.
-        move: For `MOVES`: the same rearrangement of another tensor of the input's shape.
+        move: For `MOVING_FUNCTIONS`: the same rearrangement of another tensor of the input's shape.
     """
 
     index: int
@@ -75,7 +75,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Stream:
+class AdditionChain:
     """All values that one chain of additions carries, such as the residual stream.
 
     Attributes:
@@ -100,7 +100,7 @@ class Trace:
         spans: Full name of a module with children -> (values it was called with, values it returned).
     """
 
-    values: tuple[Value, ...]
+    values: tuple[RecordedTensor, ...]
     nodes: tuple[Node, ...]
     linears: tuple[str, ...]
     spans: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -181,7 +181,7 @@ class Trace:
         """Whether a node computes with a parameter of the model."""
         return any(self.values[self.origin(value)].parameter for value in node.inputs)
 
-    def streams(self) -> list[Stream]:
+    def addition_chains(self) -> list[AdditionChain]:
         """Chains of additions, the longest first. A model whose norms stand before its layers has one long chain, its
         residual stream; one whose norms stand on the stream (BERT) has a short chain for each.
         """
@@ -192,7 +192,7 @@ class Trace:
         sums = Counter(roots[self.nodes[i].outputs[0]] for i in links if self.nodes[i].kind in SUMS)
         return [self._chain(chains[root], links) for root, _ in sums.most_common()]
 
-    def stream(self, value: int) -> Stream:
+    def addition_chain(self, value: int) -> AdditionChain:
         """The chain of additions that holds a value, if only the value itself."""
         links, roots = self._links
         return self._chain({v for v, root in enumerate(roots) if root == roots[value]}, links)
@@ -213,11 +213,13 @@ class Trace:
                 parent[root(value)] = root(self.nodes[index].outputs[0])
         return set(links), [root(value) for value in range(len(self.values))]
 
-    def _chain(self, values: set[int], links: set[int]) -> Stream:
+    def _chain(self, values: set[int], links: set[int]) -> AdditionChain:
         writers = {n.index: n for v in values if (n := self.producer(v)) and n.index not in links}
         read = {n.index: n for v in values for n in self.readers(v)}
         readers = [i for i in sorted(read) if i not in links or read[i].outputs[0] not in values]
-        return Stream(frozenset(values), tuple(writers[i] for i in sorted(writers)), tuple(read[i] for i in readers))
+        return AdditionChain(
+            frozenset(values), tuple(writers[i] for i in sorted(writers)), tuple(read[i] for i in readers)
+        )
 
     def _carried(self, node: Node) -> list[int]:
         """The inputs that a sum, a copy, or a product with one factor per token or less passes on."""

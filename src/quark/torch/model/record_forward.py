@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.dataflow import MOVES, Node, Trace, Value
+from quark.torch.model.dataflow import MOVING_FUNCTIONS, Node, RecordedTensor, Trace
 
 
 def record(model: nn.Module, run: Callable[[], object]) -> Trace:
@@ -49,7 +49,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.values: list[Value] = []
+        self.values: list[RecordedTensor] = []
         self.nodes: list[Node] = []
         self.spans: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.index: dict[int, int] = {}
@@ -68,10 +68,10 @@ class _Recorder(TorchFunctionMode):
     def value(self, tensor: torch.Tensor) -> int:
         """The value that a tensor holds now; a tensor not seen before is an input or a constant."""
         if id(tensor) not in self.index:
-            self.bind(tensor, Value(tuple(tensor.shape), tensor.dtype, None, self.parameters.get(id(tensor))))
+            self.bind(tensor, RecordedTensor(tuple(tensor.shape), tensor.dtype, None, self.parameters.get(id(tensor))))
         return self.index[id(tensor)]
 
-    def bind(self, tensor: torch.Tensor, value: Value) -> int:
+    def bind(self, tensor: torch.Tensor, value: RecordedTensor) -> int:
         self.index[id(tensor)] = len(self.values)
         self.values.append(value)
         self.alive.append(tensor)
@@ -97,14 +97,14 @@ class _Recorder(TorchFunctionMode):
         made = [t for t in made if isinstance(t, torch.Tensor) and t.is_floating_point()]
         fresh = [t for t in made if written is not None or self.index.get(id(t)) not in inputs]
         if fresh and name != "__set__":
-            self.add(name, None, inputs, fresh, _mover(func, args, kwargs) if name in MOVES else None)
+            self.add(name, None, inputs, fresh, _mover(func, args, kwargs) if name in MOVING_FUNCTIONS else None)
         return result
 
     def add(self, kind: str, module: str | None, inputs: tuple[int, ...], made: list[torch.Tensor], move: Any) -> None:
         at = len(self.nodes)
         # Every view of a tensor that is written to holds a new value as well.
         views = [t for t in self.alive if _same_storage(t, made[0])] if id(made[0]) in self.index else []
-        outputs = tuple(self.bind(t, Value(tuple(t.shape), t.dtype, at)) for t in made)
+        outputs = tuple(self.bind(t, RecordedTensor(tuple(t.shape), t.dtype, at)) for t in made)
         self.index.update({id(view): outputs[0] for view in views})
         self.nodes.append(Node(at, kind, module, self.scope[-1], inputs, outputs, move))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quark.errors import StructureError
-from quark.torch.model.dataflow import Node, Stream, Trace
+from quark.torch.model.dataflow import AdditionChain, Node, Trace
 from quark.torch.model.record_forward import is_linear
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
@@ -25,7 +25,7 @@ ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 
 @dataclass(frozen=True)
-class Norm:
+class StreamNorm:
     """A norm on the stream.
 
     Attributes:
@@ -52,7 +52,7 @@ class Residual:
     """
 
     writers: tuple[str, ...] = ()
-    norms: tuple[Norm, ...] = ()
+    norms: tuple[StreamNorm, ...] = ()
     readers: tuple[str, ...] = ()
 
     @property
@@ -73,7 +73,7 @@ def find_residual(part: nn.Module, trace: Trace, start: int, end: int | None = N
     Raises:
         StructureError: Something else reads or writes the stream; names it.
     """
-    stream = trace.stream(start)
+    stream = trace.addition_chain(start)
     if end is not None and end not in stream.values:
         raise StructureError(
             "The result of the block is not its input plus something: there is no residual stream through it "
@@ -120,7 +120,7 @@ def _writer(part: nn.Module, node: Node) -> str:
     return node.module
 
 
-def _norm(part: nn.Module, trace: Trace, node: Node) -> Norm:
+def _norm(part: nn.Module, trace: Trace, node: Node) -> StreamNorm:
     module = part.get_submodule(node.module) if node.module else None
     measured = measure_norm(module) if module is not None else None
     if node.module is None or measured is None:
@@ -132,7 +132,7 @@ def _norm(part: nn.Module, trace: Trace, node: Node) -> Norm:
         if reader.module is None or not reads_linearly(inner, trace.values[made].shape[-1]):
             raise StructureError(f"{_what(reader)} reads the result of {node.module}; only linear layers may.")
         readers.append(reader.module)
-    return Norm(node.module, tuple(dict.fromkeys(readers)), *measured)
+    return StreamNorm(node.module, tuple(dict.fromkeys(readers)), *measured)
 
 
 def _consumers(trace: Trace, value: int) -> Iterator[Node]:
@@ -144,7 +144,7 @@ def _consumers(trace: Trace, value: int) -> Iterator[Node]:
                 yield node
 
 
-def _refuse_constants(trace: Trace, stream: Stream, start: int) -> None:
+def _refuse_constants(trace: Trace, stream: AdditionChain, start: int) -> None:
     for value in stream.values - {start}:
         if trace.values[value].node is None:
             what = trace.values[value].parameter
@@ -154,7 +154,7 @@ def _refuse_constants(trace: Trace, stream: Stream, start: int) -> None:
             )
 
 
-def _refuse_results(trace: Trace, stream: Stream, norms: list[Norm]) -> None:
+def _refuse_results(trace: Trace, stream: AdditionChain, norms: list[StreamNorm]) -> None:
     """Raise where the part returns the stream or a normalised copy of it: the caller would get rotated values."""
     made = {norm.name for norm in norms}
     for value in trace.spans[""][1]:

@@ -22,7 +22,7 @@ from quark.core.solvers.hadamard import Rotation
 from quark.errors import StructureError
 from quark.torch.algorithms.rotation.value_heads import ValuePath
 from quark.torch.layers.online_rotation import rotate_input
-from quark.torch.model.residual_stream import Norm, Residual
+from quark.torch.model.residual_stream import Residual, StreamNorm
 
 CHUNK_BYTES = 1 << 26
 
@@ -77,7 +77,7 @@ def _rotate_outputs(module: nn.Module, rotation: Rotation, rows: torch.Tensor | 
             bias[rows] = rotation.apply(bias[rows].double()).to(bias.dtype)
 
 
-def _fold_norm(part: nn.Module, norm: Norm, rotation: Rotation) -> None:
+def _fold_norm(part: nn.Module, norm: StreamNorm, rotation: Rotation) -> None:
     module = part.get_submodule(norm.name)
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     shift: torch.Tensor | None = getattr(module, "bias", None)
@@ -91,7 +91,7 @@ def _fold_norm(part: nn.Module, norm: Norm, rotation: Rotation) -> None:
 
 
 def _moved_shift(
-    part: nn.Module, norm: Norm, shift: torch.Tensor, gain: torch.Tensor, rotation: Rotation
+    part: nn.Module, norm: StreamNorm, shift: torch.Tensor, gain: torch.Tensor, rotation: Rotation
 ) -> torch.Tensor:
     """Move the bias of a norm into the layers that read it; return what the norm keeps."""
     readers = [part.get_submodule(name) for name in norm.readers]

@@ -24,7 +24,7 @@ from quark.torch.model.batches import evaluating, forward_batch
 from quark.torch.model.blocks import WHOLE, Call, _as_call, _form, find_blocks
 from quark.torch.model.dataflow import Trace
 from quark.torch.model.record_forward import record
-from quark.torch.model.residual_stream import Norm, Residual, find_residual, hidden_values, measure_norm
+from quark.torch.model.residual_stream import Residual, StreamNorm, find_residual, hidden_values, measure_norm
 
 TOKENS = 8
 """Tokens of the forward that proofs compare."""
@@ -262,5 +262,5 @@ def _add_norm(model: nn.Module, parts: dict[str, Residual], name: str, readers: 
     part, inner = _part_of(parts, name)
     if any(_part_of(parts, reader)[0] != part for reader in readers):
         raise ConfigError(f"scaling_layers: {name} and {readers} are not in the same block.")
-    norm = Norm(inner, tuple(_part_of(parts, reader)[1] for reader in readers), *measured)
+    norm = StreamNorm(inner, tuple(_part_of(parts, reader)[1] for reader in readers), *measured)
     parts[part] = replace(parts[part], norms=(*dict.fromkeys([*parts[part].norms, norm]),))

@@ -211,7 +211,7 @@ def _listed_targets(model: nn.Module, config: RotationConfig, blocks: tuple[str,
 class QuaRot(Algorithm):
     """Rotation as a step of the sweep: everything is done before the first block runs."""
 
-    visits = False
+    reads_inputs = False
     needs_whole = True
 
     def blocks_path(self, model: nn.Module) -> str | None:

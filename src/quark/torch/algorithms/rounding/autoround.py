@@ -23,8 +23,8 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.layer_inputs import no_tokens
-from quark.torch.algorithms.rounding.weights import bake, weight_quantizer
+from quark.torch.algorithms.input_group import no_tokens
+from quark.torch.algorithms.rounding.weights import freeze_weight, weight_quantizer
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
 
@@ -44,7 +44,7 @@ class AutoRound(Algorithm):
         layers = {block.full(leaf): block.layer(leaf) for leaf in names if not chosen or leaf in chosen}
         layers = {name: layer for name, layer in layers.items() if not weight_quantizer(layer).spec.is_cast}
         for name, layer in layers.items():
-            if weight_quantizer(layer).mode is Mode.baked:
+            if weight_quantizer(layer).mode is Mode.frozen:
                 raise ConfigError(f"{name} was solved before AutoRound; name one solver in algo_config.")
         if layers:
             self._learn(block, [LearnedWeight(name, layer) for name, layer in layers.items()])
@@ -76,7 +76,7 @@ class AutoRound(Algorithm):
             for weight in weights:
                 weight.detach()
         for weight in weights:
-            weight.bake()
+            weight.freeze()
 
     @staticmethod
     def _loss(
@@ -155,11 +155,11 @@ class LearnedWeight:
         self.offset = (self.offset - rate * gradient.sign()).clamp(-0.5, 0.5)
         self._show()
 
-    def bake(self) -> None:
+    def freeze(self) -> None:
         """Write the best values found into the layer."""
         self.offset, self.low_share, self.high_share = self.kept
         params = self._params()
-        bake(self.layer, self._quantized(params).to(self.parameter.dtype), params)
+        freeze_weight(self.layer, self._quantized(params).to(self.parameter.dtype), params)
 
     def _show(self) -> None:
         """Let the layer compute with the values of now."""

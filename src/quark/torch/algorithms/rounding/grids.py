@@ -61,20 +61,20 @@ class DynamicGrid:
         self,
         spec: TensorSpec,
         orders: Sequence[torch.Tensor],
-        group: int,
+        group_size: int,
         dtype: torch.dtype,
         importance: torch.Tensor,
     ) -> None:
-        self.spec, self.group, self.dtype, self.importance = spec, group, dtype, importance
-        self.places = [(order[::group] // group).argsort() for order in orders]
+        self.spec, self.group_size, self.dtype, self.importance = spec, group_size, dtype, importance
+        self.places = [(order[::group_size] // group_size).argsort() for order in orders]
         self.found: list[QParams] = []
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
-        if index // self.group == len(self.found):
-            columns = slice(index, index + self.group)
+        if index // self.group_size == len(self.found):
+            columns = slice(index, index + self.group_size)
             weight = work[..., columns, :].mT.to(self.dtype)
             importance = self.importance[..., None, columns].expand(weight.shape)
-            weight, importance = (x.reshape(-1, self.group).contiguous() for x in (weight, importance))
+            weight, importance = (x.reshape(-1, self.group_size).contiguous() for x in (weight, importance))
             self.found.append(weighted_qparams(weight, importance, self.spec))
         params, now = self.found[-1], work[..., index, :]
         zero = None if params.zero_point is None else params.zero_point.reshape(now.shape)

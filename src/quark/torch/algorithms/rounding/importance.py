@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.rounding.weights import chosen_layers, fix_scales
 from quark.torch.calibration.calibrate import naming
 
@@ -14,8 +14,8 @@ class ImportanceScale(Algorithm):
     A solver named after it (GPTQ) rounds on these scales.
     """
 
-    def visit(self, stop: Stop, block: Block) -> None:
-        layers = chosen_layers(stop, block, self.config.inside_layer_modules)
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        layers = chosen_layers(group, block, self.config.inside_layer_modules)
         if layers:
             with naming(", ".join(layers)):
-                fix_scales(layers, block, dict.fromkeys(layers, stop.gram.diagonal()))
+                fix_scales(layers, block, dict.fromkeys(layers, group.gram.diagonal()))

@@ -13,7 +13,7 @@ from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.algorithms.base import Block
-from quark.torch.algorithms.layer_inputs import Stop
+from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.rounding.grids import by_row
 from quark.torch.calibration.calibrate import FROM_OWN_RANGE, sharing_scales, tensor_qparams
 from quark.torch.layers import QuantLayer
@@ -28,9 +28,9 @@ def weight_quantizer(layer: QuantLayer) -> FakeQuantize:
     return cast(FakeQuantize, layer.quantizer("weight"))
 
 
-def chosen_layers(stop: Stop, block: Block, names: Sequence[str]) -> dict[str, QuantLayer]:
-    """The layers of a stop that `inside_layer_modules` names (all, if it names none) and whose type has scales."""
-    layers = {name: cast(QuantLayer, layer) for name, layer in stop.layers.items()}
+def chosen_layers(group: InputGroup, block: Block, names: Sequence[str]) -> dict[str, QuantLayer]:
+    """The layers that `inside_layer_modules` names (all, if it names none) and whose type has scales."""
+    layers = {name: cast(QuantLayer, layer) for name, layer in group.layers.items()}
     return {
         name: layer
         for name, layer in layers.items()
@@ -50,7 +50,7 @@ def fix_scales(layers: Mapping[str, QuantLayer], block: Block, importance: Mappi
     searched: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         quantizer = weight_quantizer(layer)
-        if quantizer.mode is Mode.baked:
+        if quantizer.mode is Mode.frozen:
             raise ConfigError(f"{name} was solved by an algorithm before this one; name one solver in algo_config.")
         if quantizer.params is None:
             weight = cast(nn.Linear, layer).weight.detach()
@@ -93,10 +93,10 @@ def _least_loss(
             yield QParams(scale.clone(), None if zero is None else zero.clone())
 
 
-def bake(layer: QuantLayer, weight: torch.Tensor, params: QParams) -> None:
+def freeze_weight(layer: QuantLayer, weight: torch.Tensor, params: QParams) -> None:
     """Write a solved weight, whose values lie on the grid of `params`, into a layer."""
     parameter = cast(nn.Parameter, layer.weight)
     parameter.data.copy_(weight)
     quantizer = weight_quantizer(layer)
     quantizer.store(params)
-    quantizer.mode = Mode.baked
+    quantizer.mode = Mode.frozen

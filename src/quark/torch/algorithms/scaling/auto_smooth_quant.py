@@ -19,7 +19,7 @@ from quark.core.scales import qparams_from_range
 from quark.core.solvers.smooth import STEPS, search
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
-from quark.torch.algorithms.scaling.base import Folding, Moments, float_weight
+from quark.torch.algorithms.scaling.base import Folding, InputStatistics, float_weight
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.algorithms.scaling.smooth_quant import smoothed
 from quark.torch.layers import QuantLayer
@@ -46,8 +46,8 @@ class AutoSmoothQuant(Folding):
             raise ConfigError(f"compute_scale_loss: {kind!r} is unknown. Possible: {', '.join(LOSSES)}.")
         self.loss = LOSSES[kind]
 
-    def scale(self, fold: Fold, layers: dict[str, QuantLayer], moments: Moments) -> torch.Tensor | None:
-        act_max, x = moments.max_abs, moments.sample
+    def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
+        act_max, x = statistics.max_abs, statistics.sample
         assert act_max is not None and x is not None
 
         def candidate(index: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """AWQ: scales that protect the weights that matter, then the step of each group of weights.
 
-The algebra is in `core/solvers/smooth.py`: every candidate is scored by the second moments of the input, which is
+The algebra is in `core/solvers/smooth.py`: every candidate is scored by the second statistics of the input, which is
 exact, so the block runs once. Scales are kept where they pay; then the ranges of the weights' groups ("clipping") are
 chosen together, in place of a grid for each group alone, and stored with the layer's weight quantizer.
 """
@@ -20,8 +20,8 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.solvers import smooth
 from quark.core.spec import TensorSpec
 from quark.torch.algorithms.base import Block
-from quark.torch.algorithms.layer_inputs import Stop
-from quark.torch.algorithms.scaling.base import Folding, Moments, float_weight, relative
+from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.scaling.base import Folding, InputStatistics, float_weight, relative
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.calibration.calibrate import naming, share_scales, tensor_qparams
 from quark.torch.layers import QuantLayer
@@ -36,7 +36,7 @@ class AWQ(Folding):
 
     needs = ("gram", "mean_abs")
     waiting: dict[tuple[str, ...], torch.Tensor]
-    """Layers of one stop whose steps are still to be chosen -> second moments of their input."""
+    """Layers that read one tensor, whose steps are still to be chosen -> second statistics of their input."""
 
     def enter(self, block: Block) -> None:
         self.waiting = {}
@@ -49,24 +49,24 @@ class AWQ(Folding):
         # Rows of very different sizes under one scale lose more than the readers gain.
         return [fold for fold in folds if not _has_one_range(block.module.get_submodule(fold.producer))]
 
-    def visit(self, stop: Stop, block: Block) -> None:
-        gram = stop.gram
-        s = self.fold_at(stop, block)
-        self.waiting[tuple(stop.layers)] = gram if s is None else gram / s / s.unsqueeze(-1)
-        self._settle(block)
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        gram = group.gram
+        s = self.fold_at(group, block)
+        self.waiting[tuple(group.layers)] = gram if s is None else gram / s / s.unsqueeze(-1)
+        self._choose_ready_steps(block)
 
     def leave(self, block: Block) -> None:
         self.folds = {}
-        self._settle(block)
+        self._choose_ready_steps(block)
 
-    def scale(self, fold: Fold, layers: dict[str, QuantLayer], moments: Moments) -> torch.Tensor | None:
-        assert moments.gram is not None and moments.mean_abs is not None
+    def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
+        assert statistics.gram is not None and statistics.mean_abs is not None
         weights = [_some_rows(layer) for layer in layers.values()]
         rounders = [_rounder(_spec(layer)) for layer in layers.values()]
-        mean_abs = fold.shared(moments.mean_abs, "mean")
-        return smooth.best_scale(weights, rounders, moments.gram, mean_abs, fold.feasible)
+        mean_abs = fold.shared(statistics.mean_abs, "mean")
+        return smooth.best_scale(weights, rounders, statistics.gram, mean_abs, fold.feasible)
 
-    def _settle(self, block: Block) -> None:
+    def _choose_ready_steps(self, block: Block) -> None:
         """Choose the steps of the layers that no fold to come will change."""
         pending = {block.full(fold.producer) for fold in self.folds.values()}
         for names in [names for names in self.waiting if not pending & set(names)]:
@@ -74,7 +74,7 @@ class AWQ(Folding):
 
 
 def _choose_steps(layers: dict[str, QuantLayer], gram: torch.Tensor, block: Block) -> None:
-    """Store the scales of the weights of one stop, those of a second level shared among them as the plan says."""
+    """Store the weight scales of layers that read one tensor, those of a second level shared as the plan says."""
     layers = {name: layer for name, layer in layers.items() if _groups(layer) and _quantizer(layer).params is None}
     for name, layer in layers.items():
         with naming(f"{name}.weight"):
@@ -85,7 +85,7 @@ def _choose_steps(layers: dict[str, QuantLayer], gram: torch.Tensor, block: Bloc
 
 
 def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
-    """Scales of a layer's weight whose ranges are chosen by the second moments of its input."""
+    """Scales of a layer's weight whose ranges are chosen by the second statistics of its input."""
     weight, spec = float_weight(layer), _spec(layer)
     low, high = range_of(weight, spec)
     second = cast(QParams, _quantizer(layer).params).second

@@ -1,9 +1,9 @@
 """Folding: what SmoothQuant, AutoSmoothQuant and AWQ have in common.
 
-They choose a scale for the input channels of layers that read one tensor, and fold it into what makes that tensor. At a
-stop all batches wait before those layers, so the scale is known, the weights are changed and the waiting inputs divided
-in the same forward. Where a fold reaches beyond one stop (all experts behind a norm, a router that stays in float) a
-forward before that one collects the statistics.
+They choose a scale for the input channels of layers that read one tensor, and fold it into what makes that tensor. All
+batches wait before those layers, so the scale is known, the weights are changed and the waiting inputs divided in the
+same forward. Where a fold reaches beyond one group of layers (all experts behind a norm, a router that stays in float)
+a forward before that one collects the statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quark.log import logger
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.layer_inputs import Stop, flat, lockstep
+from quark.torch.algorithms.input_group import InputGroup, flat
+from quark.torch.algorithms.layer_inputs import lockstep
 from quark.torch.algorithms.scaling.find_folds import Discovery
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
 from quark.torch.layers import QuantLayer
@@ -32,16 +33,16 @@ TOKENS = 16
 """Tokens of one batch on which folds are found and proved."""
 
 SAMPLE = 512
-"""Tokens of `Moments.sample` that one stop gives, about."""
+"""Tokens of `InputStatistics.sample` that one input group gives, about."""
 
 
 @dataclass
-class Moments:
+class InputStatistics:
     """Statistics of the input of layers that share a fold. What an algorithm does not need is None.
 
     Attributes:
         count: Tokens.
-        gram: Second moments, (in, in).
+        gram: Second statistics, (in, in).
         mean_abs, max_abs: Mean and largest |x| of each channel, (in,).
         sample: Some tokens, evenly taken, (tokens, in); float32.
     """
@@ -53,18 +54,18 @@ class Moments:
     sample: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, stop: Stop, needs: Sequence[str]) -> Moments:
-        """The statistics of one stop."""
-        found = {name: _sample(stop) if name == "sample" else getattr(stop, name) for name in needs}
-        return cls(stop.count, **found)
+    def of(cls, group: InputGroup, needs: Sequence[str]) -> InputStatistics:
+        """The statistics of one input group."""
+        found = {name: _sample(group) if name == "sample" else getattr(group, name) for name in needs}
+        return cls(group.count, **found)
 
-    def merged(self, other: Moments) -> Moments:
+    def merged(self, other: InputStatistics) -> InputStatistics:
         """The statistics of both inputs together."""
 
         def mean(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
             return None if a is None or b is None else torch.lerp(a, b, other.count / (self.count + other.count))
 
-        return Moments(
+        return InputStatistics(
             self.count + other.count,
             mean(self.gram, other.gram),
             mean(self.mean_abs, other.mean_abs),
@@ -73,9 +74,9 @@ class Moments:
         )
 
 
-def _sample(stop: Stop) -> torch.Tensor:
-    rows = [flat(x) for x in stop.inputs]
-    step = max(1, stop.count // SAMPLE)
+def _sample(group: InputGroup) -> torch.Tensor:
+    rows = [flat(x) for x in group.inputs]
+    step = max(1, group.count // SAMPLE)
     return torch.cat([part[::step] for part in rows]).float()
 
 
@@ -83,7 +84,7 @@ class Folding(Algorithm):
     """Base of the algorithms that fold scales.
 
     Attributes:
-        needs: Fields of Moments that `scale` reads.
+        needs: Fields of InputStatistics that `scale` reads.
         folds: Layer of the present block, by its relative name -> the fold of its input, if that is still to be done.
     """
 
@@ -100,7 +101,7 @@ class Folding(Algorithm):
         self.tied = {name for name, parameter in parameters.items() if holders[id(parameter)] > 1}
 
     def enter(self, block: Block) -> None:
-        """Find the folds; do those that reach beyond one stop."""
+        """Find the folds; do those that reach beyond one input group."""
         # No quantizer may observe the inputs of these forwards, which are not the final ones.
         with quantizers_off(quantized_layers(block.module).values()):
             folds = self._found(block)
@@ -110,22 +111,22 @@ class Folding(Algorithm):
             if wide:
                 self._fold_ahead(block, wide)
 
-    def visit(self, stop: Stop, block: Block) -> None:
-        self.fold_at(stop, block)
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        self.fold_at(group, block)
 
-    def fold_at(self, stop: Stop, block: Block) -> torch.Tensor | None:
-        """Fold the input of a stop, and divide what waits there; the scale, or None if it was left."""
-        fold = self.folds.get(relative(next(iter(stop.layers)), block))
+    def fold_at(self, group: InputGroup, block: Block) -> torch.Tensor | None:
+        """Fold the input of some layers, and divide what waits there; the scale, or None if it was left."""
+        fold = self.folds.get(relative(next(iter(group.layers)), block))
         if fold is None:
             return None
-        s = self._apply(fold, block, Moments.of(stop, self.needs))
+        s = self._apply(fold, block, InputStatistics.of(group, self.needs))
         self.folds = {layer: other for layer, other in self.folds.items() if other is not fold}
         if s is not None:
-            stop.rescale(s)
+            group.rescale(s)
         return s
 
     @abstractmethod
-    def scale(self, fold: Fold, layers: dict[str, QuantLayer], moments: Moments) -> torch.Tensor | None:
+    def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         """The scale of the input of the quantized layers of a fold, feasible for it; None to leave it."""
 
     def _found(self, block: Block) -> list[Fold]:
@@ -152,26 +153,26 @@ class Folding(Algorithm):
                 return f"{name!r} shares a parameter with another module"
         return ""
 
-    def _apply(self, fold: Fold, block: Block, moments: Moments) -> torch.Tensor | None:
-        s = self.scale(fold, _quantized(fold, block), moments)
+    def _apply(self, fold: Fold, block: Block, statistics: InputStatistics) -> torch.Tensor | None:
+        s = self.scale(fold, _quantized(fold, block), statistics)
         if s is not None:
             fold.apply(block.module, s)
         return s
 
     def _fold_ahead(self, block: Block, folds: Sequence[Fold]) -> None:
         """Collect in a forward of its own, then fold: the forward that follows is that of the changed block."""
-        seen: dict[int, Moments] = {}
+        seen: dict[int, InputStatistics] = {}
 
-        def collect(stop: Stop) -> None:
-            leaf = relative(next(iter(stop.layers)), block)
+        def collect(group: InputGroup) -> None:
+            leaf = relative(next(iter(group.layers)), block)
             for index, fold in enumerate(folds):
-                if leaf in fold.layers and stop.count:
-                    moments = Moments.of(stop, self.needs)
-                    seen[index] = seen[index].merged(moments) if index in seen else moments
+                if leaf in fold.layers and group.count:
+                    statistics = InputStatistics.of(group, self.needs)
+                    seen[index] = seen[index].merged(statistics) if index in seen else statistics
 
         lockstep(block.name, block.module, block.calls, block.groups, collect)
-        for index, moments in seen.items():
-            self._apply(folds[index], block, moments)
+        for index, statistics in seen.items():
+            self._apply(folds[index], block, statistics)
 
 
 def relative(name: str, block: Block) -> str:

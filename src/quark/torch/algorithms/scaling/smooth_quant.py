@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quark.core.solvers import smooth
-from quark.torch.algorithms.scaling.base import Folding, Moments, float_weight
+from quark.torch.algorithms.scaling.base import Folding, InputStatistics, float_weight
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.layers import QuantLayer
 
@@ -15,9 +15,9 @@ class SmoothQuant(Folding):
 
     needs = ("max_abs",)
 
-    def scale(self, fold: Fold, layers: dict[str, QuantLayer], moments: Moments) -> torch.Tensor | None:
-        assert moments.max_abs is not None
-        return smoothed(fold, layers, moments.max_abs, self.config.alpha, self.config.scale_clamp_min)
+    def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
+        assert statistics.max_abs is not None
+        return smoothed(fold, layers, statistics.max_abs, self.config.alpha, self.config.scale_clamp_min)
 
 
 def smoothed(

@@ -54,10 +54,10 @@ class CompressedTensorsLayout(Layout):
         super().__init__(spec, model_dtype, pack_method, real)
         self.packed = not spec.dtype.is_float if packed is None else packed
 
-    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
+    def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
         assert params is not None
         codes = quantize(x, params, self.spec)
-        if baked and not x.is_meta:
+        if frozen and not x.is_meta:
             codes = recover_codes(x, codes, params, self.spec)
         out = {"": self._store_codes(codes), **self.store_params(params)}
         if not self.packed or self.spec.dtype.is_float:

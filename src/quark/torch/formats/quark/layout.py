@@ -69,13 +69,13 @@ class QuarkLayout(Layout):
         """Type of the stored codes."""
         return (self.spec.code_spec or self.spec).dtype
 
-    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
+    def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
         if self.spec.is_cast:
             return {"": fake_quantize(x, None, self.spec).to(getattr(torch, self.element.torch))}
         assert params is not None
         if not self.real:
             return {"": fake_quantize(x, params, self.spec), **self._fake_params(params)}
-        return {"": self._store_rows(x, params, baked), **self.store_params(params, x.ndim)}
+        return {"": self._store_rows(x, params, frozen), **self.store_params(params, x.ndim)}
 
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         if self.spec.is_cast or not self.real:
@@ -88,16 +88,16 @@ class QuarkLayout(Layout):
     def _transposed(self, ndim: int) -> bool:
         return ndim == 2 and self.element.name in TRANSPOSED and isinstance(self.spec.granularity, PerGroup)
 
-    def _store_rows(self, x: torch.Tensor, params: QParams, baked: bool) -> torch.Tensor:
+    def _store_rows(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
         """Packed codes of x, made from rows that stay in the cache: no step of it holds all of x in float32."""
         step = _rows_at_once(self.spec, tuple(x.shape))
         if x.is_meta or step >= x.shape[0]:
-            return self._store_piece(x, params, baked)
+            return self._store_piece(x, params, frozen)
         axis = 1 if self._transposed(x.ndim) else 0
         out: torch.Tensor | None = None
         for start in range(0, x.shape[0], step):
             rows = slice(start, min(start + step, x.shape[0]))
-            piece = self._store_piece(x[rows], params_of_rows(params, self.spec, rows, tuple(x.shape)), baked)
+            piece = self._store_piece(x[rows], params_of_rows(params, self.spec, rows, tuple(x.shape)), frozen)
             if out is None:
                 per_row = piece.shape[axis] / step
                 size = list(piece.shape)
@@ -108,9 +108,9 @@ class QuarkLayout(Layout):
         assert out is not None
         return out
 
-    def _store_piece(self, x: torch.Tensor, params: QParams, baked: bool) -> torch.Tensor:
+    def _store_piece(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
         codes = quantize(x, params, self.spec)
-        if baked and not x.is_meta:
+        if frozen and not x.is_meta:
             codes = recover_codes(x, codes, params, self.spec)
         return self._store_codes(codes)
 

@@ -68,14 +68,14 @@ def _whole_blocks(split: Granularity) -> bool:
 class GgufLayout(Layout):
     """A matrix as rows of blocks: uint8 (O, I / 32 * bytes of a block), or (O, I) of a 16-bit type."""
 
-    def store(self, x: torch.Tensor, params: QParams | None, baked: bool = False) -> Tensors:
+    def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
         kind = block_type(self.spec)
         assert kind is not None
         if self.spec.is_cast:
             return {"": fake_quantize(x, None, self.spec).to(getattr(torch, self.spec.dtype.torch))}
         assert params is not None
         codes = quantize(x, params, self.spec)
-        if baked and not x.is_meta:
+        if frozen and not x.is_meta:
             codes = recover_codes(x, codes, params, self.spec)
         scale, zero = self._per_block(params.scale, x), self._per_block(params.zero_point, x)
         assert scale is not None

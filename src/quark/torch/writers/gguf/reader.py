@@ -48,12 +48,12 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
     named = {name: tensors[stored] for name, stored in names.items() if stored in tensors}
     config = _config(model, named)
     # The values are made while the model changes: what they depend on is known before.
-    values = [Value(model, architecture, name, tensor, config) for name, tensor in named.items()]
+    values = [TensorReader(model, architecture, name, tensor, config) for name, tensor in named.items()]
     load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
     return model
 
 
-class Value:
+class TensorReader:
     """One tensor of the file, read under the model's name, with what the architecture changes undone."""
 
     def __init__(self, model: Any, architecture: Architecture, name: str, tensor: Any, config: QConfig) -> None:

@@ -38,7 +38,7 @@ FILE_TYPES = {
 
 
 @dataclass(frozen=True)
-class Item:
+class GgufTensor:
     """A tensor of the file: name, type, shape in values, and how its bytes are made."""
 
     name: str
@@ -79,7 +79,7 @@ def import_gguf() -> Any:
     return gguf
 
 
-def file_items(model: nn.Module, architecture: Architecture) -> Iterator[Item]:
+def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTensor]:
     """The tensors of the file. Raises NotSupportedError for one that the architecture has no name for."""
     layers = quantized_layers(model)
     file_name = tensor_names(model, architecture)
@@ -94,7 +94,7 @@ def file_items(model: nn.Module, architecture: Architecture) -> Iterator[Item]:
             what = "no name" if kind else f"no type for {shapes[''].dtype}"
             raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
         change = _change(architecture, name, model, flipped)
-        yield Item(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+        yield GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
 
 
 def _made(make: Callable[[], Tensors], change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _change(architecture: Architecture, name: str, model: Any, flipped: bool) ->
     return lambda x: x.t().contiguous() if flipped else x
 
 
-def _main_type(items: list[Item]) -> str:
+def _main_type(items: list[GgufTensor]) -> str:
     """The type of most values in the matrices of the blocks."""
     counts = Counter[str]()
     for item in items:
@@ -134,7 +134,7 @@ def _main_type(items: list[Item]) -> str:
     return max(counts, key=lambda kind: counts[kind])
 
 
-def _write_tensors(writer: Any, items: list[Item]) -> None:
+def _write_tensors(writer: Any, items: list[GgufTensor]) -> None:
     """Sizes of all tensors first, then one tensor after the other."""
     gguf = import_gguf()
     for item in items:
@@ -152,7 +152,7 @@ def _write_tensors(writer: Any, items: list[Item]) -> None:
         writer.close()
 
 
-def _bytes(item: Item) -> np.ndarray[Any, Any]:
+def _bytes(item: GgufTensor) -> np.ndarray[Any, Any]:
     tensor = item.make().detach().cpu()
     if item.kind == "F32":
         return to_numpy(tensor.float().contiguous())

@@ -33,7 +33,7 @@ from quark.errors import CalibrationError, NotSupportedError
 from quark.onnx_ops import BFP_FORMATS, MX_ELEMENTS, block, live
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
-from quark.torch.writers.onnx.sites import Site
+from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,26 +46,26 @@ Known = dict[tuple[object, ...], "ir.Value"]
 """What is quantized already: (tensor, spec, parameters) -> result."""
 
 
-def write_activation(writer: GraphWriter, node: ir.Node, site: Site, known: Known) -> None:
+def write_activation(writer: GraphWriter, node: ir.Node, tensor: MarkedTensor, known: Known) -> None:
     """Put the quantization of a live tensor in the place of a marker."""
     x = node.inputs[0]
     assert x is not None
-    params = None if site.spec.dynamic else _static(site)
-    second = site.second if site.spec.dynamic else None
-    key = (id(x), site.spec, *_bytes(params), *_bytes(second))
+    params = None if tensor.spec.dynamic else _static(tensor)
+    second = tensor.second if tensor.spec.dynamic else None
+    key = (id(x), tensor.spec, *_bytes(params), *_bytes(second))
     if key not in known:
-        name = f"{x.name}_{site.name}" if any(id(x) == read[0] for read in known) else x.name or site.name
+        name = f"{x.name}_{tensor.name}" if any(id(x) == read[0] for read in known) else x.name or tensor.name
         float_x = writer.cast(x, writer.kind("FLOAT"), f"{name}_Cast")
-        result = _quantized(writer, float_x, name, site, params, second, x.shape)
+        result = _quantized(writer, float_x, name, tensor, params, second, x.shape)
         known[key] = writer.cast(result, x.dtype, f"{name}_back")
         known[key].shape = x.shape
     writer.replace(node, known[key])
 
 
-def _static(site: Site) -> QParams | None:
-    params = getattr(site.module, "params", None)
-    if params is None and not site.spec.is_cast:
-        raise CalibrationError(f"{site.name} has no scale yet: run quantize_model with calibration data first.")
+def _static(tensor: MarkedTensor) -> QParams | None:
+    params = getattr(tensor.module, "params", None)
+    if params is None and not tensor.spec.is_cast:
+        raise CalibrationError(f"{tensor.name} has no scale yet: run quantize_model with calibration data first.")
     return params
 
 
@@ -80,12 +80,12 @@ def _quantized(
     writer: GraphWriter,
     x: ir.Value,
     name: str,
-    site: Site,
+    tensor: MarkedTensor,
     params: QParams | None,
     second: QParams | None,
     shape: ir.Shape | None,
 ) -> ir.Value:
-    spec = site.spec
+    spec = tensor.spec
     dims = None if shape is None else [size if isinstance(size, int) else None for size in shape]
     try:
         if spec.is_cast:
@@ -100,12 +100,12 @@ def _quantized(
             return writer.call(live(spec, dims), [x, *others], f"{name}_{spec.dtype}")
         assert params is not None
         if _is_quantize_linear(spec):
-            return _pair(writer, x, name, site, params)
+            return _pair(writer, x, name, tensor, params)
         zero = 0.0 if params.zero_point is None else params.zero_point
         numbers = [_scalar(writer, f"{name}_scale", params.scale), _scalar(writer, f"{name}_zero_point", zero)]
         return writer.call(live(spec, dims, given=True), [x, *numbers], f"{name}_{spec.dtype}")
     except NotSupportedError as error:
-        raise NotSupportedError(f"{site.name}: {error}") from None
+        raise NotSupportedError(f"{tensor.name}: {error}") from None
 
 
 def _scalar(writer: GraphWriter, name: str, value: object) -> ir.Value:
@@ -133,16 +133,16 @@ def _is_quantize_linear(spec: TensorSpec) -> bool:
     return splits and plain and written and spec.rounding is RoundType.half_even
 
 
-def _pair(writer: GraphWriter, x: ir.Value, name: str, site: Site, params: QParams) -> ir.Value:
+def _pair(writer: GraphWriter, x: ir.Value, name: str, tensor: MarkedTensor, params: QParams) -> ir.Value:
     """QuantizeLinear, and back to float."""
-    spec = site.spec
+    spec = tensor.spec
     axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
     attributes = {} if axis is None else {"axis": axis}
     scale, kind = np.asarray(to_numpy(params.scale), np.float32), code_type(spec.dtype)
     if spec.dtype.is_float:
-        writer.require(OUTPUT_DTYPE_OPSET, f"{site.name} ({spec})")
+        writer.require(OUTPUT_DTYPE_OPSET, f"{tensor.name} ({spec})")
         return _float8(writer, x, name, scale, kind, attributes)
-    writer.require(FIRST_OPSET[kind], f"{site.name} ({spec})")
+    writer.require(FIRST_OPSET[kind], f"{tensor.name} ({spec})")
     scale = _for_division(scale, spec) if spec.symmetric else scale
     zero = np.zeros_like(scale) if params.zero_point is None else to_numpy(params.zero_point)
     if kind == "INT8" and writer.opset >= OUTPUT_DTYPE_OPSET:

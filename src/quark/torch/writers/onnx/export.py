@@ -1,6 +1,6 @@
 """export_onnx: a quantized model as an ONNX file that stock ONNX Runtime runs.
 
-1. `torch.onnx.export` traces the model, each quantized tensor marked by one node (sites.py);
+1. `torch.onnx.export` traces the model, each quantized tensor marked by one node (marked_tensors.py);
 2. the markers become stored codes (weights.py) or Q/DQ of live tensors (activations.py);
 3. the model is checked and written, whole or not at all.
 """
@@ -126,23 +126,23 @@ def _quantized_graph(
 
     from quark.onnx_ops.graph_writer import GraphWriter
     from quark.torch.writers.onnx.activations import Known, write_activation
-    from quark.torch.writers.onnx.sites import MARKER_DOMAIN, marked
+    from quark.torch.writers.onnx.marked_tensors import MARKER_DOMAIN, marked
     from quark.torch.writers.onnx.weights import write_weight
 
-    with marked(model) as sites, _as_in_use(model):
-        if not sites:
+    with marked(model) as tensors, _as_in_use(model):
+        if not tensors:
             raise ConfigError(
                 "Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized."
             )
-        exported = _traced(model, args, kwargs, opset or _least_opset(s.spec for s in sites.values()), options)
+        exported = _traced(model, args, kwargs, opset or _least_opset(s.spec for s in tensors.values()), options)
     writer, known = GraphWriter(exported, typed=True), Known()
     for node in [node for node in exported.graph if node.domain == MARKER_DOMAIN]:
-        site = sites[node.attributes["site"].as_string()]
+        tensor = tensors[node.attributes["tensor"].as_string()]
         weight = _constant(node.inputs[0])
         if weight is None:
-            write_activation(writer, node, site, known)
+            write_activation(writer, node, tensor, known)
         else:
-            write_weight(writer, node, site, weight, four_bit)
+            write_weight(writer, node, tensor, weight, four_bit)
     for step in (RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass(), ClearMetadataAndDocStringPass()):
         step(exported)
     exported.producer_name, exported.producer_version = "quark", __version__

@@ -31,7 +31,7 @@ from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import Array, GraphWriter
-from quark.torch.writers.onnx.sites import Site
+from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 
 E8M0_BIAS = 127
 
@@ -41,13 +41,13 @@ class Weight:
     """A weight that is written.
 
     Attributes:
-        site: Where it is quantized.
+        tensor: Where it is quantized.
         x: What holds it: float values, or the stored tensor of a loaded checkpoint.
         params: Scale and zero point.
         transposed: Whether it is stored with its two axes swapped.
     """
 
-    site: Site
+    tensor: MarkedTensor
     x: torch.Tensor
     params: QParams | None
     transposed: bool = False
@@ -55,17 +55,17 @@ class Weight:
     @property
     def spec(self) -> TensorSpec:
         """The spec of the tensor."""
-        return self.site.spec
+        return self.tensor.spec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape as it is stored."""
-        shape = self.site.shape(self.x)
+        shape = self.tensor.shape(self.x)
         return shape[::-1] if self.transposed else shape
 
     def codes(self) -> Array:
         """The values of the codes in the shape of the float tensor, as it is in the model."""
-        return to_numpy(self.site.codes(self.x, self.params))
+        return to_numpy(self.tensor.codes(self.x, self.params))
 
     def turned(self, array: Array) -> Array:
         """An array over the axes of the tensor, with these axes as they are stored."""
@@ -77,23 +77,23 @@ class Weight:
         return ndim - 1 - axis % ndim if self.transposed else axis % ndim
 
 
-def write_weight(writer: GraphWriter, node: ir.Node, site: Site, x: torch.Tensor, four_bit: bool) -> None:
+def write_weight(writer: GraphWriter, node: ir.Node, tensor: MarkedTensor, x: torch.Tensor, four_bit: bool) -> None:
     """Put stored codes and their decoding in the place of a marker."""
-    weight = Weight(site, x, site.params(x))
+    weight = Weight(tensor, x, tensor.params(x))
     to = node.outputs[0].dtype
-    if site.spec.is_cast or _is_linear(site.spec):
+    if tensor.spec.is_cast or _is_linear(tensor.spec):
         readers = [use.node for use in node.outputs[0].uses()]
-        one_scale = isinstance((site.spec.code_spec or site.spec).granularity, PerTensor)
+        one_scale = isinstance((tensor.spec.code_spec or tensor.spec).granularity, PerTensor)
         weight = replace(weight, transposed=bool(readers) and not one_scale and all(map(_is_transpose, readers)))
-        decoded = (_cast if site.spec.is_cast else _linear)(writer, weight, four_bit)
-        result = writer.cast(decoded, to, f"{site.name}_Cast")
+        decoded = (_cast if tensor.spec.is_cast else _linear)(writer, weight, four_bit)
+        result = writer.cast(decoded, to, f"{tensor.name}_Cast")
         result.shape = ir.Shape(weight.shape)
         writer.replace(node, result)
         for reader in readers if weight.transposed else ():
             reader.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
             writer.graph.remove(reader, safe=True)
     else:
-        result = writer.cast(_computed(writer, weight, four_bit), to, f"{site.name}_Cast")
+        result = writer.cast(_computed(writer, weight, four_bit), to, f"{tensor.name}_Cast")
         result.shape = ir.Shape(weight.shape)
         writer.replace(node, result)
 
@@ -105,7 +105,7 @@ def _is_transpose(node: ir.Node) -> bool:
 
 def _cast(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     kind = writer.kind(code_type(weight.spec.dtype))
-    return writer.constant(f"{weight.site.name}_quantized", lambda: weight.turned(weight.codes()), kind, weight.shape)
+    return writer.constant(f"{weight.tensor.name}_quantized", lambda: weight.turned(weight.codes()), kind, weight.shape)
 
 
 # DequantizeLinear ----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def _is_linear(spec: TensorSpec) -> bool:
 
 
 def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
-    spec, params, name = weight.spec, weight.params, weight.site.name
+    spec, params, name = weight.spec, weight.params, weight.tensor.name
     assert params is not None
     inner, inner_params = spec, params
     if spec.code_spec is not None:
@@ -144,7 +144,7 @@ def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
 
 
 def _float8(writer: GraphWriter, weight: Weight, codes: ir.Value, scale: Array, attributes: dict[str, int]) -> ir.Value:
-    name = weight.site.name
+    name = weight.tensor.name
     behind = len(weight.shape) - 1 - attributes["axis"] if attributes else 0
     step = writer.constant(f"{name}_scale", scale.reshape(-1, *[1] * behind) if attributes else scale)
     return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
@@ -154,7 +154,7 @@ def _blocks(
     weight: Weight, spec: TensorSpec, params: QParams
 ) -> tuple[dict[str, int], Array, Array | None, Callable[[], Array]]:
     """(attributes, scale, zero point, codes) of DequantizeLinear, all as they are stored."""
-    scale, split, shape = to_numpy(params.scale), spec.granularity, weight.site.shape(weight.x)
+    scale, split, shape = to_numpy(params.scale), spec.granularity, weight.tensor.shape(weight.x)
     zero = None if params.zero_point is None or _is_centred(spec) else to_numpy(params.zero_point)
     codes = weight.codes
     if spec.dtype.name in MICRO_EXPONENT:
@@ -189,7 +189,7 @@ def _half_steps(weight: Weight, steps: Array) -> tuple[Array, Callable[[], Array
 
     def codes() -> Array:
         whole = pairs.unblock(np.repeat(np.expand_dims(half, axis), pairs.size, axis), steps.shape)
-        ratio = spec.split.to_blocks(steps / whole, weight.site.shape(weight.x))
+        ratio = spec.split.to_blocks(steps / whole, weight.tensor.shape(weight.x))
         values = weight.codes()
         return np.asarray(spec.split.unblock(spec.split.blocks(values) * ratio, values.shape))
 
@@ -255,11 +255,11 @@ def _lookup(writer: GraphWriter, name: str, codes: ir.Value, table_name: str, ta
 
 def _computed(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     """Codes in the shape of their blocks, decoded by plain arithmetic."""
-    spec, params, name = weight.spec, weight.params, weight.site.name
+    spec, params, name = weight.spec, weight.params, weight.tensor.name
     assert params is not None
     if spec.code_spec is not None:
         raise NotSupportedError(f"{name}: {spec} has no ONNX form; per tensor, with integer codes, it has.")
-    shape = weight.site.shape(weight.x)
+    shape = weight.tensor.shape(weight.x)
     work = "DOUBLE" if spec.dtype.bits > 16 else "FLOAT"
     value = _stored_blocks(writer, weight, work, four_bit)
     if params.zero_point is not None and not _is_centred(spec):
@@ -274,8 +274,8 @@ def _computed(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
 
 def _stored_blocks(writer: GraphWriter, weight: Weight, work: str, four_bit: bool) -> ir.Value:
     """The values of the codes in the block view."""
-    spec, name = weight.spec, weight.site.name
-    shape = spec.split.block_shape(weight.site.shape(weight.x))
+    spec, name = weight.spec, weight.tensor.name
+    shape = spec.split.block_shape(weight.tensor.shape(weight.x))
 
     def blocks() -> Array:
         return np.asarray(spec.split.blocks(weight.codes()))

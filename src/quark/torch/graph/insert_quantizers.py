@@ -12,15 +12,23 @@ from torch import fx
 
 from quark.core.granularity import PerTensor
 from quark.core.spec import TensorSpec
-from quark.torch.graph.operators import MOVES, activations_of, fused_end, is_call, is_float, parameter_of, source_of
-from quark.torch.graph.plan import GraphPlan, Site
+from quark.torch.graph.operators import (
+    MOVING_OPERATORS,
+    activations_of,
+    fused_end,
+    is_call,
+    is_float,
+    parameter_of,
+    source_of,
+)
+from quark.torch.graph.plan import GraphPlan, QuantizableOperator
 from quark.torch.layers.fake_quant import FakeQuantize
 
 Parameters = dict[str, tuple[str, FakeQuantize]]
 """Path of the quantizer of a weight or bias -> path of that parameter, and the quantizer."""
 
 
-class Placement:
+class QuantizerInserter:
     """Inserts quantizers into one graph.
 
     Args:
@@ -36,7 +44,7 @@ class Placement:
         self.model, self.plan = model, plan
         self.activations: dict[str, FakeQuantize] = {}
         self.parameters: Parameters = {}
-        self._classes = equal_scales(model.graph, [plan.sites[name] for name in plan.layers])
+        self._classes = equal_scales(model.graph, [plan.operators[name] for name in plan.layers])
         self._shared: dict[tuple[fx.Node, TensorSpec], str] = {}
         self._quantized: dict[fx.Node, str] = {}
         heads = [n for n in model.graph.nodes if n.op == "placeholder" or (n.op == "call_module" and not n.users)]
@@ -44,25 +52,28 @@ class Placement:
 
     def run(self) -> None:
         """Insert all of them: parameters, then outputs, so that who reads an output finds it quantized."""
-        chosen = [(self.plan.sites[name], spec) for name, spec in self.plan.layers.items()]
+        chosen = [(self.plan.operators[name], spec) for name, spec in self.plan.layers.items()]
         # Read before anything is inserted: a quantized weight is no get_attr node any more.
-        reads = [(site, spec.input, n, activations_of(n)) for site, spec in chosen if spec.input for n in site.nodes]
-        for site, spec in chosen:
-            for role, position in (("weight", site.kind.weight), ("bias", site.kind.bias)):
+        reads = []
+        for operator, spec in chosen:
+            if spec.input is not None:
+                reads += [(operator, spec.input, node, activations_of(node)) for node in operator.nodes]
+        for operator, spec in chosen:
+            for role, position in (("weight", operator.kind.weight), ("bias", operator.kind.bias)):
                 if (tensor := getattr(spec, role)) is not None and position is not None:
-                    self._parameter(site, role, position, tensor)
-        for site, spec in chosen:
-            for node in site.nodes if spec.output else ():
-                self._output(site, spec.output, fused_end(node))  # type: ignore[arg-type]
-        for site, tensor, node, arguments in reads:
+                    self._parameter(operator, role, position, tensor)
+        for operator, spec in chosen:
+            for node in operator.nodes if spec.output else ():
+                self._output(operator, spec.output, fused_end(node))  # type: ignore[arg-type]
+        for operator, tensor, node, arguments in reads:
             for index, argument in enumerate(arguments):
-                self._input(site, tensor, node, argument, index)
+                self._input(operator, tensor, node, argument, index)
         self.model.graph.lint()
         self.model.recompile()
 
-    def _parameter(self, site: Site, role: str, position: int, spec: TensorSpec) -> None:
-        path = f"{site.name}.{role}_quantizer"
-        for node in site.nodes:
+    def _parameter(self, operator: QuantizableOperator, role: str, position: int, spec: TensorSpec) -> None:
+        path = f"{operator.name}.{role}_quantizer"
+        for node in operator.nodes:
             source = parameter_of(node, position)
             if source is None:
                 continue
@@ -73,17 +84,19 @@ class Placement:
                 called = self._call(path, source)
             node.args = (*node.args[:position], called, *node.args[position + 1 :])
 
-    def _output(self, site: Site, spec: TensorSpec, tensor: fx.Node) -> None:
-        path = self._path(site, "output", spec, tensor, 0)
+    def _output(self, operator: QuantizableOperator, spec: TensorSpec, tensor: fx.Node) -> None:
+        path = self._path(operator, "output", spec, tensor, 0)
         called = self._call(path, tensor)
         tensor.replace_all_uses_with(called, delete_user_cb=lambda user: user is not called)
         self._quantized[called] = path
 
-    def _input(self, site: Site, spec: TensorSpec, node: fx.Node, tensor: fx.Node, index: int) -> None:
+    def _input(
+        self, operator: QuantizableOperator, spec: TensorSpec, node: fx.Node, tensor: fx.Node, index: int
+    ) -> None:
         # The tensor of the original graph may be behind an output quantizer by now.
         behind = next((u for u in tensor.users if u in self._quantized and u in node.all_input_nodes), None)
         read = behind or tensor
-        path = self._path(site, "input", spec, tensor, index)
+        path = self._path(operator, "input", spec, tensor, index)
         if self._quantized.get(source_of(read)) == path:
             return
         called = next((user for user in read.users if self._quantized.get(user) == path), None)
@@ -92,11 +105,11 @@ class Placement:
             self._quantized[called] = path
         node.replace_input_with(read, called)
 
-    def _path(self, site: Site, role: str, spec: TensorSpec, tensor: fx.Node, index: int) -> str:
+    def _path(self, operator: QuantizableOperator, role: str, spec: TensorSpec, tensor: fx.Node, index: int) -> str:
         """The quantizer of a tensor: that of its class, or a new one with the name of who asks first."""
         key = (self._classes.get(tensor, tensor) if shares(spec) else tensor, spec)
         if key not in self._shared:
-            while (path := f"{site.name}.{role}{f'_{index}' if index else ''}_quantizer") in self.activations:
+            while (path := f"{operator.name}.{role}{f'_{index}' if index else ''}_quantizer") in self.activations:
                 index += 1
             self._shared[key] = path
             self.activations[path] = self._module(path, spec)
@@ -121,7 +134,7 @@ def shares(spec: TensorSpec) -> bool:
     return not spec.dynamic and isinstance(spec.granularity, PerTensor)
 
 
-def equal_scales(graph: fx.Graph, sites: list[Site]) -> dict[fx.Node, fx.Node]:
+def equal_scales(graph: fx.Graph, operators: list[QuantizableOperator]) -> dict[fx.Node, fx.Node]:
     """Tensor -> the tensor that stands for all that have its scale."""
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -137,12 +150,12 @@ def equal_scales(graph: fx.Graph, sites: list[Site]) -> dict[fx.Node, fx.Node]:
                 parent[second] = first
 
     for node in graph.nodes:
-        if is_call(node, *MOVES) and is_float(node):
+        if is_call(node, *MOVING_OPERATORS) and is_float(node):
             join([node.args[0], node])
-    for site in sites:
-        for node in site.nodes:
-            if site.kind.same_scale is not None:
-                join([*activations_of(node), *([fused_end(node)] if site.kind.same_scale == "all" else [])])
-        for calls in zip(*(activations_of(node) for node in site.nodes), strict=False):
+    for operator in operators:
+        for node in operator.nodes:
+            if operator.kind.same_scale is not None:
+                join([*activations_of(node), *([fused_end(node)] if operator.kind.same_scale == "all" else [])])
+        for calls in zip(*(activations_of(node) for node in operator.nodes), strict=False):
             join(list(calls))
     return {tensor: find(tensor) for tensor in parent}

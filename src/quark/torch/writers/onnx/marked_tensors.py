@@ -27,7 +27,7 @@ MARKER_DOMAIN, MARKER = "quark.export", "FakeQuantize"
 
 
 @dataclass(frozen=True)
-class Site:
+class MarkedTensor:
     """One quantized tensor of a model.
 
     Attributes:
@@ -68,44 +68,44 @@ class Site:
         if isinstance(self.module, StoredTensor):
             return self.module.codes(x)
         codes: torch.Tensor = quantize(x, params, self.spec)  # type: ignore[arg-type]
-        if params is not None and self.module.mode is Mode.baked:
+        if params is not None and self.module.mode is Mode.frozen:
             codes = recover_codes(x, codes, params, self.spec)
         return codes
 
 
 @contextmanager
-def marked(model: nn.Module) -> Iterator[dict[str, Site]]:
+def marked(model: nn.Module) -> Iterator[dict[str, MarkedTensor]]:
     """Within: every quantizer of the model traces as one marker node.
 
     Yields:
-        The sites by the name of their module.
+        The tensors by the name of their module.
 
     Raises:
         CalibrationError: A quantizer is still collecting its statistics; names it.
     """
-    sites = {name: _site(model, name, m) for name, m in model.named_modules() if isinstance(m, _KINDS)}
-    for name, site in sites.items():
-        if isinstance(site.module, FakeQuantize) and site.module.mode is Mode.observe:
+    tensors = {name: _marked_tensor(model, name, m) for name, m in model.named_modules() if isinstance(m, _DECODERS)}
+    for name, tensor in tensors.items():
+        if isinstance(tensor.module, FakeQuantize) and tensor.module.mode is Mode.observe:
             raise CalibrationError(f"{name} is still calibrating: finish the calibration before the export.")
     try:
-        for name, site in sites.items():
-            site.module.forward = partial(_mark, name, site.module)  # type: ignore[method-assign]
-        yield sites
+        for name, tensor in tensors.items():
+            tensor.module.forward = partial(_mark, name, tensor.module)  # type: ignore[method-assign]
+        yield tensors
     finally:
-        for site in sites.values():
-            site.module.__dict__.pop("forward", None)
+        for tensor in tensors.values():
+            tensor.module.__dict__.pop("forward", None)
 
 
-_KINDS = (FakeQuantize, StoredTensor)
+_DECODERS = (FakeQuantize, StoredTensor)
 
 
-def _site(model: nn.Module, name: str, module: nn.Module) -> Site:
-    assert isinstance(module, _KINDS)
+def _marked_tensor(model: nn.Module, name: str, module: nn.Module) -> MarkedTensor:
+    assert isinstance(module, _DECODERS)
     parent, _, leaf = name.rpartition(".")
     role = leaf.removesuffix("_quantizer")
     layer = model.get_submodule(parent)
     extras = layer.extras(role) if isinstance(layer, QuantLayer) else {}
-    return Site(f"{parent}.{role}" if parent else role, module, extras)
+    return MarkedTensor(f"{parent}.{role}" if parent else role, module, extras)
 
 
 def _mark(
@@ -117,4 +117,4 @@ def _mark(
     if isinstance(module, StoredTensor):
         dtype, shape = module.layout.model_dtype, torch.Size(module.shape)
     op = f"{MARKER_DOMAIN}::{MARKER}"
-    return torch.onnx.ops.symbolic(op, (x,), {"site": name}, dtype=dtype, shape=shape, version=1)
+    return torch.onnx.ops.symbolic(op, (x,), {"tensor": name}, dtype=dtype, shape=shape, version=1)

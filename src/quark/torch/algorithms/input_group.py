@@ -1,0 +1,107 @@
+"""The input of linear layers that read one tensor, for all batches, and the statistics that algorithms read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from quark.errors import CalibrationError, NonFiniteError, StructureError
+from quark.torch.calibration.distributed import largest, summed
+
+
+class InputGroup:
+    """A group of linear layers that read one tensor, and that tensor for every batch.
+
+    Attributes:
+        layers: Full name -> layer; all have the same in_features.
+        inputs: One tensor for each batch, shape (..., in_features).
+        float_inputs: The same in the float model, where an algorithm asked for it, else empty.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Linear], inputs: list[torch.Tensor], float_inputs: list[torch.Tensor]
+    ) -> None:
+        self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
+
+    def __str__(self) -> str:
+        return ", ".join(self.layers)
+
+    @cached_property
+    def count(self) -> int:
+        """Tokens that reach the layers."""
+        own = sum(x.numel() // x.shape[-1] for x in self.inputs)
+        return int(summed(torch.tensor(own)))
+
+    @cached_property
+    def gram(self) -> torch.Tensor:
+        """Second moments X^T X / count, shape (in_features, in_features), float32.
+
+        Raises:
+            CalibrationError: No token reaches the layers (an expert that was never chosen).
+            NonFiniteError: An input holds NaN or Inf.
+        """
+        return self._moments(self.inputs, self.inputs)
+
+    @cached_property
+    def cross(self) -> torch.Tensor:
+        """X~^T X / count of the real inputs X~ and those of the float model X."""
+        return self._moments(self.inputs, self.float_inputs)
+
+    @cached_property
+    def max_abs(self) -> torch.Tensor:
+        """Largest magnitude of each channel, shape (in_features,), float32."""
+        self._require_tokens()
+        none = self.inputs[0].new_zeros(self.inputs[0].shape[-1])
+        own = torch.stack([none, *(flat(x).abs().amax(0) for x in self.inputs if x.numel())]).amax(0)
+        return largest(own.float())
+
+    @cached_property
+    def mean_abs(self) -> torch.Tensor:
+        """Mean magnitude of each channel, shape (in_features,), float32."""
+        self._require_tokens()
+        own = torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0)
+        return summed(own) / self.count
+
+    def rescale(self, scale: torch.Tensor) -> None:
+        """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
+        self.inputs = [x / scale.to(x) for x in self.inputs]
+        for name in ("gram", "cross", "max_abs", "mean_abs"):
+            self.__dict__.pop(name, None)
+
+    def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+        self._require_tokens()
+        width = left[0].shape[-1]
+        total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
+        rows, others = (sum(x.numel() // width for x in side) for side in (left, right))
+        if [x.shape for x in left] != [y.shape for y in right]:
+            raise StructureError(
+                f"{self}: the float model gives these layers {others} tokens where this one gives {rows} (another "
+                "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
+                "not compare (GPTQ)."
+            )
+        for x, y in zip(left, right, strict=True):
+            total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
+        total = summed(total)
+        if not bool(torch.isfinite(total).all()):
+            raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
+        return total
+
+    def _require_tokens(self) -> None:
+        if self.count == 0:
+            raise CalibrationError(no_tokens(str(self)))
+
+
+def no_tokens(layers: str) -> str:
+    """What is wrong with layers that read nothing, and what to do."""
+    return (
+        f"{layers}: no calibration token reaches these layers (experts that the router never chose?). "
+        "Use more or other data, or exclude them."
+    )
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """All tokens as rows, shape (tokens, features)."""
+    return x.reshape(-1, x.shape[-1])
