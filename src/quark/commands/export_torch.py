@@ -45,7 +45,7 @@ class Export:
         """Raise for a format, an option, a scheme or a model that do not go together."""
         from quark.torch.formats import FORMATS, Format
         from quark.torch.writers.gguf.blocks import GgufFormat
-        from quark.torch.writers.onnx.export import require_packages
+        from quark.torch.writers.onnx.export import require_onnx_packages
         from quark.torch.writers.safetensors import check_options
 
         known = (*FORMATS, *FILES)
@@ -54,7 +54,7 @@ class Export:
         if self.form in FILES and (self.weight_format, self.pack_method) != ("real_quantized", "reorder"):
             raise ConfigError(f"--weight-format and --pack-method do not apply to --export-format {self.form}.")
         if self.form == ONNX:
-            require_packages()
+            require_onnx_packages()
             return
         form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
         for scheme in schemes:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import quark.torch  # noqa: F401 - first: where torch is absent, it says how to install it
+
+# isort: split
 import torch
 
-from quark.errors import ConfigError, MissingDependencyError, did_you_mean
+from quark.errors import ConfigError, did_you_mean
 from quark.torch import import_model_from_safetensors
 from quark.torch.formats import FORMATS
-from quark.torch.model.meta_model import as_format_error, build_skeleton, read_config
+from quark.torch.model.meta_model import as_format_error, build_skeleton, import_transformers, read_config
 
 FOREIGN = frozenset(FORMATS) - {"quark"}
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def _transformers() -> Any:
-    try:
-        import transformers  # costs seconds: imported when a command needs it
-    except ImportError:
-        raise MissingDependencyError("This command needs transformers: pip install 'openquark[torch]'.") from None
+    transformers = import_transformers()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     return transformers

@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quark.errors import did_you_mean
+from quark.errors import did_you_mean, require_packages
+
+require_packages("The ONNX flow", "onnx", "onnx", "onnx_ir", "onnxruntime")
 
 if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.calibration.data.path_reader import *

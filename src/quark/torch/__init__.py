@@ -1,5 +1,10 @@
 """The PyTorch flow."""
 
+# ruff: noqa: E402 - without torch, the imports below would fail less helpfully
+from quark import errors
+
+errors.require_packages("The PyTorch flow", "torch", "torch", "greenlet")
+
 from quark.torch.checkpoint.importer import ModelImporter, import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.enums import QuantFlow

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError, FormatError, MissingDependencyError
+from quark.errors import ConfigError, FormatError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.checkpoint.shards import read_names, read_tensors, shard_files
 from quark.torch.config.config import QConfig
@@ -20,6 +20,7 @@ from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
 from quark.torch.layers import ROLES, layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
+from quark.torch.model.meta_model import import_transformers
 from quark.torch.model.published_names import published_names
 from quark.torch.model.roles import tying_configs
 
@@ -190,7 +191,7 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
 
 def _float_model(folder: Path, trust_remote_code: bool, attention: str) -> nn.Module:
     """The float model that the config.json of a folder describes, empty."""
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     del config.quantization_config
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -199,22 +200,11 @@ def _float_model(folder: Path, trust_remote_code: bool, attention: str) -> nn.Mo
     return model.eval()
 
 
-def _transformers() -> Any:
-    try:
-        import transformers  # imported when a model is really built: it costs seconds
-    except ImportError:
-        raise MissingDependencyError(
-            "Building a model from a folder needs transformers: pip install 'openquark[torch]'. "
-            "Possible without: pass the float model."
-        ) from None
-    return transformers
-
-
 def _with_transformers(
     folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
 ) -> nn.Module:
     where: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder,
         device_map="auto" if spread else where,
         trust_remote_code=trust_remote_code,

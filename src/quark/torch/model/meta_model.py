@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import FormatError, MissingDependencyError
+from quark.errors import FormatError, require_packages
 
 _LOCAL = {
     **dict.fromkeys(("generation_config", "from_pipeline", "cache_dir", "proxies", "token", "revision")),
@@ -52,7 +52,7 @@ def build_skeleton(folder: Path, stored_dtype: torch.dtype = torch.float32) -> A
         FormatError: config.json is absent or wrong, or transformers has no class for it.
     """
     read_config(folder)
-    transformers = _transformers()
+    transformers = import_transformers()
     with as_format_error(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
         # What the skeleton stands for is the float model, whatever the files hold.
@@ -124,11 +124,9 @@ def _keep_wide(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def _transformers() -> Any:
-    try:
-        import transformers  # costs seconds: imported when a folder is really read
-    except ImportError:
-        raise MissingDependencyError(
-            "Reading a model folder needs transformers: pip install 'openquark[torch]'."
-        ) from None
+def import_transformers() -> Any:
+    """The transformers package. Raises MissingDependencyError."""
+    require_packages("Reading a model folder", "torch", "transformers")
+    import transformers  # costs seconds: imported when a folder is really read
+
     return transformers

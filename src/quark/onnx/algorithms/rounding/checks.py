@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.errors import ConfigError, MissingDependencyError, NotSupportedError, did_you_mean
+from quark.errors import ConfigError, NotSupportedError, did_you_mean, require_packages
 from quark.onnx.config.algo_configs import TUNED, AdaQuantConfig, AdaRoundConfig
 
 if TYPE_CHECKING:
@@ -80,10 +80,9 @@ def optimizer_device(config: Config) -> torch.device:
         MissingDependencyError: torch is absent.
         ConfigError: torch does not see the device.
     """
-    try:
-        import torch  # only here and where layers are trained: the ONNX flow does without it
-    except ImportError:
-        raise MissingDependencyError(f"{type(config).__name__} needs torch: pip install 'openquark[torch]'.") from None
+    require_packages(type(config).__name__, "torch", "torch")
+    import torch  # only here and where layers are trained: the ONNX flow does without it
+
     field, wanted = f"{type(config).__name__}.optim_device", config.optim_device.lower()
     kind, _, index = wanted.partition(":")
     if kind not in ("cpu", "cuda", "rocm") or (index and not index.isdigit()):

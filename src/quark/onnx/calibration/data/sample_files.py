@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quark.errors import CalibrationError, FormatError, MissingDependencyError
+from quark.errors import CalibrationError, FormatError, require_packages
 from quark.onnx.calibration.data.inputs import Array, Feed
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg"})
@@ -104,10 +104,9 @@ def read_image(path: Path, mode: str | None = None) -> Array:
         FormatError: It is no image.
         MissingDependencyError: pillow is not installed.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise MissingDependencyError(f"{path.name}: images need pillow: pip install 'openquark[images]'.") from None
+    require_packages(f"Reading the image {path.name}", "images", "PIL")
+    from PIL import Image, UnidentifiedImageError  # of an extra: only where images are read
+
     try:
         with Image.open(path) as image:
             return np.asarray(image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB")))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quark.core.array import to_numpy
-from quark.errors import MissingDependencyError, NotSupportedError
+from quark.errors import NotSupportedError, require_packages
 from quark.files import atomic_file
 from quark.log import logger, progress
 from quark.torch.checkpoint.shards import entries
@@ -71,11 +71,10 @@ def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], o
 
 
 def import_gguf() -> Any:
-    """The gguf package. Raises MissingDependencyError that says how to get it."""
-    try:
-        import gguf  # read and written here only
-    except ImportError:
-        raise MissingDependencyError("GGUF files need the gguf package: pip install 'openquark[gguf]'.") from None
+    """The gguf package. Raises MissingDependencyError."""
+    require_packages("A GGUF file", "gguf", "gguf")
+    import gguf  # of an extra: only where such files are read and written
+
     return gguf
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from quark import __version__
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, FormatError, MissingDependencyError, NotSupportedError, one_line
+from quark.errors import ConfigError, FormatError, NotSupportedError, one_line, require_packages
 from quark.files import atomic_files
 from quark.log import logger
 
@@ -120,7 +120,7 @@ def _quantized_graph(
     four_bit: bool,
     options: dict[str, Any],
 ) -> ir.Model:
-    require_packages()
+    require_onnx_packages()
     # These import onnx and onnx_ir: when a model is really exported.
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
@@ -154,15 +154,9 @@ def _least_opset(specs: Iterable[TensorSpec]) -> int:
     return PLAIN_OPSET if plain else DEFAULT_OPSET
 
 
-def require_packages() -> None:
-    """Raise MissingDependencyError, with the pip line, for a package that the export needs."""
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"export_onnx needs the package {error.name}: pip install 'openquark[torch,onnx]'"
-        ) from None
+def require_onnx_packages() -> None:
+    """Raise MissingDependencyError for a package that the export, or torch's own export below it, needs."""
+    require_packages("export_onnx", "torch,onnx", "onnx", "onnx_ir", "onnxscript")
 
 
 @contextmanager

@@ -1,0 +1,140 @@
+"""What the distribution requires is what its code imports, and an absent package is named with the line that helps."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.source_tree import FILES, imported, parsed, relative
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it to Python 3.10
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# What of the package each extra serves; the longest path that fits counts. Everything else needs no extra.
+EXTRAS_OF = {
+    "torch/": {"torch"},
+    "torch/writers/gguf/": {"torch", "gguf"},
+    "torch/writers/onnx/": {"torch", "onnx"},
+    "onnx_ops/": {"onnx"},
+    "onnx/": {"onnx"},
+    "onnx/calibration/data/sample_files.py": {"onnx", "images"},
+    "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
+    "commands/": {"torch", "onnx"},
+}
+IMPORTED_AS = {"pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
+COME_WITH_OTHERS = {"pydantic_core": "pydantic brings the one version that it works with"}
+NEVER_IMPORTED = {
+    "accelerate": "transformers imports it, for the `device_map` of import_model_from_safetensors(None, ...)",
+    "onnxscript": "torch.onnx.export imports it, on which export_onnx is built",
+}
+
+
+def import_name(requirement: str) -> str:
+    name = re.split(r"[<>=!~\[; ]", requirement)[0]
+    return IMPORTED_AS.get(name, name)
+
+
+BASE = {import_name(requirement) for requirement in PROJECT["dependencies"]}
+EXTRAS = {
+    extra: {import_name(requirement) for requirement in requirements}
+    for extra, requirements in PROJECT["optional-dependencies"].items()
+    if extra not in ("all", "dev")
+}
+
+
+def extras_of(file: Path) -> set[str]:
+    fitting = [path for path in EXTRAS_OF if relative(file).startswith(path)]
+    return EXTRAS_OF[max(fitting, key=len)] if fitting else set()
+
+
+def third_party(file: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(file)} - sys.stdlib_module_names - {"quark"}
+
+
+def test_every_import_is_a_requirement_of_its_extra() -> None:
+    wrong = {}
+    for file in FILES:
+        required = BASE.union(*(EXTRAS[extra] for extra in extras_of(file)), COME_WITH_OTHERS)
+        if third_party(file) - required:
+            wrong[relative(file)] = third_party(file) - required
+    assert not wrong, wrong
+
+
+def test_every_requirement_is_imported() -> None:
+    everywhere = {name for file in FILES for name in third_party(file)}
+    unused = {"dependencies": BASE - everywhere}
+    for extra, required in EXTRAS.items():
+        names = {name for file in FILES if extra in extras_of(file) for name in third_party(file)}
+        unused[extra] = required - names - NEVER_IMPORTED.keys()
+    assert not any(unused.values()), unused
+    assert not NEVER_IMPORTED.keys() & everywhere, "no exceptions any longer"
+
+
+def test_all_is_every_extra() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras["all"]) == {f"openquark[{extra}]" for extra in EXTRAS}
+    assert "openquark[all]" in extras["dev"]
+
+
+def test_the_versions_of_python_begin_where_they_are_said_to() -> None:
+    versions = [c.rsplit(" ", 1)[1] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in versions
+
+
+def test_the_license_is_there() -> None:
+    assert PROJECT["license"] == "MIT"
+    for file in PROJECT["license-files"]:
+        assert "MIT License" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_pip_lines_name_extras_that_there_are() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *FILES]
+    pip_line = re.compile(r"pip\s+install (?:-e )?'(?:openquark|\.)\[([\w,]+)\]'")
+    named = [(page, line) for page in pages for line in pip_line.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) > 3
+    wrong = [(page, line) for page, line in named if not set(line.split(",")) <= {*EXTRAS, "all", "dev"}]
+    assert not wrong, wrong
+
+
+def test_packages_are_looked_for_in_the_extra_that_brings_them() -> None:
+    calls = [
+        (relative(file), [argument.value for argument in node.args[1:] if isinstance(argument, ast.Constant)])
+        for file in FILES
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("require_packages")
+    ]
+    assert len(calls) > 5
+    for place, (extras, *packages) in calls:
+        brought = {name for extra in str(extras).split(",") for name in EXTRAS[extra]}
+        assert packages and set(packages) <= brought, place
+
+
+@pytest.mark.parametrize(
+    ("absent", "code", "line"),
+    [
+        ("torch", "import quark.torch", "pip install 'openquark[torch]'"),
+        ("onnx", "import quark.onnx", "pip install 'openquark[onnx]'"),
+        ("onnxruntime", "from quark.onnx.quantizer import ModelQuantizer", "pip install 'openquark[onnx]'"),
+        ("torch", "from quark.cli import main; main()", "pip install 'openquark[torch]'"),
+    ],
+)
+def test_an_absent_package_is_named_with_its_line(absent: str, code: str, line: str) -> None:
+    command = f"import sys; sys.modules[{absent!r}] = None; {code}"
+    arguments = ["plan", ".", "--scheme", "int8"]
+    done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"needs the package {absent}, which is not installed: {line}." in last
+    assert "main()" not in code or last == done.stderr.strip(), "one line, no traceback"
