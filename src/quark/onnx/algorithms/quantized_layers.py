@@ -14,7 +14,8 @@ from quark.core.spec import TensorSpec
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import CAST, rescaled, scale_for_bias
 from quark.onnx.decide import Decision, write
-from quark.onnx.graph.edit import added_bias, set_initializer
+from quark.onnx.graph.channels import matmul_bias
+from quark.onnx.graph.edit import set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import ACTIVATIONS, rule_of
 
@@ -175,8 +176,8 @@ def decoded(array: Array, params: QParams, spec: TensorSpec) -> Array:
 
 def _added(node: ir.Node) -> ir.Value | None:
     """The constant that an Add behind a MatMul alone reads."""
-    place = added_bias(node)
-    value = place[0].inputs[place[1]] if place is not None else None
+    added = matmul_bias(node)
+    value = added[0].inputs[added[1]] if added is not None else None
     return value if value is not None and len(value.uses()) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Channels of layers: the axes of constants that they lie along, and constants that are changed along them."""
+"""The constants of a graph that channels lie along: weights, biases and gains, found and changed along one axis."""
 
 from __future__ import annotations
 
@@ -12,27 +12,11 @@ import onnx_ir as ir
 from quark.core.array import row_chunks
 from quark.onnx.graph.edit import is_op, new_initializer, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators.axes import input_axis, output_axis
 
 Array = np.ndarray[Any, Any]
 LINEAR = ("Gemm", "MatMul")
-LAYERS = ("Conv", "ConvTranspose", *LINEAR)
 CHUNK_BYTES = 1 << 26
-
-
-def output_axis(layer: ir.Node) -> int:
-    """Axis of a layer's weight along which its outputs lie."""
-    return {"Conv": 0, "ConvTranspose": 1, "MatMul": 1}.get(layer.op_type, 1 - _transposed(layer))
-
-
-def input_axis(layer: ir.Node) -> int:
-    """Axis of a layer's weight along which its inputs lie; of a depthwise Conv the only one that channels have."""
-    if is_op(layer, "Conv"):
-        return 0 if layer.attributes.get_int("group", 1) > 1 else 1
-    return {"ConvTranspose": 0, "MatMul": 0}.get(layer.op_type, _transposed(layer))
-
-
-def _transposed(layer: ir.Node) -> int:
-    return layer.attributes.get_int("transB", 0)
 
 
 def is_linear(node: ir.Node | None) -> bool:
@@ -44,27 +28,55 @@ def is_linear(node: ir.Node | None) -> bool:
     return matrix and not is_constant(node.inputs[0]) and not node.attributes.get_int("transA", 0)
 
 
+def output_channels(layer: ir.Node) -> int:
+    """How many output channels a layer with constant weight has."""
+    groups = layer.attributes.get_int("group", 1) if is_op(layer, "ConvTranspose") else 1
+    return int(constant(layer.inputs[1]).shape[output_axis(layer)]) * groups
+
+
 @dataclass(frozen=True)
-class Place:
-    """A constant input of a node, with the axis that its channels lie along."""
+class ChannelConstant:
+    """A constant input of a node, with the axis that its channels lie along.
+
+    Attributes:
+        node, index: The node, and which of its inputs.
+        axis: The axis.
+    """
 
     node: ir.Node
     index: int
     axis: int = -1
 
     @property
+    def value(self) -> ir.Value:
+        """The input."""
+        value = self.node.inputs[self.index]
+        assert value is not None
+        return value
+
+    @property
     def array(self) -> Array:
         """The constant, with at least one axis."""
-        return np.atleast_1d(constant(self.node.inputs[self.index]))
+        return np.atleast_1d(constant(self.value))
 
     @property
     def size(self) -> int:
         """How many channels it has; 1 for one value that serves all."""
         return int(self.array.shape[self.axis])
 
+    def along(self, vector: Array) -> Array:
+        """A vector over the channels, (channels,), in the shape that broadcasts over the constant."""
+        shape = [1] * self.array.ndim
+        shape[self.axis] = -1
+        return vector.reshape(shape)
+
     def multiply(self, scale: Array) -> None:
-        """Multiply each channel by a scale, (channels,). Other nodes that read the constant keep theirs."""
-        multiply(own(self.node, self.index), scale, self.axis)
+        """Multiply each channel by a scale, (channels,); one value for all channels becomes one for each.
+
+        Other nodes that read the constant keep theirs.
+        """
+        array = self.array
+        set_initializer(unshared(self.node, self.index), (array * self.along(scale)).astype(array.dtype))
 
     def change(self, function: Callable[[Array], Array], channels: int) -> None:
         """Let a function map rows of channels, (rows, channels) in float64; a single value stands for all channels."""
@@ -79,34 +91,55 @@ class Place:
             for rows in row_chunks(len(source), source[0].size * 8, CHUNK_BYTES):
                 part = source[rows].astype(np.float64)
                 target[rows] = function(part.reshape(-1, channels)).reshape(part.shape)
-        set_initializer(own(self.node, self.index), new)
+        set_initializer(unshared(self.node, self.index), new)
 
 
-def linear_places(node: ir.Node) -> tuple[Place, ...]:
-    """The constants that hold the output channels of a linear layer: its weight, and the bias of a Gemm."""
-    biased = len(node.inputs) > 2 and node.inputs[2] is not None
-    return (Place(node, 1, output_axis(node)), *((Place(node, 2),) if biased else ()))
+def weight_by_input(layer: ir.Node) -> ChannelConstant:
+    """The weight of a layer, along its input channels."""
+    return ChannelConstant(layer, 1, input_axis(layer))
 
 
-def bias_beside(node: ir.Node, index: int, channels: int) -> Place | None:
-    """The constant that an Add gives each channel beside its input `index`, as after a MatMul."""
-    other = node.inputs[1 - index] if is_op(node, "Add") else None
-    if other is None or not is_constant(other):
+def weight_by_output(layer: ir.Node) -> ChannelConstant:
+    """The weight of a layer, along its output channels."""
+    return ChannelConstant(layer, 1, output_axis(layer))
+
+
+def output_constants(layer: ir.Node) -> tuple[ChannelConstant, ...]:
+    """The constants of a linear layer that hold its output channels: its weight, and the bias of a Gemm."""
+    biased = len(layer.inputs) > 2 and layer.inputs[2] is not None
+    return (weight_by_output(layer), *((ChannelConstant(layer, 2),) if biased else ()))
+
+
+def added_constant(value: ir.Value) -> tuple[ir.Node, int] | None:
+    """The Add of a constant that alone reads a value, and which of its inputs the constant is."""
+    if not read_once(value):
         return None
-    shape = constant(other).shape
-    return Place(node, 1 - index) if shape in ((channels,), (1, channels), (1, 1, channels)) else None
+    ((reader, index),) = value.uses()
+    other = 1 - index
+    return (reader, other) if is_op(reader, "Add") and is_constant(reader.inputs[other]) else None
 
 
-def bias_of(layer: ir.Node) -> Place | None:
+def added_bias(value: ir.Value, channels: int) -> ChannelConstant | None:
+    """What the Add that alone reads a value gives each of its channels, which lie along its last axis."""
+    added = added_constant(value)
+    bias = None if added is None else ChannelConstant(*added)
+    fits = bias is not None and constant(bias.value).shape in ((channels,), (1, channels), (1, 1, channels))
+    return bias if fits else None
+
+
+def matmul_bias(node: ir.Node) -> tuple[ir.Node, int] | None:
+    """The Add that alone reads a MatMul and adds a constant vector, and which of its inputs that is."""
+    added = added_constant(node.outputs[0]) if node.op_type == "MatMul" else None
+    return added if added is not None and constant(added[0].inputs[added[1]]).ndim == 1 else None
+
+
+def bias_of(layer: ir.Node) -> ChannelConstant | None:
     """The bias of a linear layer: of a Gemm, or what an Add that alone reads the layer gives each channel."""
-    own_bias = linear_places(layer)[1:]
-    if own_bias or not read_once(layer.outputs[0]):
-        return own_bias[0] if own_bias else None
-    ((reader, index),) = layer.outputs[0].uses()
-    return bias_beside(reader, index, Place(layer, 1, output_axis(layer)).size)
+    _, *biases = output_constants(layer)
+    return biases[0] if biases else added_bias(layer.outputs[0], weight_by_output(layer).size)
 
 
-def own(node: ir.Node, index: int) -> ir.Value:
+def unshared(node: ir.Node, index: int) -> ir.Value:
     """A constant input as an initializer that nothing else reads: itself, or a copy."""
     value = node.inputs[index]
     assert value is not None and node.graph is not None
@@ -115,11 +148,3 @@ def own(node: ir.Node, index: int) -> ir.Value:
     copy = new_initializer(node.graph, f"{value.name}_{node.name}", constant(value))
     node.replace_input_with(index, copy)
     return copy
-
-
-def multiply(value: ir.Value, scale: Array, axis: int) -> None:
-    """Multiply each channel of an initializer by a scale; one value for all channels becomes one for each."""
-    array = np.atleast_1d(constant(value))
-    shape = [1] * array.ndim
-    shape[axis] = -1
-    set_initializer(value, (array * scale.reshape(shape)).astype(array.dtype))

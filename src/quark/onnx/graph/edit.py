@@ -34,16 +34,6 @@ def read_once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def added_bias(node: ir.Node) -> tuple[ir.Node, int] | None:
-    """The Add of a constant that alone reads a MatMul, and which of its inputs the constant is."""
-    uses = list(node.outputs[0].uses())
-    if node.op_type != "MatMul" or len(uses) != 1 or uses[0].node.op_type != "Add":
-        return None
-    add, index = uses[0].node, 1 - uses[0].idx
-    bias = constant(add.inputs[index])
-    return (add, index) if bias is not None and bias.ndim == 1 else None
-
-
 def dims(value: ir.Value | None) -> list[int | None] | None:
     """The dimensions of a value, None where they are not fixed; None if the rank is unknown."""
     if value is None or value.shape is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from quark.onnx.graph.channels import Place
+from quark.onnx.graph.channels import ChannelConstant
 from quark.onnx.graph.edit import KNOWN_DOMAINS, axes_of, dims
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op
@@ -46,7 +46,7 @@ IN_PARTS: tuple[Pattern, ...] = (op("Mul", _normalized, Const("gain")), _normali
 
 
 @dataclass(frozen=True)
-class Norm:
+class Normalization:
     """One normalization.
 
     Attributes:
@@ -62,14 +62,14 @@ class Norm:
     sources: tuple[ir.Value, ...]
     output: ir.Value
     nodes: tuple[ir.Node, ...]
-    gain: Place | None = None
-    bias: Place | None = None
-    added: Place | None = None
+    gain: ChannelConstant | None = None
+    bias: ChannelConstant | None = None
+    added: ChannelConstant | None = None
     total: ir.Value | None = None
     centred: bool = False
 
 
-def find_norms(graph: ir.Graph) -> list[Norm]:
+def find_norms(graph: ir.Graph) -> list[Normalization]:
     """Every normalization over the last axis with constant gain and bias."""
     found = [norm for node in graph if (norm := fused_norm(node)) is not None]
     covered: set[ir.Node] = set()
@@ -78,36 +78,37 @@ def find_norms(graph: ir.Graph) -> list[Norm]:
             parts = match(pattern, node) if node.op_type in ("Mul", "Div") and node not in covered else None
             if parts is not None and _is_last_axis(parts):
                 covered.update(parts.nodes)
-                found.append(Norm((parts["x"],), node.outputs[0], parts.nodes, _gain(parts)))
+                found.append(Normalization((parts["x"],), node.outputs[0], parts.nodes, _gain(parts)))
     return found
 
 
-def fused_norm(node: ir.Node) -> Norm | None:
+def fused_norm(node: ir.Node) -> Normalization | None:
     """The normalization that a node is, or None."""
     row = FUSED.get(node.op_type) if node.domain in KNOWN_DOMAINS else None
     shape = dims(node.inputs[0]) if node.inputs else None
     axis = node.attributes.get_int("axis", -1)
     if row is None or (axis != -1 and (shape is None or axis != len(shape) - 1)):
         return None
-    places = {
-        name: _place(node, index) for name, index in (("gain", row.gain), ("bias", row.bias), ("added", row.added))
+    constants = {
+        name: _constant(node, index) for name, index in (("gain", row.gain), ("bias", row.bias), ("added", row.added))
     }
-    if any(place is not None and not is_constant(node.inputs[place.index]) for place in places.values()):
+    if any(constant is not None and not is_constant(constant.value) for constant in constants.values()):
         return None
     sources = tuple(value for index in row.sources if (value := node.inputs[index]) is not None)
     gives = row.total is not None and row.total < len(node.outputs)
     total = node.outputs[row.total] if gives and row.total is not None else None
-    return Norm(sources, node.outputs[0], (node,), **places, total=total, centred=row.centred)
+    return Normalization(sources, node.outputs[0], (node,), **constants, total=total, centred=row.centred)
 
 
-def _place(node: ir.Node, index: int | None) -> Place | None:
-    present = index is not None and index < len(node.inputs) and node.inputs[index] is not None
-    return Place(node, index) if present and index is not None else None
+def _constant(node: ir.Node, index: int | None) -> ChannelConstant | None:
+    if index is None or index >= len(node.inputs) or node.inputs[index] is None:
+        return None
+    return ChannelConstant(node, index)
 
 
-def _gain(parts: Match) -> Place | None:
+def _gain(parts: Match) -> ChannelConstant | None:
     node = parts.nodes[0]
-    return Place(node, node.inputs.index(parts["gain"])) if "gain" in parts.values else None
+    return ChannelConstant(node, node.inputs.index(parts["gain"])) if "gain" in parts.values else None
 
 
 def _is_last_axis(parts: Match) -> bool:

@@ -14,10 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.errors import StructureError
-from quark.onnx.graph.channels import Place, input_axis, is_linear, linear_places
+from quark.onnx.graph.channels import ChannelConstant, is_linear, output_constants, weight_by_input
 from quark.onnx.graph.edit import dims, is_op
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.graph.norms import Norm, find_norms
+from quark.onnx.graph.norms import Normalization, find_norms
 from quark.onnx.graph.pattern import scalar
 
 RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand")
@@ -25,7 +25,7 @@ RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand")
 
 
 @dataclass
-class Stream:
+class ResidualStream:
     """One stream, as the constants that a rotation of it changes.
 
     Attributes:
@@ -35,8 +35,8 @@ class Stream:
     """
 
     width: int
-    turned: dict[Place, None] = field(default_factory=dict)
-    norms: dict[Norm, tuple[Place, ...]] = field(default_factory=dict)
+    turned: dict[ChannelConstant, None] = field(default_factory=dict)
+    norms: dict[Normalization, tuple[ChannelConstant, ...]] = field(default_factory=dict)
 
     @property
     def centred(self) -> bool:
@@ -44,15 +44,15 @@ class Stream:
         return any(norm.centred for norm in self.norms)
 
     @property
-    def places(self) -> list[Place]:
+    def constants(self) -> list[ChannelConstant]:
         """Every constant that a rotation changes, but for gains and biases of norms."""
-        return [*self.turned, *dict.fromkeys(place for places in self.norms.values() for place in places)]
+        return [*self.turned, *dict.fromkeys(weight for weights in self.norms.values() for weight in weights)]
 
 
-def find_streams(graph: ir.Graph) -> tuple[list[Stream], list[str]]:
+def find_streams(graph: ir.Graph) -> tuple[list[ResidualStream], list[str]]:
     """The streams that can be rotated, and why others cannot."""
     norms, streams, reasons = find_norms(graph), [], []
-    seen: set[Norm] = set()
+    seen: set[Normalization] = set()
     for norm in norms:
         if norm in seen:
             continue
@@ -68,21 +68,21 @@ def find_streams(graph: ir.Graph) -> tuple[list[Stream], list[str]]:
 class _Walk:
     """Finds one stream."""
 
-    def __init__(self, graph: ir.Graph, norms: list[Norm]) -> None:
+    def __init__(self, graph: ir.Graph, norms: list[Normalization]) -> None:
         self.graph = graph
         self.readers = {node: norm for norm in norms for node in norm.nodes}
         self.writers = {norm.total: norm for norm in norms if norm.total is not None}
-        self.met: dict[Norm, None] = {}
+        self.met: dict[Normalization, None] = {}
         self.seen: set[ir.Value] = set()
         self.todo: list[ir.Value] = []
 
-    def run(self, start: Norm) -> Stream:
+    def run(self, start: Normalization) -> ResidualStream:
         """The stream that a norm reads. Raises StructureError where it cannot be rotated."""
         self.met[start] = None
         width = (dims(start.sources[0]) or [None])[-1] or (start.gain.size if start.gain else None)
         if width is None:
             raise StructureError(f"How wide {start.sources[0].name} is, is not known.")
-        self.stream = Stream(width)
+        self.stream = ResidualStream(width)
         self._visit(*start.sources)
         while self.todo:
             value = self.todo.pop()
@@ -103,15 +103,12 @@ class _Walk:
             self.seen.add(value)
             self.todo.append(value)
 
-    def _turn(self, *places: Place) -> None:
+    def _turn(self, *constants: ChannelConstant) -> None:
         """Note constants of the stream. Raises StructureError for one of another width."""
-        for place in places:
-            value = place.node.inputs[place.index]
-            if not is_constant(value) or place.size not in (1, self.stream.width):
-                raise StructureError(
-                    f"{value.name if value else place.index} of {_name(place.node)} is not of the stream."
-                )
-        self.stream.turned |= dict.fromkeys(places)
+        for part in constants:
+            if not is_constant(part.value) or part.size not in (1, self.stream.width):
+                raise StructureError(f"{part.value.name} of {_name(part.node)} is not of the stream.")
+        self.stream.turned |= dict.fromkeys(constants)
 
     def _written(self, value: ir.Value) -> None:
         """Follow a value back to what writes it."""
@@ -122,9 +119,9 @@ class _Walk:
         if norm is not None:
             self._meet(norm)
         elif is_linear(node):
-            self._turn(*linear_places(node))
+            self._turn(*output_constants(node))
         elif is_op(node, "Gather") and is_constant(node.inputs[0]) and _moves(node):
-            self._turn(Place(node, 0))
+            self._turn(ChannelConstant(node, 0))
         elif not self._passes(node):
             raise StructureError(f"{_name(node)} writes to the residual stream.")
 
@@ -134,7 +131,7 @@ class _Walk:
         if norm is not None and value in norm.sources:
             self._meet(norm)
         elif is_linear(node) and index == 0:
-            self._turn(Place(node, 1, input_axis(node)))
+            self._turn(weight_by_input(node))
         elif node.graph is not self.graph or not self._passes(node):
             raise StructureError(f"{_name(node)} reads the residual stream.")
 
@@ -143,13 +140,13 @@ class _Walk:
         operands = _operands(node)
         for index in operands:
             if is_constant(node.inputs[index]):
-                self._turn(Place(node, index))
+                self._turn(ChannelConstant(node, index))
             else:
                 self._visit(node.inputs[index])
         self._visit(*(node.outputs if operands else ()))
         return bool(operands)
 
-    def _meet(self, norm: Norm) -> None:
+    def _meet(self, norm: Normalization) -> None:
         """Take in a norm: what it adds up, its sum, and the linear layers behind it."""
         if norm in self.stream.norms:
             return
@@ -160,21 +157,21 @@ class _Walk:
         self._visit(*norm.sources, norm.total)
         self.stream.norms[norm] = tuple(self._behind(norm.output))
 
-    def _behind(self, start: ir.Value) -> list[Place]:
+    def _behind(self, start: ir.Value) -> list[ChannelConstant]:
         """The weights of the linear layers that read what a norm gives, through what moves it."""
-        found, todo = [], [start]
+        weights, todo = [], [start]
         while todo:
             value = todo.pop()
             if value.is_graph_output():
                 raise StructureError(f"{value.name}, which a norm gives, is an output of the model.")
             for use in value.uses():
                 if is_linear(use.node) and use.idx == 0:
-                    found.append(Place(use.node, 1, input_axis(use.node)))
+                    weights.append(weight_by_input(use.node))
                 elif use.node.graph is self.graph and use.idx == 0 and _moves(use.node):
                     todo += use.node.outputs
                 else:
                     raise StructureError(f"{_name(use.node)} reads what a norm of the residual stream gives.")
-        return found
+        return weights
 
 
 def _operands(node: ir.Node) -> list[int]:

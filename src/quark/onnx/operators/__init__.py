@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from quark.onnx.operators.rule import Rule
 
-CONV = Rule(data=(0,), weight=1, weight_axis=0, bias=2)
 ELEMENTWISE = Rule()
 ONE_INPUT = Rule(data=(0,))
 MOVES_DATA = Rule(data=(0,), shares_scale=True)
 
 RULES: dict[str, Rule] = {
-    "Conv": CONV,
-    "ConvTranspose": Rule(data=(0,), weight=1, weight_axis=1, bias=2),
-    "Gemm": Rule(data=(0,), weight=1, weight_axis=1, bias=2),
-    "MatMul": Rule(data=(0, 1), weight=1, weight_axis=-1),
-    "InstanceNormalization": Rule(data=(0,)),
-    "LayerNormalization": Rule(data=(0,)),
+    "Conv": Rule(data=(0,), weight=1, output_axis=0, input_axis=1, data_axis=1, bias=2),
+    "ConvTranspose": Rule(data=(0,), weight=1, output_axis=1, input_axis=0, data_axis=1, bias=2),
+    "Gemm": Rule(data=(0,), weight=1, output_axis=1, input_axis=0, data_axis=1, result_axis=-1, bias=2),
+    "MatMul": Rule(data=(0, 1), weight=1, output_axis=-1, input_axis=-2, data_axis=-1),
+    "InstanceNormalization": ONE_INPUT,
+    "LayerNormalization": Rule(data=(0,), data_axis=-1),
+    "Softmax": Rule(data=(0,), data_axis=-1),
     "Gather": MOVES_DATA,
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Min", "Max", "Concat", "PRelu"), ELEMENTWISE),
     "Where": Rule(data=(1, 2)),
-    **dict.fromkeys(
-        ("AveragePool", "GlobalAveragePool", "ReduceMean", "Sigmoid", "Tanh", "Softmax", "Gelu", "Erf"), ONE_INPUT
-    ),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "ReduceMean", "Sigmoid", "Tanh", "Gelu", "Erf"), ONE_INPUT),
     **dict.fromkeys(("HardSigmoid", "HardSwish", "LpNormalization"), ONE_INPUT),
     **dict.fromkeys(("Relu", "Clip", "LeakyRelu"), ONE_INPUT),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Rule: what quantizing one op type means."""
+"""Rule: what quantizing one op type means, and along which axes the channels of a layer lie."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import onnx_ir as ir
 class Rule:
     """How the inputs and outputs of an op are quantized.
 
+    The axes are those without transA and transB. In a convolution with groups, one of the two axes of the weight holds
+    the channels of one group only: the input axis of a Conv, the output axis of a ConvTranspose.
+
     Attributes:
         data: Indices of the inputs that are tensors to quantize; None for all.
         weight: Index of the operand that is a weight where it is constant.
-        weight_axis: Axis of the output channels of the weight.
+        output_axis: Axis of the weight along which the output channels lie.
+        input_axis: Axis of the weight along which the input channels lie, which the op multiplies and sums over.
+        data_axis: Axis of the first input along which these lie; None for an op that sums over none. An attribute
+            `axis` of a node says another.
+        result_axis: Axis of the output along which the output channels lie; None where it is the data axis.
         bias: Index of the bias.
         constants: Whether constants among the inputs are quantized too.
         shares_scale: The output holds values of the input only: both have one scale.
@@ -22,7 +29,10 @@ class Rule:
 
     data: tuple[int, ...] | None = None
     weight: int | None = None
-    weight_axis: int = 0
+    output_axis: int = 0
+    input_axis: int = 1
+    data_axis: int | None = None
+    result_axis: int | None = None
     bias: int | None = None
     shares_scale: bool = False
     constants: bool = True
@@ -30,10 +40,3 @@ class Rule:
     def inputs(self, node: ir.Node) -> list[int]:
         """Indices of the inputs of this node that are tensors to quantize."""
         return [i for i in (range(len(node.inputs)) if self.data is None else self.data) if i < len(node.inputs)]
-
-    def channel_axis(self, node: ir.Node) -> int:
-        """Axis of the output channels of the weight of this node."""
-        if node.op_type == "Gemm":
-            transposed = node.attributes.get("transB")
-            return 0 if transposed is not None and transposed.as_int() else 1
-        return self.weight_axis

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.onnx.graph.channels import output_channels, weight_by_output
 from quark.onnx.graph.edit import is_op, new_initializer, prune, read_once, redirect, set_initializer
 from quark.onnx.graph.model_file import constant
 
@@ -64,7 +65,7 @@ def _members(producer: ir.Node, affine: Affine) -> list[tuple[ir.Node, Affine]] 
     nodes = [node for node in branches if node is not None and is_op(node, "Conv", "ConvTranspose")]
     if len(nodes) != len(producer.inputs) or not all(map(_can_fold, nodes)):
         return None
-    ends = np.cumsum([constant(node.inputs[1]).shape[_axis(node)] for node in nodes])[:-1]
+    ends = np.cumsum([output_channels(node) for node in nodes])[:-1]
     return list(zip(nodes, zip(*(np.split(array, ends) for array in affine), strict=True), strict=True))
 
 
@@ -80,21 +81,11 @@ def _can_fold(node: ir.Node) -> bool:
     return node.op_type != "Gemm" or node.attributes.get_float("beta", 1.0) == 1.0
 
 
-def _axis(node: ir.Node) -> int:
-    """Axis of the output channels of the weight."""
-    if node.op_type == "Gemm":
-        return 0 if node.attributes.get_int("transB", 0) else 1
-    return 0 if node.op_type == "Conv" else 1
-
-
 def _fold(graph: ir.Graph, node: ir.Node, factor: Array, shift: Array) -> None:
-    value, bias_value = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
-    weight, bias = constant(value), constant(bias_value)
-    shape = [1] * weight.ndim
-    shape[_axis(node)] = -1
-    assert value is not None
-    set_initializer(value, (weight * factor.reshape(shape)).astype(weight.dtype))
-    shifted = (shift if bias is None else bias * factor + shift).astype(weight.dtype)
+    bias_value = node.inputs[2] if len(node.inputs) > 2 else None
+    weight, bias = weight_by_output(node), constant(bias_value)
+    weight.multiply(factor)
+    shifted = (shift if bias is None else bias * factor + shift).astype(weight.array.dtype)
     if bias_value is not None and bias_value.const_value is not None and read_once(bias_value):
         set_initializer(bias_value, shifted)
         return

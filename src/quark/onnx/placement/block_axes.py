@@ -1,9 +1,4 @@
-"""Along which axis the blocks of a tensor lie: that which its reader multiplies and sums over.
-
-    Conv, ConvTranspose   input 1, Conv weight 1, ConvTranspose weight 0, output 1
-    MatMul                A -1, B -2, output -1
-    Gemm                  A 1 and B 0, swapped by transA and transB, output -1
-    Softmax, LayerNorm    their axis
+"""Along which axis the blocks of a tensor lie: that which its reader multiplies and sums over, as the rule of it says.
 
 What several nodes read follows the first of them; what none of these reads follows the node that writes it, then the
 axis of the spec, or the last one where the tensor has fewer. A tensor without axes has no blocks: it stays in float.
@@ -17,9 +12,9 @@ import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
+from quark.onnx.operators import rule_of
+from quark.onnx.operators.axes import data_axis, input_axis, result_axis
 from quark.onnx.placement.placement import Placement
-
-CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 def refine_block_axes(placement: Placement, refine: bool) -> None:
@@ -33,10 +28,10 @@ def refine_block_axes(placement: Placement, refine: bool) -> None:
     for value, spec in list(placement.activations.items()):
         if not spec.is_block:
             continue
-        axes = [_input_axis(use.node, use.idx) for use in value.uses() if use.node in quantized]
+        axes = [_summed_axis(use.node, use.idx) for use in value.uses() if use.node in quantized]
         producer = value.producer()
         if producer is not None and producer in quantized:
-            axes.append(_output_axis(producer))
+            axes.append(result_axis(producer))
         if _rank(value) == 0:
             del placement.activations[value]
         else:
@@ -48,7 +43,7 @@ def refine_block_axes(placement: Placement, refine: bool) -> None:
         if _rank(weight) == 0:
             del placement.weights[node, index]
         else:
-            placement.weights[node, index] = _along(spec, weight, [_input_axis(node, index)] if refine else [])
+            placement.weights[node, index] = _along(spec, weight, [_summed_axis(node, index)] if refine else [])
 
 
 def _rank(value: ir.Value) -> int | None:
@@ -64,20 +59,8 @@ def _along(spec: TensorSpec, value: ir.Value, axes: list[int | None]) -> TensorS
     return replace(spec, granularity=replace(spec.granularity, axis=axis))
 
 
-def _input_axis(node: ir.Node, index: int) -> int | None:
-    if node.op_type in CONVOLUTIONS:
-        return 0 if index == 1 and node.op_type == "ConvTranspose" else 1
-    if node.op_type == "MatMul":
-        return -1 if index == 0 else -2
-    if node.op_type == "Gemm" and index < 2:
-        transposed = node.attributes.get_int("transA" if index == 0 else "transB", 0)
-        return int(bool(transposed) == bool(index))
-    if node.op_type in ("Softmax", "LayerNormalization") and index == 0:
-        return node.attributes.get_int("axis", -1)
-    return None
-
-
-def _output_axis(node: ir.Node) -> int | None:
-    if node.op_type in CONVOLUTIONS:
-        return 1
-    return -1 if node.op_type in ("MatMul", "Gemm") else _input_axis(node, 0)
+def _summed_axis(node: ir.Node, index: int) -> int | None:
+    """Axis of an input that a node multiplies and sums over; None for a bias, and an op that sums over none."""
+    if index == 0:
+        return data_axis(node)
+    return input_axis(node) if index == rule_of(node.op_type).weight else None

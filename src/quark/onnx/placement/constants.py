@@ -10,7 +10,7 @@ import onnx_ir as ir
 from quark.core.granularity import PerGroup, PerTensor
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import added_bias
+from quark.onnx.graph.channels import matmul_bias
 from quark.onnx.graph.masks import is_mask
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import rule_of
@@ -50,7 +50,7 @@ def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placeme
 
 def place_added_bias(node: ir.Node, placement: Placement) -> None:
     """Make the constant that alone is added to a MatMul its int32 bias."""
-    operand = added_bias(node)
+    operand = matmul_bias(node)
     if operand is not None and (node, 1) in placement.weights and node.inputs[0] in placement.activations:
         placement.added_biases[operand] = node
 

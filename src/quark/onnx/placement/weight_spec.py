@@ -12,6 +12,7 @@ from quark.errors import NotSupportedError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant
 from quark.onnx.operators import rule_of
+from quark.onnx.operators.axes import output_axis
 
 
 def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:
@@ -28,9 +29,8 @@ def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSp
     granularity = spec.granularity
     if spec.is_block or not isinstance(granularity, (PerChannel, PerGroup)):
         return spec
-    rule = rule_of(node.op_type)
-    shape = constant(node.inputs[rule.weight or 0]).shape
-    axis = rule.channel_axis(node) % max(1, len(shape))
+    shape = constant(node.inputs[rule_of(node.op_type).weight or 0]).shape
+    axis = output_axis(node) % max(1, len(shape))
     _check_axis(node, axis, shape, settings)
     if isinstance(granularity, PerGroup) and len(shape) == 2:
         return replace(spec, granularity=PerGroup(1 - axis, granularity.size, pad=True))

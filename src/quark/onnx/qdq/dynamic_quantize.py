@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from quark.core.spec import TensorSpec
 from quark.onnx.graph.model_file import constant
+from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.kernels import DYNAMIC_KERNELS
 from quark.onnx.qdq.constants import ConstantStore
 from quark.onnx_ops.graph_writer import GraphWriter
@@ -33,7 +34,8 @@ def write_dynamic(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec
     """
     name, data, is_conv = node.name or "", node.inputs[0], node.op_type == "Conv"
     assert data is not None
-    codes, scale, zero = store.encoded((node, 1), spec, transpose=bool(node.attributes.get_int("transB", 0)))
+    has_rows_of_outputs = node.op_type == "Gemm" and output_axis(node) == 0
+    codes, scale, zero = store.encoded((node, 1), spec, transpose=has_rows_of_outputs)
     if is_conv:
         scale = _over_outputs(writer, node, scale)
         zero = writer.shared(f"{zero.name}_scalar", np.asarray(constant(zero).reshape(-1)[0]))

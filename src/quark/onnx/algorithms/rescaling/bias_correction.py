@@ -18,9 +18,10 @@ from quark.onnx.algorithms.quantized_layers import Job, Layer, decoded
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
+from quark.onnx.graph.channels import output_channels
 from quark.onnx.graph.edit import is_op, new_initializer
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators import rule_of
+from quark.onnx.operators.axes import result_axis
 from quark.onnx.placement.select_nodes import select_nodes
 
 Array = np.ndarray[Any, Any]
@@ -35,7 +36,7 @@ def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings
         if without and is_constant(node.inputs[1]) and (layer.bias is None or settings.int32_bias):
             weight = constant(node.inputs[1])
             node.resize_inputs(3)
-            zeros = np.zeros(_channels(node), weight.dtype)
+            zeros = np.zeros(output_channels(node), weight.dtype)
             assert node.graph is not None
             node.replace_input_with(2, new_initializer(node.graph, f"{node.name}_bias", zeros))
             count += 1
@@ -62,27 +63,20 @@ def correct_biases(job: Job, config: BiasCorrectionConfig) -> int:
 
 
 def _qualifies(layer: Layer) -> bool:
-    own = layer.offset is not None and layer.offset.shape == (_channels(layer.twin),)
+    own = layer.offset is not None and layer.offset.shape == (output_channels(layer.twin),)
     return own and not layer.shared and layer.factor != 0
-
-
-def _channels(node: ir.Node) -> int:
-    """How many output channels a layer with constant weight has."""
-    shape = constant(node.inputs[1]).shape
-    if is_op(node, "ConvTranspose"):
-        return int(shape[1]) * node.attributes.get_int("group", 1)
-    return int(shape[rule_of(node.op_type).channel_axis(node)])
 
 
 def _differences(visit: Visit) -> Array:
     """Of each example the mean over positions, float output less quantized one, shape (examples, channels)."""
-    axis = 1 if is_op(visit.layer.node, "Conv", "ConvTranspose") else -1
-    found = []
+    axis = result_axis(visit.layer.node)
+    assert axis is not None
+    means = []
     for index, output in enumerate(visit.quantized_outputs()):
         difference = np.atleast_2d(np.subtract(visit.outputs[index], output, dtype=np.float32))
         error = np.moveaxis(difference, axis, -1)
-        found.append(error.mean(tuple(range(1, error.ndim - 1)), dtype=np.float64))
-    return np.concatenate(found)
+        means.append(error.mean(tuple(range(1, error.ndim - 1)), dtype=np.float64))
+    return np.concatenate(means)
 
 
 def _rounding(job: Job, layer: Layer) -> Array | float:

@@ -18,11 +18,13 @@ from quark.errors import ConfigError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.channels import LAYERS, LINEAR, bias_beside, input_axis, multiply, output_axis
+from quark.onnx.graph.channels import ChannelConstant, added_bias, output_channels, weight_by_input, weight_by_output
 from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators.axes import result_axis
 
 Array = np.ndarray[Any, Any]
+LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 SCALES_WITH_INPUT = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 MOST_STEPS = 100
 """Of `cle_steps=-1`, which goes on until nothing changes any more."""
@@ -30,11 +32,17 @@ MOST_STEPS = 100
 
 @dataclass(frozen=True)
 class Pair:
-    """Two layers, and the constants between them that are biases of the first."""
+    """Two layers whose channels share a scale.
 
-    first: ir.Node
-    second: ir.Node
-    biases: tuple[ir.Value, ...]
+    Attributes:
+        first: The weight of the first layer, along its output channels.
+        second: The weight of the second, along its input channels.
+        biases: The constants between them that are biases of the first.
+    """
+
+    first: ChannelConstant
+    second: ChannelConstant
+    biases: tuple[ChannelConstant, ...]
 
 
 def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Samples | None = None) -> int:
@@ -53,56 +61,53 @@ def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Sampl
 
 def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> float:
     """Rescale one pair; return the mean change of a scale. An int32 bias, unlike a coarse one, has no range to mind."""
-    first, second = pair.first.inputs[1], pair.second.inputs[1]
-    assert first is not None and second is not None
-    out, into = output_axis(pair.first), input_axis(pair.second)
-    ranges = channel_range(constant(first), out)
+    first, second = pair.first, pair.second
+    ranges = channel_range(first.array, first.axis)
     if config.cle_scale_append_bias and coarse_bias:
         # An error of the bias reaches the output once, one of a weight as often as there are inputs: as variances.
-        inputs = constant(first).size / len(ranges)
-        ranges = np.sqrt(
-            ranges**2 + sum(constant(bias).reshape(-1).astype(np.float64) ** 2 for bias in pair.biases) / inputs
-        )
+        inputs = first.array.size / len(ranges)
+        squares = sum(bias.array.reshape(-1).astype(np.float64) ** 2 for bias in pair.biases)
+        ranges = np.sqrt(ranges**2 + squares / inputs)
     threshold = config.cle_weight_threshold if config.cle_scale_use_threshold else 0.0
-    scale = equalizing_scale(ranges, channel_range(constant(second), into), threshold)
-    multiply(first, scale, out)
-    for bias in pair.biases:
-        multiply(bias, scale, -1)
-    multiply(second, 1 / scale, into)
+    scale = equalizing_scale(ranges, channel_range(second.array, second.axis), threshold)
+    for part in (first, *pair.biases):
+        part.multiply(scale)
+    second.multiply(1 / scale)
     return float(np.abs(scale - 1).mean())
 
 
 def _pair(node: ir.Node) -> Pair | None:
     """The pair whose first layer is this node."""
-    if not _is_layer(node, as_first=True):
+    if not _is_layer(node):
         return None
-    channels = constant(node.inputs[1]).shape[output_axis(node)]
-    biases: list[ir.Value | None] = [node.inputs[2]] if len(node.inputs) > 2 and node.inputs[2] is not None else []
-    at, value = -1 if is_op(node, *LINEAR) else 1, node.outputs[0]
+    first, channels = weight_by_output(node), output_channels(node)
+    biases = [ChannelConstant(node, 2)] if len(node.inputs) > 2 and node.inputs[2] is not None else []
+    # Along which axis the channels of a value lie. A layer reads them along the one that it writes its own along.
+    axis, value = result_axis(node), node.outputs[0]
     while read_once(value):
         ((reader, index),) = value.uses()
-        if index == 0 and _is_layer(reader, as_first=False) and _fits(reader, at, channels):
-            whole = all(bias is not None and _own(bias) and constant(bias).size in (1, channels) for bias in biases)
-            return Pair(node, reader, tuple(bias for bias in biases if bias is not None)) if whole else None
-        bias = bias_beside(reader, index, channels) if at == -1 else None
+        if index == 0 and _is_layer(reader) and result_axis(reader) == axis and _second(reader).size == channels:
+            whole = all(_is_unshared(bias.value) and bias.array.size in (1, channels) for bias in biases)
+            return Pair(first, _second(reader), tuple(biases)) if whole else None
+        bias = added_bias(value, channels) if axis == -1 else None
         if bias is not None:
-            biases.append(reader.inputs[bias.index])
+            biases.append(bias)
         elif is_op(reader, "Flatten") and _is_one_position(value):
-            at = -1
-        elif not _keeps_scale(reader, index, at):
+            axis = -1
+        elif not _keeps_scale(reader, index, axis):
             return None
         value = reader.outputs[0]
     return None
 
 
-def _own(value: ir.Value) -> bool:
+def _is_unshared(value: ir.Value) -> bool:
     """Whether a constant may be changed: an initializer that one node reads."""
     return is_constant(value) and value.const_value is not None and len(value.uses()) == 1
 
 
-def _is_layer(node: ir.Node, as_first: bool) -> bool:
+def _is_layer(node: ir.Node) -> bool:
     """Whether a node is a layer whose channels can be rescaled: dense, or depthwise."""
-    if not is_op(node, *LAYERS) or node.inputs[1] is None or not _own(node.inputs[1]):
+    if not is_op(node, *LAYERS) or node.inputs[1] is None or not _is_unshared(node.inputs[1]):
         return False
     weight, group = constant(node.inputs[1]), node.attributes.get_int("group", 1)
     if is_op(node, "Conv"):
@@ -112,10 +117,10 @@ def _is_layer(node: ir.Node, as_first: bool) -> bool:
     return weight.ndim == 2 and not node.attributes.get_int("transA", 0)
 
 
-def _fits(layer: ir.Node, at: int, channels: int) -> bool:
-    """Whether the channels that come are those that a layer sums over, or a depthwise one keeps apart."""
-    expects = -1 if is_op(layer, *LINEAR) else 1
-    return at == expects and constant(layer.inputs[1]).shape[input_axis(layer)] == channels
+def _second(layer: ir.Node) -> ChannelConstant:
+    """The weight of the second layer of a pair along the channels that it reads: a depthwise one keeps them apart."""
+    depthwise = layer.attributes.get_int("group", 1) > 1
+    return weight_by_output(layer) if depthwise else weight_by_input(layer)
 
 
 def _is_one_position(value: ir.Value) -> bool:
@@ -123,8 +128,8 @@ def _is_one_position(value: ir.Value) -> bool:
     return shape is not None and len(shape) > 2 and all(size == 1 for size in shape[2:])
 
 
-def _keeps_scale(node: ir.Node, index: int, at: int) -> bool:
-    """Whether f(s x) = s f(x) for a positive scale of each channel."""
+def _keeps_scale(node: ir.Node, index: int, axis: int | None) -> bool:
+    """Whether f(s x) = s f(x) for a positive scale of each channel, which lie along an axis of x."""
     if index != 0 or len(node.outputs) != 1:
         return False
     if is_op(node, *SCALES_WITH_INPUT) or is_op(node, "PRelu"):
@@ -132,12 +137,12 @@ def _keeps_scale(node: ir.Node, index: int, at: int) -> bool:
     if is_op(node, "ReduceMean"):
         shape, axes = dims(node.inputs[0]), axes_of(node)
         keeps = bool(node.attributes.get_int("keepdims", 1))
-        return at == 1 and keeps and shape is not None and axes is not None and all(a % len(shape) > 1 for a in axes)
+        return axis == 1 and keeps and shape is not None and axes is not None and all(a % len(shape) > 1 for a in axes)
     if is_op(node, "Pad"):
         constants = [constant(value) for value in node.inputs[2:3] if value is not None]
         mode = node.attributes.get_string("mode", "constant")
         pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
         zero = all(value is not None and not np.any(value) for value in constants)
         inner = pads is not None and not pads.reshape(2, -1)[:, :2].any()
-        return at == 1 and inner and len(node.inputs) < 4 and (mode != "constant" or zero)
+        return axis == 1 and inner and len(node.inputs) < 4 and (mode != "constant" or zero)
     return False

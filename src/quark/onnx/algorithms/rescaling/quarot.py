@@ -24,9 +24,9 @@ from quark.onnx.calibration.calibrate import collect
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import QuarotConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.channels import Place, bias_of
-from quark.onnx.graph.norms import Norm
-from quark.onnx.graph.residual_stream import Stream, find_streams
+from quark.onnx.graph.channels import ChannelConstant, bias_of
+from quark.onnx.graph.norms import Normalization
+from quark.onnx.graph.residual_stream import ResidualStream, find_streams
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-3
@@ -57,10 +57,10 @@ def rotate(model: ir.Model, config: QuarotConfig, settings: Settings, data: Samp
     for stream, rotation in zip(streams, rotations, strict=True):
         _rotate(stream, rotation)
     _prove(before, _outputs(model, sample, settings))
-    return sum(len(stream.places) for stream in streams)
+    return sum(len(stream.constants) for stream in streams)
 
 
-def _rotation(stream: Stream, config: QuarotConfig) -> Rotation:
+def _rotation(stream: ResidualStream, config: QuarotConfig) -> Rotation:
     """Q for a stream: blocks of r_matrix_dim where that divides the width; its default stands for the width itself."""
     size, width = config.r_matrix_dim, stream.width
     if size < 1 or width % size:
@@ -73,13 +73,13 @@ def _rotation(stream: Stream, config: QuarotConfig) -> Rotation:
     return Rotation(size, SEED if config.use_random_had else None, stream.centred)
 
 
-def _rotate(stream: Stream, rotation: Rotation) -> None:
-    gains: dict[Place, Array] = {}
-    for norm, places in stream.norms.items():
-        gain = _taken_gain(norm, places, rotation, stream.width)
-        gains |= dict.fromkeys(places, gain)
-    for place in stream.places:
-        place.change(partial(_turned, rotation=rotation, gain=gains.get(place)), stream.width)
+def _rotate(stream: ResidualStream, rotation: Rotation) -> None:
+    gains: dict[ChannelConstant, Array] = {}
+    for norm, weights in stream.norms.items():
+        gain = _taken_gain(norm, weights, rotation, stream.width)
+        gains |= dict.fromkeys(weights, gain)
+    for part in stream.constants:
+        part.change(partial(_turned, rotation=rotation, gain=gains.get(part)), stream.width)
 
 
 def _turned(rows: Array, rotation: Rotation, gain: Array | None) -> Array:
@@ -87,17 +87,17 @@ def _turned(rows: Array, rotation: Rotation, gain: Array | None) -> Array:
     return turned
 
 
-def _taken_gain(norm: Norm, places: tuple[Place, ...], rotation: Rotation, width: int) -> Array:
+def _taken_gain(norm: Normalization, weights: tuple[ChannelConstant, ...], rotation: Rotation, width: int) -> Array:
     """The gain of a norm, which keeps 1; its bias goes into the layers behind, or stays, rotated."""
     gain = np.ones(width) if norm.gain is None else np.broadcast_to(norm.gain.array.reshape(-1), width)
     gain = gain.astype(np.float64)
     if norm.bias is not None and norm.bias.array.any():
         shift = np.broadcast_to(norm.bias.array.reshape(-1), width).astype(np.float64)
-        biases = [bias_of(place.node) for place in places]
+        biases = [bias_of(weight.node) for weight in weights]
         if all(bias is not None for bias in biases):
-            for place, bias in zip(places, biases, strict=True):
+            for weight, bias in zip(weights, biases, strict=True):
                 assert bias is not None
-                _move(shift, place, bias)
+                _move(shift, weight, bias)
             shift = np.zeros(width)
         elif (gain == 0).any():
             raise StructureError(
@@ -112,16 +112,16 @@ def _taken_gain(norm: Norm, places: tuple[Place, ...], rotation: Rotation, width
     return gain
 
 
-def _move(shift: Array, place: Place, bias: Place) -> None:
+def _move(shift: Array, weight: ChannelConstant, bias: ChannelConstant) -> None:
     """Let the bias of a layer take over what its weight makes of the shift; a Gemm has factors on both."""
-    attributes = place.node.attributes
+    attributes = weight.node.attributes
     factor = attributes.get_float("alpha", 1.0)
-    if bias.node is place.node:
+    if bias.node is weight.node:
         beta = attributes.get_float("beta", 1.0)
         if not beta:
-            raise StructureError(f"{place.node.name} has beta=0, and so no bias to take over that of the norm.")
+            raise StructureError(f"{weight.node.name} has beta=0, and so no bias to take over that of the norm.")
         factor /= beta
-    moved = factor * (shift @ np.moveaxis(place.array, place.axis, 0).astype(np.float64))
+    moved = factor * (shift @ np.moveaxis(weight.array, weight.axis, 0).astype(np.float64))
     bias.change(partial(np.add, moved), len(moved))
 
 

@@ -16,16 +16,16 @@ from typing import Any
 import onnx_ir as ir
 
 from quark.errors import ConfigError, did_you_mean
-from quark.onnx.graph.channels import Place, bias_of, input_axis, is_linear, output_axis
+from quark.onnx.graph.channels import ChannelConstant, bias_of, is_linear, weight_by_input, weight_by_output
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import find_norms
-from quark.onnx.graph.residual_stream import Stream
+from quark.onnx.graph.residual_stream import ResidualStream
 
 KEYS = ("prev_nodes", "next_nodes", "norm_node")
 
 
-def read_streams(path: str, graph: ir.Graph) -> list[Stream]:
+def read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
     """The stream that a file describes.
 
     Raises:
@@ -35,18 +35,18 @@ def read_streams(path: str, graph: ir.Graph) -> list[Stream]:
     linear = {node.name or "": node for node in graph if is_linear(node)}
     tables = {node.name or "": node for node in graph if is_op(node, "Gather") and is_constant(node.inputs[0])}
     norms = {node.name or "": norm for norm in find_norms(graph) for node in norm.nodes}
-    stream = Stream(0)
+    stream = ResidualStream(0)
     for pair in pairs:
         for name in pair["prev_nodes"]:
             stream.turned |= dict.fromkeys(_written(_named(name, {**linear, **tables}, "prev_nodes", path)))
         readers = [_named(name, linear, "next_nodes", path) for name in pair["next_nodes"]]
-        places = tuple(Place(node, 1, input_axis(node)) for node in readers)
+        weights = tuple(weight_by_input(node) for node in readers)
         if pair.get("norm_node") is None:
-            stream.turned |= dict.fromkeys(places)
+            stream.turned |= dict.fromkeys(weights)
         else:
             norm = _named(pair["norm_node"], norms, "norm_node", path)
-            stream.norms[norm] = (*stream.norms.get(norm, ()), *places)
-    widths = {place.size for place in stream.places} - {1}
+            stream.norms[norm] = (*stream.norms.get(norm, ()), *weights)
+    widths = {constant.size for constant in stream.constants} - {1}
     if len(widths) != 1:
         raise ConfigError(f"{path}: the constants of R1_pairs are {sorted(widths)} wide; possible: one width.")
     (stream.width,) = widths
@@ -80,9 +80,9 @@ def _named(name: str, known: Mapping[str, Any], key: str, path: str) -> Any:
     return known[name]
 
 
-def _written(node: ir.Node) -> list[Place]:
+def _written(node: ir.Node) -> list[ChannelConstant]:
     """The constants of a writer: its table, or its weight and its bias."""
     if not is_linear(node):
-        return [Place(node, 0)]
+        return [ChannelConstant(node, 0)]
     bias = bias_of(node)
-    return [Place(node, 1, output_axis(node)), *([bias] if bias is not None else [])]
+    return [weight_by_output(node), *([bias] if bias is not None else [])]

@@ -25,11 +25,12 @@ from quark.onnx.calibration.calibrate import collect
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import SmoothQuantConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.channels import Place, input_axis, is_linear, linear_places
+from quark.onnx.graph.channels import ChannelConstant, is_linear, output_constants, weight_by_input
 from quark.onnx.graph.edit import dims, is_op, new_initializer, read_once
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import fused_norm
 from quark.onnx.operators import rule_of
+from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import FACTOR, Placement
 
@@ -40,7 +41,7 @@ DYNAMIC = spec("uint8", symmetric=False)
 """What DynamicQuantizeLinear quantizes to."""
 
 
-class Moments:
+class ChannelStatistics:
     """Smallest, largest and mean squared value of each channel, which lie along the last axis."""
 
     def __init__(self) -> None:
@@ -67,14 +68,14 @@ class Group:
     Attributes:
         value: The tensor.
         layers: The layers, in the order of the graph.
-        places: Constants to divide by s; None: a Mul is needed.
+        constants: Constants to divide by s; None: a Mul is needed.
         input: Spec of the tensor.
         weights: Spec of the weight of each layer; None for one that stays in float.
     """
 
     value: ir.Value
     layers: tuple[ir.Node, ...]
-    places: tuple[Place, ...] | None
+    constants: tuple[ChannelConstant, ...] | None
     input: TensorSpec
     weights: tuple[TensorSpec | None, ...]
 
@@ -96,10 +97,10 @@ def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data:
     groups = _groups(model, place(model, settings))
     if not groups:
         return 0
-    moments = {group.value.name or "": Moments() for group in groups}
-    collect(model, moments, required(data, config), settings)
-    done = [group for group in groups if _smooth(group, moments[group.value.name or ""], config.alpha)]
-    multiplied = sum(group.places is None for group in done)
+    statistics = {group.value.name or "": ChannelStatistics() for group in groups}
+    collect(model, statistics, required(data, config), settings)
+    done = [group for group in groups if _smooth(group, statistics[group.value.name or ""], config.alpha)]
+    multiplied = sum(group.constants is None for group in done)
     logger.info("SmoothQuant: %d of %d tensors gain; %d by a Mul.", len(done), len(groups), multiplied)
     return len(groups)
 
@@ -118,9 +119,9 @@ def _groups(model: ir.Model, placement: Placement) -> list[Group]:
         if input_spec is None or input_spec.is_cast or not any(weights):
             continue
         alone = not value.is_graph_output() and {use.node for use in value.uses()} == set(layers)
-        places = _Search(placement, _weight(layers[0]).size).behind(value) if alone else None
-        if places is not None or not _is_quantized_before(value, placement):
-            groups.append(Group(value, tuple(layers), places, input_spec, weights))
+        constants = _Search(placement, weight_by_input(layers[0]).size).behind(value) if alone else None
+        if constants is not None or not _is_quantized_before(value, placement):
+            groups.append(Group(value, tuple(layers), constants, input_spec, weights))
     return groups
 
 
@@ -138,13 +139,13 @@ class _Search:
     placement: Placement
     channels: int
 
-    def behind(self, value: ir.Value) -> tuple[Place, ...] | None:
+    def behind(self, value: ir.Value) -> tuple[ChannelConstant, ...] | None:
         """The constants, where there are any; whoever asks knows that nothing else reads the value."""
         node = value.producer()
         if node is None or value is not node.outputs[0]:
             return None
         if is_linear(node):
-            return self._fitting(linear_places(node))
+            return self._fitting(output_constants(node))
         norm = fused_norm(node)
         if norm is not None:
             return self._fitting(tuple(part for part in (norm.gain, norm.bias) if part is not None))
@@ -166,75 +167,71 @@ class _Search:
         shapes = [dims(value) for value in (node.inputs[0], node.outputs[0])]
         return all(shape and shape[-1] == self.channels for shape in shapes)
 
-    def _through(self, node: ir.Node, index: int) -> tuple[Place, ...] | None:
+    def _through(self, node: ir.Node, index: int) -> tuple[ChannelConstant, ...] | None:
         """The constants behind one input of a node, or that input where it is constant."""
         value = node.inputs[index]
         if value is None:
             return None
         if is_constant(value):
-            return self._fitting((Place(node, index),))
+            return self._fitting((ChannelConstant(node, index),))
         return self.behind(value) if read_once(value) else None
 
-    def _fitting(self, places: tuple[Place, ...]) -> tuple[Place, ...] | None:
+    def _fitting(self, constants: tuple[ChannelConstant, ...]) -> tuple[ChannelConstant, ...] | None:
         """The places, if each is a constant with these channels, or one value for all that stays in float."""
-        return places if places and all(self._fits(place) for place in places) else None
+        return constants if constants and all(self._fits(part) for part in constants) else None
 
-    def _fits(self, place: Place) -> bool:
-        if not is_constant(place.node.inputs[place.index]):
+    def _fits(self, part: ChannelConstant) -> bool:
+        if not is_constant(part.node.inputs[part.index]):
             return False
-        single = place.size == 1 and (place.node, place.index) not in self.placement.weights
-        return single or place.size == self.channels
+        single = part.size == 1 and (part.node, part.index) not in self.placement.weights
+        return single or part.size == self.channels
 
 
-def _smooth(group: Group, moments: Moments, alpha: float) -> bool:
+def _smooth(group: Group, statistics: ChannelStatistics, alpha: float) -> bool:
     """Scale one tensor if that is worth it."""
-    if not moments.count:
+    if not statistics.count:
         return False
-    if not np.isfinite(moments.power).all():
+    if not np.isfinite(statistics.power).all():
         raise NonFiniteError(f"{group.value.name} holds NaN or Inf.")
-    largest = np.maximum(np.abs(moments.low), np.abs(moments.high)).astype(np.float64)
-    weight = np.max([channel_range(_weight(layer).array, input_axis(layer)) for layer in group.layers], axis=0)
-    s = smoothing_scale(largest, weight, alpha)
-    without, noise = (_noise(group, moments, scale) for scale in (np.ones_like(s), s))
+    largest = np.maximum(np.abs(statistics.low), np.abs(statistics.high)).astype(np.float64)
+    ranges = [channel_range(weight.array, weight.axis) for weight in map(weight_by_input, group.layers)]
+    s = smoothing_scale(largest, np.max(ranges, axis=0), alpha)
+    without, noise = (_noise(group, statistics, scale) for scale in (np.ones_like(s), s))
     if without is not None and noise is not None and noise > WORTH * without:
         return False
     for layer in group.layers:
-        _weight(layer).multiply(s)
-    for constant in group.places or ():
-        constant.multiply(1 / s)
-    if group.places is None:
+        weight_by_input(layer).multiply(s)
+    for factor in group.constants or ():
+        factor.multiply(1 / s)
+    if group.constants is None:
         _insert_mul(group, 1 / s)
     return True
 
 
-def _weight(layer: ir.Node) -> Place:
-    return Place(layer, 1, input_axis(layer))
-
-
-def _noise(group: Group, moments: Moments, s: Array) -> float | None:
+def _noise(group: Group, statistics: ChannelStatistics, s: Array) -> float | None:
     """The noise of the outputs under a scale; None where the input has no one step."""
     if not group.input.has_zero_point:
         return None
-    low, high = np.float32((moments.low / s).min()), np.float32((moments.high / s).max())
+    low, high = np.float32((statistics.low / s).min()), np.float32((statistics.high / s).max())
     step = float(qparams_from_range(low, high, group.input).scale)
     weight_power, error_power = np.zeros_like(s), np.zeros_like(s)
     for layer, weight_spec in zip(group.layers, group.weights, strict=True):
-        axis = input_axis(layer)
-        shape = (-1, 1) if axis == 0 else (1, -1)
-        weight = (_weight(layer).array * s.reshape(shape)).astype(np.float32)
-        weight_power += (weight.astype(np.float64) ** 2).sum(1 - axis)
+        rows, outputs = weight_by_input(layer), output_axis(layer)
+        weight = (rows.array * rows.along(s)).astype(np.float32)
+        weight_power += (weight.astype(np.float64) ** 2).sum(outputs)
         if weight_spec is not None and not weight_spec.is_block:
             error = fake_quantize(weight, compute_qparams(weight, weight_spec), weight_spec) - weight
-            error_power += (error.astype(np.float64) ** 2).sum(1 - axis)
-    return output_noise(step, weight_power, error_power, moments.power / s**2)
+            error_power += (error.astype(np.float64) ** 2).sum(outputs)
+    return output_noise(step, weight_power, error_power, statistics.power / s**2)
 
 
 def _insert_mul(group: Group, factor: Array) -> None:
     """Let the layers read value * factor."""
     value, graph = group.value, group.layers[0].graph
     assert graph is not None
-    constant = new_initializer(graph, f"{value.name}_smoothing", factor.astype(_weight(group.layers[0]).array.dtype))
-    product = ir.node("Mul", [value, constant], name=f"{value.name}_Smoothing")
+    dtype = weight_by_input(group.layers[0]).array.dtype
+    smoothing = new_initializer(graph, f"{value.name}_smoothing", factor.astype(dtype))
+    product = ir.node("Mul", [value, smoothing], name=f"{value.name}_Smoothing")
     output = product.outputs[0]
     output.name, output.type, output.shape = f"{value.name}_smoothed", value.type, value.shape
     product.meta[FACTOR] = True

@@ -26,6 +26,7 @@ from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import Job, Layer
 from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
+from quark.onnx.operators.axes import output_axis
 
 Array = np.ndarray[Any, Any]
 CONTINUOUS = (ScaleType.float32, ScaleType.float16)
@@ -92,7 +93,7 @@ def solve_layer(job: Job, layer: Layer, problem: Problem, fit: bool) -> None:
     if fit:
         importance = np.empty(len(goal), np.float32)
         importance[problem.order] = np.diagonal(problem.upper) ** -2.0
-        shape = (1, -1) if _transposed(layer) else (-1, 1)
+        shape = (1, -1) if _rows_are_outputs(layer) else (-1, 1)
         job.set_params(layer, weighted_qparams(layer.weight, importance.reshape(shape), layer.spec))
     solved = gptq.solve(goal, problem.upper, _grid(layer, problem.order))
     for _ in range(REFINEMENTS):
@@ -118,7 +119,7 @@ def _refit(job: Job, layer: Layer, problem: Problem, goal: Array, solved: Array)
         return
     size = split.size if isinstance(split, PerGroup) else len(goal)
     factors = gptq.refit(goal, solved, problem.hessian, problem.order // size, -(-len(goal) // size))
-    by_row = scale.ndim == 1 or _transposed(layer)
+    by_row = scale.ndim == 1 or _rows_are_outputs(layer)
     factor = (factors if by_row else factors.T).reshape(scale.shape)
     fitted = round_scale(scale * factor, layer.spec, "float32").astype(np.float32)
     job.set_params(layer, QParams(fitted, layer.params.zero_point))
@@ -131,14 +132,14 @@ def _qualifies(layer: Layer) -> bool:
     return matrix and rows and layer.spec.has_zero_point and not layer.shared
 
 
-def _transposed(layer: Layer) -> bool:
-    """Whether the rows of the matrix are output channels."""
-    return bool(layer.node.attributes.get_int("transB", 0))
+def _rows_are_outputs(layer: Layer) -> bool:
+    """Whether the rows of the weight are output channels, as with transB."""
+    return output_axis(layer.twin) == 0
 
 
 def _columns(layer: Layer, matrix: Array) -> Array:
     """A matrix with a row for each input channel, from the layer's own layout; or back."""
-    return np.ascontiguousarray(matrix.T if _transposed(layer) else matrix)
+    return np.ascontiguousarray(matrix.T if _rows_are_outputs(layer) else matrix)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.errors import NotSupportedError
+from quark.onnx.operators.axes import data_axis, output_axis
 
 Array = np.ndarray[Any, Any]
 
@@ -154,9 +155,8 @@ def product_of(node: ir.Node, weight: Array) -> Product:
             raise NotSupportedError(f"a MatMul with a weight of {weight.ndim} axes; possible: 2")
         return Dense()
     if node.op_type == "Gemm":
-        number = node.attributes.get_int
         factor = node.attributes.get_float("alpha", 1.0)
-        return Dense(bool(number("transA", 0)), bool(number("transB", 0)), factor)
+        return Dense(data_axis(node) == 0, output_axis(node) == 0, factor)
     return _convolution(node, weight)
 
 
