@@ -15,9 +15,10 @@ from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.files import atomic_file
 from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
-from quark.torch.checkpoint.shards import entries, save_tensors, stored_name
+from quark.torch.checkpoint.shards import entries, save_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantizationMode
+from quark.torch.formats import FORMATS
 from quark.torch.graph.saving import load_graph, save_graph
 from quark.torch.layers.online_rotation import record_rotations
 from quark.torch.layers.replace import quantized_layers
@@ -61,7 +62,7 @@ def save_params(
         raise ConfigError("save_params needs a model from ModelQuantizer.quantize_model; this one is not quantized.")
     pack_method = "reorder" if reorder else "order"
     tensors = {
-        stored_name(source, suffix): tensor
+        FORMATS["quark"].stored_name(source, suffix, None): tensor
         for source, make, _ in entries(model, pack_method, compressed)
         for suffix, tensor in make().items()
     }

@@ -20,7 +20,7 @@ from quark.errors import FormatError
 from quark.log import progress
 from quark.torch.checkpoint.loading import empty_activation, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
-from quark.torch.formats import FORMATS, Format
+from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
@@ -138,15 +138,28 @@ def predicted_bytes(model: nn.Module, plan: Plan | None) -> int:
     return total
 
 
-def stored_name(source: str, suffix: str) -> str:
-    """Name in the file: "layer.weight" and "scale" give "layer.weight_scale"."""
-    return f"{source}_{suffix}" if suffix else source
+def names_in_file(
+    model: nn.Module,
+    form: FolderFormat = FORMATS["quark"],
+    specs: Mapping[str, LayerSpec] | None = None,
+    as_they_are: Container[str] = (),
+) -> Naming:
+    """The names in the file for the tensors of a model: those of its published checkpoints, as the format spells them.
 
+    Args:
+        model: The model.
+        form: The format.
+        specs: Full name of a layer -> what is quantized there; needed by formats other than quark's.
+        as_they_are: Names that are no tensors of the model, and are those of the file.
+    """
+    publish, of_layer = published_names(model), specs or {}
 
-def published_naming(model: nn.Module) -> Naming:
-    """Names in the file for the tensors of a model: those of its published checkpoints."""
-    publish = published_names(model)
-    return lambda source, suffix: stored_name(publish(source), suffix)
+    def name_in_file(source: str, suffix: str) -> str:
+        if source in as_they_are:
+            return source
+        return form.stored_name(publish(source), suffix, of_layer.get(source.rpartition(".")[0]))
+
+    return name_in_file
 
 
 def create_shards(
@@ -170,18 +183,18 @@ def create_shards(
     return places
 
 
-def stored_shapes(items: Iterable[Entry], named: Naming = stored_name) -> Tensors:
+def stored_shapes(items: Iterable[Entry], named: Naming) -> Tensors:
     """The tensors of the entries under their names in the file, on the meta device."""
     return {named(name, suffix): tensor for name, _, shapes in items for suffix, tensor in shapes.items()}
 
 
-def write_entry(name: str, tensors: Tensors, places: Mapping[str, ByteRange], named: Naming = stored_name) -> None:
+def write_entry(name: str, tensors: Tensors, places: Mapping[str, ByteRange], named: Naming) -> None:
     """Write the stored tensors of a source tensor to their places."""
     for suffix, tensor in tensors.items():
         write_tensor(tensor, places[named(name, suffix)])
 
 
-def write_shards(folder: Path, items: list[Entry], max_shard_size: str = "5GB", named: Naming = stored_name) -> None:
+def write_shards(folder: Path, items: list[Entry], named: Naming, max_shard_size: str = "5GB") -> None:
     """Write the entries as model.safetensors, or as shards with an index."""
     places = create_shards(folder, stored_shapes(items, named), max_shard_size)
     for name, make, _ in progress(items, "write", total=len(items)):

@@ -8,7 +8,7 @@ any number of processes. The files are those that `quantize_model` and `export_s
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,37 +18,24 @@ from typing import Any
 import torch
 
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, FormatError, NotSupportedError, QuarkError
+from quark.errors import ConfigError, QuarkError
 from quark.log import logger, progress
 from quark.torch.calibration.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
-from quark.torch.calibration.distributed import first_then_all, rank, shared_folder, world
+from quark.torch.calibration.distributed import rank, shared_folder, world
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.quantization_config import quantization_config
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
 from quark.torch.checkpoint.shards import (
     Entry,
-    Naming,
-    create_shards,
-    entries,
-    plain_entry,
-    published_naming,
-    shard_files,
-    stored_name,
-    stored_shapes,
 )
-from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
+from quark.torch.flows.checkpoint_job import CheckpointJob, Contents
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.meta_model import build_skeleton, read_config, source_names, tied_names
-from quark.torch.model.passes import prepare
-from quark.torch.model.passes.conv1d import is_conv1d
-from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.plan import Plan
 from quark.torch.replace import replaced
-from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
 
 
 @dataclass(frozen=True)
@@ -112,47 +99,19 @@ def quantize_files(
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
-    check_options("quark", weight_format, pack_method, max_shard_size)
-    stored_config = read_config(source)
-    conversion = Conversion(
-        shard_files(source), quantization_of(stored_config, source), pack_method, weight_format == REAL_QUANTIZED
-    )
-    checkpoint = Source(conversion.files, conversion.quantization)
-    model = build_skeleton(source, checkpoint.dtype())
-    take_apart(config, model)
-    plan = make_plan(config, model)
-    _refuse_data(config, plan)
-    with shared_folder(output, overwrite) as folder, replaced(model, plan):
-        own = list(entries(model, pack_method, conversion.real))
-        stored = source_names(model, checkpoint.names())
-        sources = sources_of(own, stored, tied_names(model))
-        dropped = [plain_entry(name, checkpoint.meta(name)) for name in dropped_names(model, checkpoint.names())]
-        named = published_naming(model)
-        shapes = stored_shapes(own, named) | stored_shapes(dropped)
-        places = first_then_all(lambda first: create_shards(folder, shapes, max_shard_size, keep=not first))
-        layers = quantized_layers(model)
-        items = [_item(entry, sources[entry[0]], layers, places, named) for entry in own]
-        items += [_item(entry, entry[0], {}, places, stored_name) for entry in dropped]
-        groups = sibling_groups(model, config.shared_scale_groups)
+    options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
+    job = CheckpointJob(config, source, **options)
+    _refuse_data(config, job.plan)
+    conversion = Conversion(job.files, job.quantization, pack_method, job.real)
+    with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:
+        contents = job.contents()
+        places = job.create_shards(folder, contents)
+        items = [_tensor_job(entry, contents, layers, places) for entry in [*contents.entries, *contents.dropped]]
+        groups = sibling_groups(job.model, config.shared_scale_groups)
         _run(conversion, _families(items, groups)[rank() :: world()], devices, workers)
         if rank() == 0:
-            write_config(model, quantization_config(model, config, weight_format, pack_method), folder)
-            write_companions(model, source, None, folder)
+            job.write_rest(folder)
     logger.info("Quantized %s to %s.", source, output)
-
-
-def take_apart(config: QConfig, model: torch.nn.Module) -> None:
-    """Take fused experts of a skeleton apart: checkpoints hold one tensor for each projection of each expert.
-
-    Raises NotSupportedError for Conv1D, whose weights a checkpoint holds transposed.
-    """
-    taken = prepare(model, chooser(config, model).wanted)
-    for name, module in taken.items():
-        if is_conv1d(module):
-            raise NotSupportedError(
-                f"{name} (Conv1D) holds its weight transposed, which needs the model in memory. "
-                "Possible: quantize_model, or exclude it."
-            )
 
 
 def _refuse_data(config: QConfig, plan: Plan) -> None:
@@ -171,26 +130,13 @@ def _refuse_data(config: QConfig, plan: Plan) -> None:
                 raise ConfigError(f"{name}.{role} ({tensor}) has a static scale, which needs calibration data: {why}")
 
 
-def sources_of(own: Iterable[Entry], stored: Mapping[str, str], ties: Mapping[str, list[str]]) -> dict[str, str]:
-    """Name in the model -> name in the checkpoint. Raises FormatError for tensors that the checkpoint lacks."""
-    found = {}
-    for name, _, _ in own:
-        found[name] = next((stored[alias] for alias in ties[name] if alias in stored), None)
-    missing = [name for name, source in found.items() if source is None]
-    if missing:
-        raise FormatError(
-            f"The checkpoint lacks {len(missing)} of the {len(found)} tensors that its config.json calls for: "
-            f"{', '.join(missing[:5])}."
-        )
-    return {name: source for name, source in found.items() if source is not None}
-
-
-def _item(
-    entry: Entry, source: str, layers: Mapping[str, QuantLayer], places: Mapping[str, ByteRange], named: Naming
+def _tensor_job(
+    entry: Entry, contents: Contents, layers: Mapping[str, QuantLayer], places: Mapping[str, ByteRange]
 ) -> TensorJob:
     name, _, shapes = entry
     parent, _, leaf = name.rpartition(".")
-    stored = {suffix: places[named(name, suffix)] for suffix in shapes}
+    source = contents.sources.get(name, name)
+    stored = {suffix: places[contents.names(name, suffix)] for suffix in shapes}
     layer = layers.get(parent)
     if layer is None:
         return TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)

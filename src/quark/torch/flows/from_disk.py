@@ -26,27 +26,19 @@ from quark.torch.algorithms.block_sweep import blocks_path, is_inside
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.quantization_config import quantization_config
 from quark.torch.checkpoint.shards import (
-    create_shards,
     entries,
-    plain_entry,
-    published_naming,
-    shard_files,
-    stored_shapes,
     write_entry,
 )
-from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
-from quark.torch.flows.file2file import sources_of, take_apart
+from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.per_block import State, quantize_blocks, refuse_attention, refuse_whole
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks
-from quark.torch.model.meta_model import build_skeleton, fill_buffers, read_config, source_names, tied_names
-from quark.torch.plan import make_plan
+from quark.torch.model.meta_model import fill_buffers
 from quark.torch.replace import replaced
-from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
 
 
 def stream(
@@ -79,31 +71,25 @@ def stream(
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
-    check_options("quark", weight_format, pack_method, max_shard_size)
     refuse_existing(output, overwrite)
-    files, quantization = shard_files(source), quantization_of(read_config(source), source)
-    checkpoint = Source(files, quantization)
-    model = build_skeleton(source, checkpoint.dtype())
-    take_apart(config, model)
-    plan = make_plan(config, model)
+    options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
+    job = CheckpointJob(config, source, **options)
     batches = None if data is None else list(data)
-    export = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    settings = _settings(config, export, [source / "config.json", *files], batches)
+    settings = _settings(config, options, [source / "config.json", *job.files], batches)
     refuse_attention(config)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = work or output.with_name(f"{output.name}.partial")
     with (
-        replaced(model, plan) as layers,
+        replaced(job.model, job.plan) as layers,
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
-        run = _Run(model, layers, checkpoint, manifest, export, torch.device(device))
+        run = _Run(job, layers, manifest, torch.device(device))
         with _kept_if_begun(manifest):
-            run.quantize(config, algorithms_of(config.algo_config or []), batches)
+            run.quantize(algorithms_of(config.algo_config or []), batches)
         wait()
         if rank() == 0:
-            write_config(model, quantization_config(model, config, weight_format, pack_method), run.folder)
-            write_companions(model, source, None, run.folder)
+            job.write_rest(run.folder)
             replace_folder(run.folder, output)
             manifest.remove()
         wait()
@@ -122,12 +108,12 @@ def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
 
 
 def _settings(
-    config: QConfig, export: Mapping[str, str], files: Sequence[Path], batches: list[Any] | None
+    config: QConfig, options: Mapping[str, str], files: Sequence[Path], batches: list[Any] | None
 ) -> dict[str, Any]:
     """What a run that goes on must share with the one that began."""
     return {
         "config": {**config.to_dict(), "shared_scale_groups": config.shared_scale_groups},
-        **export,
+        **options,
         "model": fingerprint_of_files(files),
         "calibration data": fingerprint_of_data(batches),
         "processes": world(),
@@ -135,50 +121,39 @@ def _settings(
 
 
 class _Run:
-    """One run: the skeleton, where its tensors come from, and where they go."""
+    """One run of a job: its manifest, and where its tensors come from and go."""
 
     def __init__(
-        self,
-        model: Any,
-        layers: Mapping[str, QuantLayer],
-        checkpoint: Source,
-        manifest: Manifest,
-        export: Mapping[str, str],
-        device: torch.device,
+        self, job: CheckpointJob, layers: Mapping[str, QuantLayer], manifest: Manifest, device: torch.device
     ) -> None:
-        self.model, self.layers, self.manifest = model, layers, manifest
+        self.job, self.model, self.layers, self.manifest = job, job.model, layers, manifest
         self.folder = manifest.folder / "model"
-        self.form = (export["pack_method"], export["weight_format"] == REAL_QUANTIZED)
-        planned = list(entries(model, *self.form))
-        names = source_names(model, checkpoint.names())
-        ties = tied_names(model)
-        tensors = [entry for entry in planned if entry[0] in ties]
-        extra = [plain_entry(n, checkpoint.meta(n)) for n in dropped_names(model, checkpoint.names())]
-        self.weights = FromDisk(model, checkpoint, sources_of(tensors, names, ties), ties, device)
-        self.extra = [name for name, _, _ in extra]
-        self.named = published_naming(model)
-        shapes = stored_shapes(planned, self.named) | stored_shapes(extra)
-        size, begun = export["max_shard_size"], manifest.begun
-        self.places = first_then_all(lambda first: create_shards(self.folder, shapes, size, keep=begun or not first))
-        self.planned = {name: [self.named(name, suffix) for suffix in made] for name, _, made in planned}
-        self.planned |= {name: [name] for name in self.extra}
+        contents = job.contents()
+        self.names = contents.names
+        self.weights = FromDisk(job.model, job.checkpoint, contents.sources, contents.ties, device)
+        self.places = job.create_shards(self.folder, contents, manifest.begun)
+        self.dropped = {name for name, _, _ in contents.dropped}
+        self.planned = {
+            name: [self.names(name, suffix) for suffix in shapes]
+            for name, _, shapes in [*contents.entries, *contents.dropped]
+        }
         if rank() == 0:
             manifest.verify(self.places)
-        fill_buffers(model)
+        fill_buffers(job.model)
 
-    def quantize(self, config: QConfig, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
+    def quantize(self, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
         """Quantize and write everything that is not written yet."""
         state = self.manifest.state()
-        quantize_blocks(self.model, self.layers, algorithms, data, config, self.weights, self._finish, state)
+        quantize_blocks(self.model, self.layers, algorithms, data, self.job.config, self.weights, self._finish, state)
         names = find_blocks(self.model, blocks_path(self.model, algorithms))
         if rank() > 0:
             return
         outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in outside):
             own = {name for name in outside if name.rpartition(".")[0] == parent}
-            if own <= set(self.extra):
+            if own <= self.dropped:
                 for name in own:
-                    write_entry(name, {"": self.weights.checkpoint.stored(name)}, self.places)
+                    write_entry(name, {"": self.job.checkpoint.stored(name)}, self.places, self.names)
                 continue
             self.weights.bring(parent, recurse=False)
             if parent in self.layers:
@@ -195,8 +170,8 @@ class _Run:
     def _write(self, names: set[str]) -> None:
         if rank() > 0:
             return
-        for name, make, _ in entries(self.model, *self.form, only=names):
-            write_entry(name, make(), self.places, self.named)
+        for name, make, _ in entries(self.model, self.job.pack_method, self.job.real, only=names):
+            write_entry(name, make(), self.places, self.names)
 
 
 class FromDisk:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,6 @@ def fill_buffers(model: Any) -> None:
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-
-
-def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Name in the model -> name in the checkpoint, by the renames that transformers itself applies when it loads."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renames = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    own = model.state_dict()
-    prefix = getattr(model, "base_model_prefix", None)
-    return {rename_source_key(name, renames, [], prefix, own)[0]: name for name in stored}
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

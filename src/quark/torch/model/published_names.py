@@ -14,13 +14,16 @@ from typing import Any
 from torch import nn
 
 
-def conversions(model: nn.Module) -> list[Any]:
-    """Transformers' conversions for a model of its own; none for any other module."""
+def conversions(model: nn.Module, legacy: bool = False) -> list[Any]:
+    """Transformers' conversions for a model of its own; none for any other module.
+
+    With `legacy` also those of names that only old checkpoints have (LayerNorm.gamma).
+    """
     # A model can only be one of transformers' if this is loaded; nothing is imported for the question.
     modeling, mapping = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "conversion_mapping"))
     if modeling is None or mapping is None or not isinstance(model, modeling.PreTrainedModel):
         return []
-    found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=legacy)
     return found
 
 
@@ -60,6 +63,15 @@ def published_names(model: nn.Module) -> Callable[[str], str]:
         return out if core.apply_renamings(out, kept) == name else name
 
     return publish
+
+
+def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint, by the renames that transformers itself applies when it loads."""
+    core = sys.modules["transformers.core_model_loading"]
+    renames = [rule for rule in conversions(model, legacy=True) if isinstance(rule, core.WeightRenaming)]
+    own = model.state_dict()
+    prefix = getattr(model, "base_model_prefix", None)
+    return {core.rename_source_key(name, renames, [], prefix, own)[0]: name for name in stored}
 
 
 def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:

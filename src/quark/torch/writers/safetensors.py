@@ -18,13 +18,20 @@ from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import Entry, entries, plain_entry, read_tensors, shard_files, write_shards
+from quark.torch.checkpoint.shards import (
+    Entry,
+    entries,
+    names_in_file,
+    plain_entry,
+    read_tensors,
+    shard_files,
+    write_shards,
+)
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.published_names import published_names
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.onnx.export import export_onnx
@@ -73,19 +80,13 @@ def export_safetensors(
     _require_transformers(model, "export_safetensors")
     form, content = FORMATS[custom_mode], folder_of(model, config, weight_format, pack_method)
     form.check(dict(model.named_modules()), content)
-    publish = published_names(model)
-    made = entries(model, pack_method, weight_format == REAL_QUANTIZED, form)
-    items = [(publish(name), make, shapes) for name, make, shapes in made]
-    specs = {publish(name): spec for name, spec in content.specs.items()}
+    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
     source = _source_folder(model)
-
-    def named(name: str, suffix: str) -> str:
-        return form.stored_name(name, suffix, specs.get(name.rpartition(".")[0]))
-
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
-            items += _dropped_entries(model, source)
-            write_shards(folder, items, max_shard_size, named)
+            dropped = _dropped_entries(model, source)
+            names = names_in_file(model, form, content.specs, as_they_are={name for name, _, _ in dropped})
+            write_shards(folder, [*items, *dropped], names, max_shard_size)
             write_config(model, form.describe(content), folder)
             write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)

@@ -1,0 +1,147 @@
+"""A job from checkpoint folder to checkpoint folder, without a model that holds weights: what it reads and writes.
+
+A skeleton on the meta device says which tensor belongs to which layer. From it come the plan, what the new folder will
+hold, under which names, and where in the old one each tensor is found. file2file.py and from_disk.py do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from quark.errors import FormatError, NotSupportedError
+from quark.torch.calibration.distributed import first_then_all
+from quark.torch.checkpoint.loading import REAL_QUANTIZED
+from quark.torch.checkpoint.quantization_config import quantization_config
+from quark.torch.checkpoint.safetensors_file import ByteRange
+from quark.torch.checkpoint.shards import (
+    Entry,
+    Naming,
+    create_shards,
+    entries,
+    names_in_file,
+    plain_entry,
+    shard_files,
+    stored_shapes,
+)
+from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.config.config import QConfig
+from quark.torch.model.meta_model import build_skeleton, read_config, tied_names
+from quark.torch.model.passes import prepare
+from quark.torch.model.passes.conv1d import is_conv1d
+from quark.torch.model.published_names import source_names
+from quark.torch.plan import chooser, make_plan
+from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the new folder will hold.
+
+    Attributes:
+        entries: The tensors of the quantized model.
+        dropped: Tensors of the old folder that the class of the model leaves out by design; stored as they are.
+        names: Name in the new folder of a tensor and a suffix.
+        sources: Name in the model -> name in the old folder.
+        ties: Name in the model -> all names of the same parameter, itself first.
+    """
+
+    entries: list[Entry]
+    dropped: list[Entry]
+    names: Naming
+    sources: dict[str, str]
+    ties: dict[str, list[str]]
+
+
+class CheckpointJob:
+    """A checkpoint folder that is to become a quantized one.
+
+    Args:
+        config: What to quantize, and how.
+        folder: Of a float, FP8-block or compressed-tensors checkpoint.
+        weight_format, pack_method, max_shard_size: As for `export_safetensors`.
+
+    Attributes:
+        files: The safetensors files of the folder.
+        quantization: What its config.json says of how they are quantized, or None.
+        checkpoint: Its tensors, as the float model has them.
+        model: The skeleton, with fused experts taken apart.
+        plan: How its layers are quantized.
+        real: Whether codes are stored; else float values that were quantized.
+
+    Raises:
+        ConfigError: An option that does not exist, or a config that does not fit the model.
+        FormatError: The folder is incomplete or corrupt.
+        NotSupportedError: A Conv1D is to be quantized.
+    """
+
+    def __init__(
+        self, config: QConfig, folder: Path, *, weight_format: str, pack_method: str, max_shard_size: str
+    ) -> None:
+        check_options("quark", weight_format, pack_method, max_shard_size)
+        self.config, self.folder = config, folder
+        self.weight_format, self.pack_method, self.max_shard_size = weight_format, pack_method, max_shard_size
+        self.real = weight_format == REAL_QUANTIZED
+        self.files = shard_files(folder)
+        self.quantization = quantization_of(read_config(folder), folder)
+        self.checkpoint = Source(self.files, self.quantization)
+        self.model = build_skeleton(folder, self.checkpoint.dtype())
+        _take_apart(config, self.model)
+        self.plan = make_plan(config, self.model)
+
+    def contents(self) -> Contents:
+        """What the new folder will hold; to be asked for while the layers of the plan are replaced."""
+        made = list(entries(self.model, self.pack_method, self.real))
+        ties = tied_names(self.model)
+        in_folder = source_names(self.model, self.checkpoint.names())
+        sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
+        names = dropped_names(self.model, self.checkpoint.names())
+        dropped = [plain_entry(name, self.checkpoint.meta(name)) for name in names]
+        return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
+
+    def create_shards(self, output: Path, contents: Contents, begun: bool = False) -> dict[str, ByteRange]:
+        """Make the files of the new folder; return where each tensor is to be written, by its name there.
+
+        With `begun` the files are there already, partly filled.
+        """
+        shapes = stored_shapes([*contents.entries, *contents.dropped], contents.names)
+        return first_then_all(lambda first: create_shards(output, shapes, self.max_shard_size, keep=begun or not first))
+
+    def write_rest(self, output: Path) -> None:
+        """Write what a checkpoint has beside its tensors: config.json, tokenizer, generation config."""
+        quantization = quantization_config(self.model, self.config, self.weight_format, self.pack_method)
+        write_config(self.model, quantization, output)
+        write_companions(self.model, self.folder, None, output)
+
+
+def _take_apart(config: QConfig, model: nn.Module) -> None:
+    """Take fused experts of a skeleton apart: checkpoints hold one tensor for each projection of each expert.
+
+    Raises NotSupportedError for Conv1D, whose weights a checkpoint holds transposed.
+    """
+    for name, module in prepare(model, chooser(config, model).wanted).items():
+        if is_conv1d(module):
+            raise NotSupportedError(
+                f"{name} (Conv1D) holds its weight transposed, which needs the model in memory. "
+                "Possible: quantize_model, or exclude it."
+            )
+
+
+def _sources(names: Iterable[str], in_folder: Mapping[str, str], ties: Mapping[str, list[str]]) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint. Raises FormatError for tensors that the checkpoint lacks."""
+    sources, missing = {}, []
+    for name in names:
+        alias = next((alias for alias in ties[name] if alias in in_folder), None)
+        if alias is None:
+            missing.append(name)
+        else:
+            sources[name] = in_folder[alias]
+    if missing:
+        raise FormatError(
+            f"The checkpoint lacks {len(missing)} of the {len(missing) + len(sources)} tensors that its config.json "
+            f"calls for: {', '.join(missing[:5])}."
+        )
+    return sources
