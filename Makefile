@@ -1,4 +1,4 @@
-# make demo | test | check | bench | fingerprint: each works from a bare clone.
+# make demo | quick | test | check | bench | fingerprint: each works from a bare clone; quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +8,19 @@ TORCH ?= torch==2.13.0
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check bench fingerprint format clean
+.PHONY: demo quick test check bench fingerprint format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Two processes, each of which takes the next tests when it is done with its own.
+TEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+quick: $(STAMP)
+	$(TEST) -m "not slow"
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(TEST)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

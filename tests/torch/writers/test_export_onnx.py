@@ -30,6 +30,7 @@ from quark.torch.export import ExporterConfig, OnnxExporterConfig
 from quark.torch.layers import LAYERS
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.writers.onnx import export as onnx_export
+from quark.torch.writers.onnx import marked_tensors
 from tests.commands.program import quark
 from tests.models.onnx_sessions import exact_session, session
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
@@ -256,7 +257,18 @@ def weight_only(scheme: str = "int4_wo_32") -> nn.Module:
     return ModelQuantizer(LLMTemplate.get("auto").get_config(scheme, exclude_layers=[])).quantize_model(mlp())
 
 
-def test_options_of_both_generations(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The file of `weight_only()`, and how often codes were computed for it."""
+    calls: list[int] = []
+    original = marked_tensors.quantize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marked_tensors, "quantize", lambda *a: (calls.append(1), original(*a))[1])
+        file = export_onnx(weight_only(), tmp_path_factory.mktemp("written"), torch.randn(3, 128))
+    return file, len(calls)
+
+
+def test_options_of_both_generations(tmp_path: Path, written: tuple[Path, int]) -> None:
     model, x = weight_only(), torch.randn(3, 128)
     exporter = ModelExporter(tmp_path / "old")
     file = exporter.export_onnx_model(model, x, ["tokens"], ["scores"], False, 22, False, "ONNX", False)
@@ -267,7 +279,7 @@ def test_options_of_both_generations(tmp_path: Path) -> None:
     assert_near(run(file, x), outputs(model, x))
     config = ExporterConfig(onnx_export_config=OnnxExporterConfig(uint4_int4_flag=False))
     assert initializer_kinds(ModelExporter(config, tmp_path / "config").export_onnx_model(model, x)) == {"INT8"}
-    assert initializer_kinds(export_onnx(model, tmp_path / "new", x)) == {"INT4"}
+    assert initializer_kinds(written[0]) == {"INT4"}
 
 
 def test_the_least_opset_that_holds_the_types(tmp_path: Path) -> None:
@@ -290,19 +302,12 @@ def test_a_model_over_the_limit_of_a_message_has_its_weights_beside_it(
     assert [f.name for f in tmp_path.iterdir()] == ["quark_model.onnx"]
 
 
-def test_codes_are_computed_when_they_are_written_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quark.torch.writers.onnx import marked_tensors
-
-    calls: list[int] = []
-    original = marked_tensors.quantize
-    monkeypatch.setattr(marked_tensors, "quantize", lambda *a: (calls.append(1), original(*a))[1])
-    export_onnx(weight_only(), tmp_path, torch.randn(3, 128))
-    assert len(calls) == 2
+def test_codes_are_computed_when_they_are_written_and_once(written: tuple[Path, int]) -> None:
+    assert written[1] == len(["up.weight", "down.weight"])
 
 
-def test_inspect_reads_the_file(tmp_path: Path) -> None:
-    file = export_onnx(weight_only(), tmp_path, torch.randn(3, 128))
-    done = quark("inspect", str(file))
+def test_inspect_reads_the_file(written: tuple[Path, int]) -> None:
+    done = quark("inspect", str(written[0]))
     assert done.code == 0 and "int4" in done.out and "DequantizeLinear" in done.out
 
 
