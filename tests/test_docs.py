@@ -20,6 +20,7 @@ import tests.contracts.test_observers as observer_contracts
 import tests.contracts.test_passes as pass_contracts
 import tests.contracts.test_schemes_numerics as scheme_contracts
 from quark import errors
+from quark.commands import COMMANDS
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerGroup
 from quark.core.observers import OBSERVERS
@@ -49,7 +50,7 @@ ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide" / "pytorch.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-NEW_FILES = {"trimmed.py", "conv1d.py", "plain.py"}
+NEW_FILES = {"trimmed.py", "conv1d.py", "plain.py", "types.py"}
 """Files that the pages under docs/add tell a reader to make."""
 REGISTRIES: tuple[Registry[Any], ...] = (
     DTYPES,
@@ -280,6 +281,17 @@ def test_readme_lists_what_is_registered() -> None:
     assert {what: sorted(found) for what, found in listed.items()} == {
         what: sorted(found) for what, found in expected.items()
     }
+
+
+def test_readme_shows_every_command() -> None:
+    shown = {line.split()[1] for block in blocks(README) for line in commands(block)}
+    assert shown == set(COMMANDS)
+
+
+def test_every_page_of_additions_is_linked() -> None:
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        linked = set(re.findall(r"\]\((docs/add/\w+\.md)\)", page.read_text(encoding="utf-8")))
+        assert linked == {page_name(addition) for addition in (ROOT / "docs" / "add").glob("*.md")}, page
 
 
 def test_what_readme_calls_not_there_yet_says_so() -> None:
