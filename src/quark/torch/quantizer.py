@@ -200,11 +200,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 def _refuse_unsupported(config: QConfig) -> None:
     """Raise for documented features of later versions: none is accepted and ignored."""
-    later = {
-        "keep_prequantized_layers=False": not config.keep_prequantized_layers,
-    }
-    for name, value in later.items():
-        if value:
-            names = ", ".join(type(item).__name__ for item in value) if isinstance(value, list) else ""
-            what = f"{name} ({names})" if names else name
-            raise NotSupportedError(f"{what} is documented but not part of this version: leave it at its default.")
+    if not config.keep_prequantized_layers:
+        raise NotSupportedError(
+            "keep_prequantized_layers=False is documented but not part of this version: leave it at its default."
+        )

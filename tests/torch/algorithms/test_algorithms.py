@@ -19,6 +19,7 @@ from quark.torch.algorithms import Algorithm, Block
 from quark.torch.algorithms.block_sweep import sweep
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
+from quark.torch.algorithms.rounding.importance import ImportanceScale
 from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,
@@ -33,6 +34,8 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import evaluating
 from quark.torch.model.blocks import find_blocks, record_calls
+from quark.torch.plan import make_plan
+from quark.torch.replace import replaced
 from tests.models.families import family
 from tests.models.torch_zoo import mlp, tiny_llama, token_batches
 
@@ -372,3 +375,22 @@ def test_importance_scales_are_those_of_the_second_moments() -> None:
         return float(((fake_quantize(weight, found, INT3) - weight) ** 2 * moments).sum())
 
     assert loss(params) < 0.9 * loss(compute_qparams(weight, INT3))
+
+
+def test_scales_that_are_found_before_leave_the_float_model_to_what_follows() -> None:
+    class Reading(Algorithm):
+        needs_float = True
+
+        def on_inputs(self, group: InputGroup, block: Block) -> None:
+            self.config += [*group.inputs, *group.float_inputs]
+
+    def inputs(*before: Algorithm) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        model = tiny_llama()
+        with replaced(model, make_plan(config(INT3), model)) as layers:
+            sweep(model, layers, [*before, Reading(seen)], token_batches(2))
+        return seen
+
+    alone, behind = inputs(), inputs(ImportanceScale(ImportanceScaleConfig()))
+    assert len(alone) == len(behind) == 2 * 2 * 8
+    assert all(torch.equal(a, b) for a, b in zip(alone, behind, strict=True))

@@ -138,18 +138,14 @@ def _powers(n: int) -> list[int]:
 
 
 def _cores(power: int, odd: int) -> list[tuple[int, ...]]:
-    """Products of one or two Paley orders that contain all of `odd` and at most the factor `power` of 2.
-
-    The smallest first.
-    """
-    cores: list[tuple[int, ...]] = [(order,) for order in _paley_orders(power, odd)]
-    for divisor in range(3, math.isqrt(odd) + 1, 2):
-        if odd % divisor:
-            continue
+    """One or two Paley orders whose product is `odd` times a power of two up to `power`; smallest products first."""
+    one = [(order,) for order in _paley_orders(power, odd)]
+    two = []
+    for divisor in (d for d in range(3, math.isqrt(odd) + 1, 2) if odd % d == 0):
         for first in _paley_orders(power, divisor):
-            rest = power // (first // divisor)
-            cores += [(first, second) for second in _paley_orders(rest, odd // divisor)]
-    return sorted(cores, key=lambda core: (math.prod(core), sum(core)))
+            power_left = power // (first // divisor)
+            two += [(first, second) for second in _paley_orders(power_left, odd // divisor)]
+    return sorted([*one, *two], key=lambda core: (math.prod(core), sum(core)))
 
 
 def _paley_orders(power: int, odd: int) -> list[int]:

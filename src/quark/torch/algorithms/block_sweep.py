@@ -191,9 +191,9 @@ def refuse_processes(algorithms: Sequence[Algorithm]) -> None:
 
 def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:
     """Where the algorithms say that the blocks are; None: they are found."""
-    paths = {path for algorithm in algorithms if (path := algorithm.blocks_path(model))}
+    paths = {algorithm.blocks_path(model) for algorithm in algorithms} - {None}
     if len(paths) > 1:
-        raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(paths))}.")
+        raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(map(str, paths)))}.")
     return paths.pop() if paths else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,17 +76,17 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
 
     A runtime that fuses q, k and v (or gate and up) into one matrix has one such scale for it (NVFP4).
     """
-    quantizers = {
-        name: quantizer
-        for name, layer in layers.items()
+    quantizers = {}
+    for name, layer in layers.items():
+        quantizer = layer.quantizer("weight")
         # Solved weights lie on scales that were shared before.
-        if isinstance(quantizer := layer.quantizer("weight"), FakeQuantize) and quantizer.mode is not Mode.frozen
-    }
+        if isinstance(quantizer, FakeQuantize) and quantizer.mode is not Mode.frozen:
+            quantizers[name] = quantizer
     specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
     for members in sharing_scales(specs, groups):
-        found = torch.stack([s for n in members if (s := quantizers[n].scale_2) is not None])
-        largest = found.amax(0)
-        if bool((found == largest).all()):
+        seconds = torch.stack([cast(torch.Tensor, quantizers[name].scale_2) for name in members])
+        largest = seconds.amax(0)
+        if bool((seconds == largest).all()):
             continue  # shared already, perhaps by an algorithm that chose the first level for it
         for name in members:
             weight: torch.Tensor = layers[name].weight.detach()  # type: ignore[operator]

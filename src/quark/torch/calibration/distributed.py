@@ -76,7 +76,11 @@ def merge_observers(quantizers: Mapping[str, FakeQuantize]) -> None:
     """Give every observing quantizer what the observers of all ranks saw."""
     if world() == 1 or not quantizers:
         return
-    own = {n: (o.state(), o.model_dtype) for n, q in quantizers.items() if (o := q.observer) is not None and o.count}
+    own = {}
+    for name, quantizer in quantizers.items():
+        observer = quantizer.observer
+        if observer is not None and observer.count:
+            own[name] = (observer.state(), observer.model_dtype)
     gathered: list[dict[str, Any]] = [{} for _ in range(world())]
     collective(lambda: dist.all_gather_object(gathered, own))
     for name, quantizer in quantizers.items():

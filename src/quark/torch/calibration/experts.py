@@ -95,12 +95,14 @@ def share_expert_ranges(quantizers: Mapping[str, FakeQuantize]) -> None:
 
 def require_tokens(quantizers: Mapping[str, FakeQuantize]) -> None:
     """Raise CalibrationError if no calibration token reached some expert; names them."""
-    idle = [
-        n for n, q in quantizers.items() if q.observer is not None and q.observer.count == 0 and EXPERT.fullmatch(n)
-    ]
+    idle: dict[str, None] = {}
+    for name, quantizer in quantizers.items():
+        expert = EXPERT.fullmatch(name)
+        if expert and quantizer.observer is not None and quantizer.observer.count == 0:
+            idle[f"{expert['block']}.{expert['index']}"] = None
     if not idle:
         return
-    experts = list(dict.fromkeys(f"{found['block']}.{found['index']}" for n in idle if (found := EXPERT.fullmatch(n))))
+    experts = list(idle)
     raise CalibrationError(
         f"No calibration token was routed to {len(experts)} experts: {', '.join(experts[:5])}"
         f"{', ...' if len(experts) > 5 else ''}. Possible: more calibration data, a dynamic or weight-only scheme, or "

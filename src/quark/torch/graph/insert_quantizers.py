@@ -60,7 +60,8 @@ class QuantizerInserter:
                 reads += [(operator, spec.input, node, activations_of(node)) for node in operator.nodes]
         for operator, spec in chosen:
             for role, position in (("weight", operator.kind.weight), ("bias", operator.kind.bias)):
-                if (tensor := getattr(spec, role)) is not None and position is not None:
+                tensor = getattr(spec, role)
+                if tensor is not None and position is not None:
                     self._parameter(operator, role, position, tensor)
         for operator, spec in chosen:
             for node in operator.nodes if spec.output else ():
@@ -109,8 +110,10 @@ class QuantizerInserter:
         """The quantizer of a tensor: that of its class, or a new one with the name of who asks first."""
         key = (self._classes.get(tensor, tensor) if shares(spec) else tensor, spec)
         if key not in self._shared:
-            while (path := f"{operator.name}.{role}{f'_{index}' if index else ''}_quantizer") in self.activations:
+            path = f"{operator.name}.{role}_{index}_quantizer" if index else f"{operator.name}.{role}_quantizer"
+            while path in self.activations:
                 index += 1
+                path = f"{operator.name}.{role}_{index}_quantizer"
             self._shared[key] = path
             self.activations[path] = self._module(path, spec)
         return self._shared[key]

@@ -90,7 +90,10 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
     """
     operators, reasons = find_operators(model), unsupported(model)
     inside = region(model.graph)
-    reasons |= {name: why for name, operator in operators.items() if (why := _stays_float(operator, inside))}
+    for name, operator in operators.items():
+        why = _stays_float(operator, inside)
+        if why:
+            reasons[name] = why
     operators = {name: operator for name, operator in operators.items() if name not in reasons}
     patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
     names = {*operators, *reasons, *(name for name, _ in model.named_modules())}

@@ -90,7 +90,8 @@ def freeze_graph(model: fx.GraphModule, write: bool = True) -> fx.GraphModule:
     Parameters are replaced, never written to: the eager model that was exported shares them.
     """
     called = [node for node in model.graph.nodes if node.op == "call_module"]
-    quantizers = [(node, q) for node in called if isinstance(q := model.get_submodule(node.target), FakeQuantize)]
+    modules = [(node, model.get_submodule(node.target)) for node in called]
+    quantizers = [(node, module) for node, module in modules if isinstance(module, FakeQuantize)]
     if not quantizers:
         raise ConfigError("freeze needs a model from quantize_model; this one has no quantizers.")
     for node, quantizer in quantizers:

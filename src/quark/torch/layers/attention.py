@@ -78,11 +78,12 @@ def quantize_attention(
 
 def probability_quantizers(model: nn.Module) -> dict[str, FakeQuantize]:
     """Full name of the tensor ("...self_attn.prob_output") -> the quantizer of the probabilities."""
-    return {
-        f"{name}.prob_output": quantizer
-        for name, module in model.named_modules()
-        if isinstance(quantizer := module._modules.get(PROBABILITIES), FakeQuantize)
-    }
+    quantizers = {}
+    for name, module in model.named_modules():
+        quantizer = module._modules.get(PROBABILITIES)
+        if isinstance(quantizer, FakeQuantize):
+            quantizers[f"{name}.prob_output"] = quantizer
+    return quantizers
 
 
 def _require_interface(places: dict[str, nn.Module]) -> None:

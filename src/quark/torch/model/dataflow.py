@@ -136,6 +136,11 @@ class Trace:
         index = self.values[value].node
         return None if index is None else self.nodes[index]
 
+    def _producers(self, values: Iterable[int]) -> list[Node]:
+        """The nodes that made the values; inputs, parameters and constants have none."""
+        indices = [self.values[value].node for value in values]
+        return [self.nodes[index] for index in indices if index is not None]
+
     def readers(self, value: int) -> list[Node]:
         """The nodes that read a value."""
         return self._readers.get(value, [])
@@ -156,7 +161,7 @@ class Trace:
 
     def sources(self, value: int) -> list[Node]:
         """The nearest nodes with parameters that a value was computed from: linear layers, norms, embeddings."""
-        return self._nearest([node] if (node := self.producer(value)) else [], back=True)
+        return self._nearest(self._producers([value]), back=True)
 
     def targets(self, value: int) -> list[Node]:
         """The nearest nodes with parameters that a value leads to."""
@@ -172,7 +177,7 @@ class Trace:
             if self.has_parameter(node):
                 found[node.index] = node
             elif back:
-                todo += [made for value in node.inputs if (made := self.producer(value))]
+                todo += self._producers(node.inputs)
             else:
                 todo += [reader for value in node.outputs for reader in self.readers(value)]
         return [found[index] for index in sorted(found)]
@@ -207,14 +212,15 @@ class Trace:
                 parent[value] = value = parent[parent[value]]
             return value
 
-        links = {node.index: carried for node in self.nodes if (carried := self._carried(node))}
-        for index, carried in links.items():
-            for value in carried:
-                parent[root(value)] = root(self.nodes[index].outputs[0])
-        return set(links), [root(value) for value in range(len(self.values))]
+        links = set()
+        for node in self.nodes:
+            for value in self._carried(node):
+                links.add(node.index)
+                parent[root(value)] = root(node.outputs[0])
+        return links, [root(value) for value in range(len(self.values))]
 
     def _chain(self, values: set[int], links: set[int]) -> AdditionChain:
-        writers = {n.index: n for v in values if (n := self.producer(v)) and n.index not in links}
+        writers = {node.index: node for node in self._producers(values) if node.index not in links}
         read = {n.index: n for v in values for n in self.readers(v)}
         readers = [i for i in sorted(read) if i not in links or read[i].outputs[0] not in values]
         return AdditionChain(

@@ -180,16 +180,23 @@ def _heads(block: nn.Module, paths: list[ValuePath], config: RotationConfig) -> 
         raise StructureError(
             "R2: no layer was found whose outputs reach another one through attention alone. Possible: r2=False."
         )
-    sizes = [size for m in block.modules() for a in HEAD_SIZES if isinstance(size := getattr(m, a, None), int)]
-    found = []
+    named = [getattr(module, attribute, None) for module in block.modules() for attribute in HEAD_SIZES]
+    sizes = [size for size in named if isinstance(size, int)]
+    rotations = []
     for path in paths:
-        fitting = [(size, heads) for size in sizes if (heads := path.heads(size)) is not None]
-        if not fitting:
-            raise StructureError(f"R2: the size of the heads of {path.value} is not known (head_dim of its module).")
-        size, heads = fitting[0]
+        size, heads = _fitting_heads(path, sizes)
         rotation = Rotation(head_rotation_size(size, config.rotation_size), R2_SEED if config.random_r2 else None)
-        found.append((path, heads, rotation))
-    return tuple(found)
+        rotations.append((path, heads, rotation))
+    return tuple(rotations)
+
+
+def _fitting_heads(path: ValuePath, sizes: list[int]) -> tuple[int, list[torch.Tensor]]:
+    """The first of the sizes that heads of a value path may have, and those heads."""
+    for size in sizes:
+        heads = path.heads(size)
+        if heads is not None:
+            return size, heads
+    raise StructureError(f"R2: the size of the heads of {path.value} is not known (head_dim of its module).")
 
 
 def _online(
@@ -209,8 +216,14 @@ def _online(
         sources = trace.sources(trace.calls[name][0].inputs[0])
         linear = bool(sources) and all(s.module and is_linear(block.get_submodule(s.module)) for s in sources)
         (after_layers if linear else after_norm).append(name)
-    names = targets if targets is not None and online_r1 else after_norm if online_r1 else []
-    names = [*names, *(after_layers if config.r4 else [])] if targets is None or online_r1 else targets
+    names: list[str] = []
+    # A list in the config stands for the layers that read norms; without R1 online, for those that read layers.
+    if targets is not None:
+        names += targets
+    elif online_r1:
+        names += after_norm
+    if config.r4 and (online_r1 or targets is None):
+        names += after_layers
     quantized = any(isinstance(module, QuantLayer) for module in block.modules())
     layers = {name: block.get_submodule(name) for name in dict.fromkeys(names)}
     return {

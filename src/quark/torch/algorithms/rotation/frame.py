@@ -142,7 +142,8 @@ class _Passing:
             call = self.calls[name] = _as_call(name, args, kwargs)
             if not self.form:
                 self.form.append(_form(name, forward(*args, **kwargs)))
-            return call.hidden if (form := self.form[0]) is None else form((call.hidden,))
+            form = self.form[0]
+            return call.hidden if form is None else form((call.hidden,))
 
         return record_call
 

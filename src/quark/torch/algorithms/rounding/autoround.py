@@ -24,7 +24,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import no_tokens
-from quark.torch.algorithms.rounding.weights import freeze_weight, weight_quantizer
+from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
 

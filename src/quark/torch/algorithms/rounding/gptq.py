@@ -20,11 +20,11 @@ from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
+from quark.torch.algorithms.rounding.fix_scales import chosen_layers, fix_scales
 from quark.torch.algorithms.rounding.grids import DynamicGrid, StaticGrid, dynamic_group, refitted
-from quark.torch.algorithms.rounding.weights import chosen_layers, fix_scales, freeze_weight
 from quark.torch.calibration.calibrate import naming
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.fake_quant import FakeQuantize
 
 
 class GPTQ(Algorithm):
@@ -103,7 +103,7 @@ class GPTQ(Algorithm):
         if self.config.desc_act:
             return gptq.importance_order(hessian)
         if self.config.group_aware_order:
-            sizes = {dynamic_group(_spec(layer)) for layer in layers.values()}
+            sizes = {dynamic_group(weight_spec(layer)) for layer in layers.values()}
             return gptq.importance_order(hessian, max(sizes) if max(sizes) > 1 else None)
         return torch.arange(len(hessian), device=hessian.device)
 
@@ -117,8 +117,8 @@ class GPTQ(Algorithm):
         """Solve the layers of one spec of each problem."""
         orders, device = [problem.order for problem in problems], problems[0].order.device
         weights = [[cast(nn.Linear, layer).weight.detach().to(device) for layer in own.values()] for own in layers]
-        spec, rows = _spec(next(iter(layers[0].values()))), [len(weight) for weight in weights[0]]
-        qparams: list[list[QParams]] = [[_params(layer) for layer in own.values()] for own in layers]
+        spec, rows = weight_spec(next(iter(layers[0].values()))), [len(weight) for weight in weights[0]]
+        qparams: list[list[QParams]] = [[_qparams(layer) for layer in own.values()] for own in layers]
         targets = []
         for problem, own in zip(problems, weights, strict=True):
             columns = torch.cat([weight.float() for weight in own]).T[problem.order].contiguous()
@@ -207,7 +207,9 @@ class _Problem:
     def shape(self) -> tuple[Any, ...]:
         """What problems have in common that are stacked: spec, shape and dtype of each weight."""
         weights = [cast(nn.Linear, layer).weight for layer in self.layers.values()]
-        return tuple((_spec(layer), w.shape, w.dtype) for layer, w in zip(self.layers.values(), weights, strict=True))
+        return tuple(
+            (weight_spec(layer), w.shape, w.dtype) for layer, w in zip(self.layers.values(), weights, strict=True)
+        )
 
 
 def _names(problems: list[_Problem]) -> str:
@@ -226,21 +228,13 @@ def _unstacked(whole: torch.Tensor, problems: list[_Problem]) -> list[torch.Tens
     return [whole] if len(problems) == 1 else list(whole)
 
 
-def _spec(layer: QuantLayer) -> TensorSpec:
-    spec = layer.spec.weight
-    assert spec is not None
-    return spec
-
-
-def _params(layer: QuantLayer) -> QParams:
-    params = cast(FakeQuantize, layer.quantizer("weight")).params
-    assert params is not None
-    return params
+def _qparams(layer: QuantLayer) -> QParams:
+    return cast(QParams, weight_quantizer(layer).params)
 
 
 def _by_spec(layers: dict[str, QuantLayer]) -> list[dict[str, QuantLayer]]:
     """The layers, those of one spec together."""
     found: dict[TensorSpec, dict[str, QuantLayer]] = {}
     for name, layer in layers.items():
-        found.setdefault(_spec(layer), {})[name] = layer
+        found.setdefault(weight_spec(layer), {})[name] = layer
     return list(found.values())

@@ -19,7 +19,8 @@ from quark.core.scales import qparams_from_range
 from quark.core.solvers.smooth import STEPS, search
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
-from quark.torch.algorithms.scaling.base import Folding, InputStatistics, float_weight
+from quark.torch.algorithms.layer_weights import float_weight
+from quark.torch.algorithms.scaling.base import Folding, InputStatistics
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.algorithms.scaling.smooth_quant import smoothed
 from quark.torch.layers import QuantLayer

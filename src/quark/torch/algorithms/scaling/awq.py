@@ -1,6 +1,6 @@
 """AWQ: scales that protect the weights that matter, then the step of each group of weights.
 
-The algebra is in `core/solvers/smooth.py`: every candidate is scored by the second statistics of the input, which is
+The algebra is in `core/solvers/smooth.py`: every candidate is scored by the second moments of the input, which is
 exact, so the block runs once. Scales are kept where they pay; then the ranges of the weights' groups ("clipping") are
 chosen together, in place of a grid for each group alone, and stored with the layer's weight quantizer.
 """
@@ -21,11 +21,11 @@ from quark.core.solvers import smooth
 from quark.core.spec import TensorSpec
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.algorithms.scaling.base import Folding, InputStatistics, float_weight, relative
+from quark.torch.algorithms.layer_weights import float_weight, store_qparams, weight_quantizer, weight_spec
+from quark.torch.algorithms.scaling.base import Folding, InputStatistics, relative
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.calibration.calibrate import naming, share_scales, tensor_qparams
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.fake_quant import FakeQuantize, Mode
 
 ROWS = 512
 """Rows of a weight on which scales are compared, evenly taken."""
@@ -36,7 +36,7 @@ class AWQ(Folding):
 
     needs = ("gram", "mean_abs")
     waiting: dict[tuple[str, ...], torch.Tensor]
-    """Layers that read one tensor, whose steps are still to be chosen -> second statistics of their input."""
+    """Layers that read one tensor, whose steps are still to be chosen -> second moments of their input."""
 
     def enter(self, block: Block) -> None:
         self.waiting = {}
@@ -62,7 +62,7 @@ class AWQ(Folding):
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         assert statistics.gram is not None and statistics.mean_abs is not None
         weights = [_some_rows(layer) for layer in layers.values()]
-        rounders = [_rounder(_spec(layer)) for layer in layers.values()]
+        rounders = [_rounder(weight_spec(layer)) for layer in layers.values()]
         mean_abs = fold.shared(statistics.mean_abs, "mean")
         return smooth.best_scale(weights, rounders, statistics.gram, mean_abs, fold.feasible)
 
@@ -75,20 +75,22 @@ class AWQ(Folding):
 
 def _choose_steps(layers: dict[str, QuantLayer], gram: torch.Tensor, block: Block) -> None:
     """Store the weight scales of layers that read one tensor, those of a second level shared as the plan says."""
-    layers = {name: layer for name, layer in layers.items() if _groups(layer) and _quantizer(layer).params is None}
+    layers = {
+        name: layer for name, layer in layers.items() if _groups(layer) and weight_quantizer(layer).params is None
+    }
     for name, layer in layers.items():
         with naming(f"{name}.weight"):
-            store(layer, tensor_qparams(float_weight(layer), _spec(layer)))
+            store_qparams(layer, tensor_qparams(float_weight(layer), weight_spec(layer)))
     share_scales(layers, block.shared_scale_groups)
     for layer in layers.values():
-        store(layer, stepped(layer, gram))
+        store_qparams(layer, stepped(layer, gram))
 
 
 def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
-    """Scales of a layer's weight whose ranges are chosen by the second statistics of its input."""
-    weight, spec = float_weight(layer), _spec(layer)
+    """Scales of a layer's weight whose ranges are chosen by the second moments of its input."""
+    weight, spec = float_weight(layer), weight_spec(layer)
     low, high = range_of(weight, spec)
-    second = cast(QParams, _quantizer(layer).params).second
+    second = cast(QParams, weight_quantizer(layer).params).second
     groups = _groups(layer)
 
     def params(factors: torch.Tensor, rows: slice) -> QParams:
@@ -105,16 +107,9 @@ def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
     return params(smooth.best_steps(weight, gram.to(weight.device), quantize, groups), slice(None))
 
 
-def store(layer: QuantLayer, params: QParams) -> None:
-    """Keep the scales of a weight that is still float: the algorithms that follow, and calibration, take them."""
-    quantizer = _quantizer(layer)
-    quantizer.store(params)
-    quantizer.mode = Mode.off
-
-
 def _groups(layer: QuantLayer) -> int:
     """Ranges in a row of the weight; 0 where a range spans rows or the codes are quantized once more."""
-    spec = _spec(layer)
+    spec = weight_spec(layer)
     split, width = spec.split, cast(torch.Tensor, layer.weight).shape[1]
     if spec.is_cast or spec.dtype.is_block or spec.code_spec is not None:
         return 0
@@ -144,11 +139,3 @@ def _rounder(spec: TensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _dtype(layer: QuantLayer) -> str:
     return str(cast(torch.Tensor, layer.weight).dtype).removeprefix("torch.")
-
-
-def _spec(layer: QuantLayer) -> TensorSpec:
-    return cast(TensorSpec, layer.spec.weight)
-
-
-def _quantizer(layer: QuantLayer) -> FakeQuantize:
-    return cast(FakeQuantize, layer.quantizer("weight"))

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class InputStatistics:
 
     Attributes:
         count: Tokens.
-        gram: Second statistics, (in, in).
+        gram: Second moments, (in, in).
         mean_abs, max_abs: Mean and largest |x| of each channel, (in,).
         sample: Some tokens, evenly taken, (tokens, in); float32.
     """
@@ -178,11 +178,6 @@ class Folding(Algorithm):
 def relative(name: str, block: Block) -> str:
     """The name of a layer within its block."""
     return name.removeprefix(f"{block.name}.") if block.name else name
-
-
-def float_weight(layer: QuantLayer) -> torch.Tensor:
-    """The weight of a linear layer, (out, in), float32."""
-    return cast(torch.Tensor, layer.weight).detach().float()
 
 
 def _quantized(fold: Fold, block: Block) -> dict[str, QuantLayer]:

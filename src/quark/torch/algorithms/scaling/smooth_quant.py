@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from quark.core.solvers import smooth
-from quark.torch.algorithms.scaling.base import Folding, InputStatistics, float_weight
+from quark.torch.algorithms.layer_weights import float_weight
+from quark.torch.algorithms.scaling.base import Folding, InputStatistics
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.layers import QuantLayer
 
