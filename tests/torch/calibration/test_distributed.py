@@ -18,7 +18,7 @@ import torch.multiprocessing as spawning
 from safetensors.torch import load_file
 
 from quark.errors import CalibrationError, NotSupportedError, QuarkError
-from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors, import_model_from_safetensors
+from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.calibration.distributed import processes
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, AutoSmoothQuantConfig, GPTQConfig
 from quark.torch.config.config import QConfig
@@ -77,7 +77,7 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
         streamed = tmp_path / f"{name}-streamed"
         assert contents(streamed).keys() >= {"config.json", "model.safetensors"}
         for folder in (tmp_path / name, streamed):
-            (same_error if name == "gptq" else same_tensors)(folder, one / name)
+            (same_solution if name == "gptq" else same_tensors)(folder, one / name)
     ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(tmp_path / "float", one / "files")
     assert contents(tmp_path / "files") == contents(one / "files")
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*"))
@@ -91,19 +91,19 @@ def same_tensors(found: Path, expected: Path) -> None:
         assert torch.equal(own[name], tensor), name
 
 
-def same_error(found: Path, expected: Path) -> None:
-    """Sums of second moments differ by rounding, and GPTQ hands a weight that falls to the other side on to the rest.
+def same_solution(found: Path, expected: Path) -> None:
+    """Sums of second moments differ by rounding, which their inverse enlarges by its condition.
 
-    What it reaches is the same; with half of the data the error is several times as large.
+    GPTQ adds a hundredth of the mean moment to each, so for 256 features the condition is 25,600 at most. Scales, which
+    are fitted to the codes, move by no more. A code is another one only where a weight is as near to the border of two:
+    in a word of eight, eight times as often.
     """
-    assert output_error(found) == pytest.approx(output_error(expected), rel=0.1)
-
-
-def output_error(folder: Path) -> float:
-    """Mean square error of the logits on the calibration data."""
-    original, model = tiny_llama(), import_model_from_safetensors(tiny_llama(), folder)
-    with torch.no_grad():
-        return sum(float((model(x).logits - original(x).logits).square().mean()) for x in token_batches(4))
+    noise = 2**-24 * 25_600
+    tensors, own = load_file(expected / "model.safetensors"), load_file(found / "model.safetensors")
+    assert own.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        allowed = noise * tensor.abs() if tensor.is_floating_point() else 0
+        assert ((own[name] - tensor).abs() > allowed).float().mean() <= 8 * noise, name
 
 
 def dying(folder: Path) -> None:
