@@ -37,23 +37,37 @@ def producer_of(value: ir.Value) -> ir.Node:
     return node
 
 
-def add_constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """A new initializer of a tensor, which may be another's: it is neither copied nor renamed."""
-    return _initializer(graph, free_name(name, graph.initializers), lambda: tensor, tensor.dtype, tensor.shape.numpy())
+def fixed_shape(tensor: ir.TensorProtocol) -> ir.Shape:
+    """The shape of a tensor as that of a value."""
+    return ir.Shape([int(size) for size in tensor.shape.numpy()])
 
 
-def _initializer(
-    graph: ir.Graph,
-    name: str,
-    evaluate: Callable[[], ir.TensorProtocol],
-    kind: ir.DataType,
-    sizes: Sequence[int],
-) -> ir.Value:
-    shape = ir.Shape([int(size) for size in sizes])
-    tensor = ir.LazyTensor(evaluate, dtype=kind, shape=shape, name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(kind), shape=shape)
+def add_constant(graph: ir.Graph, name: str, content: Array | ir.TensorProtocol) -> ir.Value:
+    """A new initializer of an array, or of a tensor, which may be another's: it is neither copied nor renamed."""
+    tensor = ir.tensor(content) if isinstance(content, (np.ndarray, np.generic)) else content
+    name, shape = free_name(name, graph.initializers), fixed_shape(tensor)
+    lazy = ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=shape, name=name)
+    value = ir.Value(name=name, const_value=lazy, type=ir.TensorType(tensor.dtype), shape=shape)
     graph.register_initializer(value)
     return value
+
+
+def redirect(old: ir.Value, new: ir.Value) -> bool:
+    """Make every reader of `old` read `new`, which takes its name where it is an output.
+
+    Returns:
+        False, with nothing done, where `old` is an output and `new` is an input, an initializer or another output.
+    """
+    if old.is_graph_output():
+        if new.producer() is None or new.is_graph_output() or new.graph is not old.graph:
+            return False
+        new.name, old.name = old.name, None
+    if new.type is None:
+        new.type = old.type
+    if new.shape is None:
+        new.shape = old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    return True
 
 
 class GraphWriter:
@@ -172,20 +186,17 @@ class GraphWriter:
         Args:
             node: Removed.
             result: What its readers read; an output of the graph keeps its name.
-            keep_name: Every output keeps its name, and its type and shape.
+            keep_name: The output keeps its name in any case.
         """
-        old = node.outputs[0]
-        if old.is_graph_output() and (result.producer() is None or result.is_graph_output()):
-            identity = ir.node("Identity", [result])
-            result = identity.outputs[0]
-            self._waiting.append(identity)
+        old, name = node.outputs[0], node.outputs[0].name
         self.insert_before(node)
-        if keep_name:
-            result.type, result.shape = old.type, old.shape
-        if keep_name or old.is_graph_output():
-            result.name, old.name = old.name, None
-        old.replace_all_uses_with(result, replace_graph_outputs=True)
+        if not redirect(old, result):
+            identity = ir.node("Identity", [result])
+            self.graph.insert_before(node, [identity])
+            redirect(old, identity.outputs[0])
         self.graph.remove(node, safe=True)
+        if keep_name:
+            old.name, result.name = None, name
 
     # Constants -------------------------------------------------------------------------------------------------------
 
@@ -211,8 +222,8 @@ class GraphWriter:
         def tensor() -> ir.TensorProtocol:
             return ir.tensor(np.asarray(evaluate(), element_type.numpy(), order="C"), dtype=element_type)
 
-        name = free_name(name, self.graph.initializers, self._value_names)
-        return _initializer(self.graph, name, tensor, kind, shape)
+        lazy = ir.LazyTensor(tensor, dtype=kind, shape=ir.Shape(shape))
+        return add_constant(self.graph, free_name(name, self.graph.initializers, self._value_names), lazy)
 
     def shared(
         self, name: str, values: Values, kind: ir.DataType | None = None, shape: Sequence[int] | None = None

@@ -10,10 +10,11 @@ from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.flow import quantize
-from quark.onnx.graph.edit import is_op, new_initializer, prune, redirect, remove_unused
+from quark.onnx.graph.edit import is_op, prune, remove_unused
 from quark.onnx.graph.model_file import constant, infer_shapes, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.simplify import simplify
+from quark.onnx_ops.graph_writer import add_constant, redirect
 
 FORMATS = ("with_cast", "customqdq", "simulate_bf16", "bf16")
 
@@ -72,7 +73,7 @@ def remove_bfloat16_casts(model: ir.Model) -> int:
             if not redirect(node.outputs[0], producer.inputs[0]):
                 continue
         elif source.dtype == ir.DataType.BFLOAT16 and source.is_initializer() and not node.outputs[0].is_graph_output():
-            value = new_initializer(model.graph, f"{source.name}_float", constant(source).astype(np.float32))
+            value = add_constant(model.graph, f"{source.name}_float", constant(source).astype(np.float32))
             node.outputs[0].replace_all_uses_with(value)
         else:
             continue

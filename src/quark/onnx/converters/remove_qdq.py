@@ -11,8 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.errors import ConfigError
-from quark.onnx.graph.edit import new_initializer, prune, redirect, remove_unused
+from quark.onnx.graph.edit import prune, remove_unused
 from quark.onnx.graph.model_file import constant
+from quark.onnx_ops.graph_writer import add_constant, redirect
 
 Array = np.ndarray[Any, Any]
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear", "VitisQuantizeLinear")
@@ -71,7 +72,7 @@ def _decode(graph: ir.Graph, node: ir.Node) -> bool:
     zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
     axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
     name = (node.name or "").removesuffix(f"_{node.op_type}")
-    node.outputs[0].replace_all_uses_with(new_initializer(graph, name, decode(codes, scale, zero, axis, block)))
+    node.outputs[0].replace_all_uses_with(add_constant(graph, name, decode(codes, scale, zero, axis, block)))
     prune(node)
     return True
 

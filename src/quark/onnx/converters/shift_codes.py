@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
 from quark.onnx.converters.remove_qdq import DEQUANTIZE, QUANTIZE
-from quark.onnx.graph.edit import new_initializer
 from quark.onnx.graph.model_file import constant
+from quark.onnx_ops.graph_writer import add_constant
 
 
 def shift_codes(model: ir.Model, source: str, target: str) -> int:
@@ -44,11 +44,9 @@ def _change(
         ratio = (old.max - old.min) / (new.max - new.min)
         codes = np.rint((constant(zero).astype(np.float64) - old.min) / ratio) + new.min
         widened = (
-            scale
-            if ratio == 1
-            else new_initializer(graph, f"{scale.name}_{target}", constant(scale) * np.float32(ratio))
+            scale if ratio == 1 else add_constant(graph, f"{scale.name}_{target}", constant(scale) * np.float32(ratio))
         )
-        made[scale, zero] = widened, new_initializer(graph, f"{zero.name}_{target}", codes.astype(target))
+        made[scale, zero] = widened, add_constant(graph, f"{zero.name}_{target}", codes.astype(target))
     for index, value in enumerate(made[scale, zero], 1):
         node.replace_input_with(index, value)
 

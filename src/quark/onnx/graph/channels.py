@@ -10,9 +10,10 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import row_chunks
-from quark.onnx.graph.edit import is_op, new_initializer, read_once, set_initializer
+from quark.onnx.graph.edit import is_op, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators.axes import input_axis, output_axis
+from quark.onnx_ops.graph_writer import add_constant
 
 Array = np.ndarray[Any, Any]
 LINEAR = ("Gemm", "MatMul")
@@ -145,6 +146,6 @@ def unshared(node: ir.Node, index: int) -> ir.Value:
     assert value is not None and node.graph is not None
     if value.const_value is not None and value.is_initializer() and len(value.uses()) == 1:
         return value
-    copy = new_initializer(node.graph, f"{value.name}_{node.name}", constant(value))
+    copy = add_constant(node.graph, f"{value.name}_{node.name}", constant(value))
     node.replace_input_with(index, copy)
     return copy

@@ -49,24 +49,6 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
     return None if axes is None else tuple(int(axis) for axis in np.ravel(axes))
 
 
-def redirect(old: ir.Value, new: ir.Value) -> bool:
-    """Make every reader of `old` read `new`, which takes its name where it is an output.
-
-    Returns:
-        False, with nothing done, where `old` is an output and `new` is an input, an initializer or another output.
-    """
-    if old.is_graph_output():
-        if new.producer() is None or new.is_graph_output() or new.graph is not old.graph:
-            return False
-        new.name, old.name = old.name, None
-    if new.type is None:
-        new.type = old.type
-    if new.shape is None:
-        new.shape = old.shape
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    return True
-
-
 def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> ir.Node:
     """Put another op in the place of a node with one output; what only the old one read is removed."""
     old = node.outputs[0]
@@ -108,26 +90,6 @@ def remove_unused(model: ir.Model) -> None:
     """Drop nodes, constants, functions and imports of domains that nothing uses any more."""
     for step in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):  # type: ignore[no-untyped-call]
         step(model)
-
-
-def new_initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
-    """A new initializer; the name gets a suffix where it is taken."""
-    return add_initializer(graph, name, ir.tensor(array))
-
-
-def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """An initializer of a tensor, which may be another's: it is neither copied nor renamed."""
-    while name in graph.initializers:
-        name += "_"
-    own = ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=fixed_shape(tensor), name=name)
-    value = ir.Value(name=name, const_value=own, type=ir.TensorType(tensor.dtype), shape=fixed_shape(tensor))
-    graph.register_initializer(value)
-    return value
-
-
-def fixed_shape(tensor: ir.TensorProtocol) -> ir.Shape:
-    """The shape of a tensor as that of a value."""
-    return ir.Shape([int(size) for size in tensor.shape.numpy()])
 
 
 def set_initializer(value: ir.Value, array: Array) -> None:

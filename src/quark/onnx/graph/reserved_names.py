@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import fixed_shape
+from quark.onnx_ops.graph_writer import fixed_shape
 
 NODES = ("_QuantizeLinear", "_DequantizeLinear")
 VALUES = ("_scale", "_zero_point", "_quantized", "_QuantizeLinear_Input", *(f"{name}_Output" for name in NODES))

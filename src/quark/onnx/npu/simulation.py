@@ -25,6 +25,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant, infer_shapes
 from quark.onnx.placement.placement import FACTOR
 from quark.onnx.placement.select_nodes import select_nodes
+from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 
 MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
 HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
@@ -117,15 +118,12 @@ def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
         return False
     old = node.outputs[0]
     name = old.name or ""
-    tensor = ir.tensor(np.float32(factor), name=f"{name}_Factor")
-    value = ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]))
-    model.graph.register_initializer(value)
-    product = ir.node("Mul", [old, value], name=f"{node.name}_Mul")
-    product.meta[FACTOR] = True
-    new = product.outputs[0]
+    writer = GraphWriter(model)
+    uses = list(old.uses())
+    new = writer.node("Mul", [old, writer.constant(f"{name}_Factor", np.array(factor, np.float32))], f"{node.name}_Mul")
+    producer_of(new).meta[FACTOR] = True
+    writer.insert_after(node)
     new.type, new.shape = old.type, old.shape
-    model.graph.insert_after(node, [product])
-    uses = [use for use in old.uses() if use.node is not product]
     old.name, new.name = f"{name}_Mul_Input", name
     for use in uses:
         use.node.replace_input_with(use.idx, new)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import dims, is_op, new_initializer, replace
+from quark.onnx.graph.edit import dims, is_op, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.passes.fold_batch_norm import affine_of
+from quark.onnx_ops.graph_writer import add_constant
 
 
 def convert_bn_to_conv(model: ir.Model) -> int:
@@ -21,8 +22,8 @@ def convert_bn_to_conv(model: ir.Model) -> int:
             continue
         kind, spatial = constant(norm.inputs[1]).dtype, [1] * (len(shape) - 2)
         factor, shift = (array.astype(kind) for array in affine)
-        weight = new_initializer(model.graph, f"{norm.name}_weight", factor.reshape(-1, 1, *spatial))
-        bias = new_initializer(model.graph, f"{norm.name}_bias", shift)
+        weight = add_constant(model.graph, f"{norm.name}_weight", factor.reshape(-1, 1, *spatial))
+        bias = add_constant(model.graph, f"{norm.name}_bias", shift)
         replace(norm, "Conv", [norm.inputs[0], weight, bias], {"group": len(factor), "kernel_shape": spatial})
         count += 1
     return count

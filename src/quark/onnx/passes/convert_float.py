@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import fixed_shape, is_op, prune, redirect
+from quark.onnx.graph.edit import is_op, prune
+from quark.onnx_ops.graph_writer import fixed_shape, redirect
 
 FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
 """Op type -> inputs that ONNX has in float32 only."""

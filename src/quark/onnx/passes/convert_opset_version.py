@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from quark.errors import NotSupportedError, QuarkError
-from quark.onnx.graph.edit import fixed_shape
 from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
+from quark.onnx_ops.graph_writer import fixed_shape
 
 if TYPE_CHECKING:
     import onnx

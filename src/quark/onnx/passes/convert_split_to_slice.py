@@ -7,8 +7,9 @@ from itertools import accumulate
 import numpy as np
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import dims, insert, is_op, is_read, new_initializer, prune
+from quark.onnx.graph.edit import dims, insert, is_op, is_read, prune
 from quark.onnx.graph.model_file import constant, opset
+from quark.onnx_ops.graph_writer import add_constant
 
 SLICE_INPUTS_OPSET = 10
 """Of Slice with its bounds as inputs."""
@@ -43,14 +44,14 @@ def _sizes(node: ir.Node) -> list[int] | None:
 
 
 def _slice(graph: ir.Graph, node: ir.Node, sizes: list[int]) -> None:
-    axis = new_initializer(graph, f"{node.name}_axis", np.array([node.attributes.get_int("axis", 0)], np.int64))
+    axis = add_constant(graph, f"{node.name}_axis", np.array([node.attributes.get_int("axis", 0)], np.int64))
     ends = list(accumulate(sizes))
     for index, (size, end, output) in enumerate(zip(sizes, ends, list(node.outputs), strict=True)):
         if not is_read(output):
             continue
         name = f"{node.name}_{index}"
         bounds = [
-            new_initializer(graph, f"{name}_{key}", np.array([place], np.int64))
+            add_constant(graph, f"{name}_{key}", np.array([place], np.int64))
             for key, place in (("start", end - size), ("end", end))
         ]
         value = insert(node, "Slice", [node.inputs[0], *bounds, axis], {}, name)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import add_initializer, is_op
+from quark.onnx.graph.edit import is_op
+from quark.onnx_ops.graph_writer import add_constant
 
 BIASED = ("Conv", "ConvTranspose", "Gemm")
 
@@ -30,7 +31,7 @@ def _copy(model: ir.Model, op_types: Sequence[str], index: int | None) -> int:
             if not chosen or index not in (None, use.idx) or use.node.graph is not model.graph:
                 continue
             assert value.const_value is not None
-            copy = add_initializer(model.graph, f"{name}_{use.node.name}", value.const_value)
+            copy = add_constant(model.graph, f"{name}_{use.node.name}", value.const_value)
             use.node.replace_input_with(use.idx, copy)
             count += 1
     return count

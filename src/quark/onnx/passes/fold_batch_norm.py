@@ -13,8 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.onnx.graph.channels import output_channels, weight_by_output
-from quark.onnx.graph.edit import is_op, new_initializer, prune, read_once, redirect, set_initializer
+from quark.onnx.graph.edit import is_op, prune, read_once, set_initializer
 from quark.onnx.graph.model_file import constant
+from quark.onnx_ops.graph_writer import add_constant, redirect
 
 Array = np.ndarray[Any, Any]
 Affine = tuple[Array, Array]
@@ -90,4 +91,4 @@ def _fold(graph: ir.Graph, node: ir.Node, factor: Array, shift: Array) -> None:
         set_initializer(bias_value, shifted)
         return
     node.resize_inputs(3)
-    node.replace_input_with(2, new_initializer(graph, f"{node.name}_bias", shifted))
+    node.replace_input_with(2, add_constant(graph, f"{node.name}_bias", shifted))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import dims, new_initializer, replace
+from quark.onnx.graph.edit import dims, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.pattern import Match, match
 from quark.onnx.passes.fuse_layer_norm import NORMALIZED, reduced_axes
+from quark.onnx_ops.graph_writer import add_constant
 
 
 def fuse_instance_norm(model: ir.Model) -> int:
@@ -35,6 +36,6 @@ def _fuse(graph: ir.Graph, node: ir.Node, found: Match) -> bool:
         if channel_axis not in (0, 1) or array.size != channels or array.shape[channel_axis] != channels:
             return False
         parameters.append(array.reshape(-1))
-    gamma, beta = (new_initializer(graph, f"{node.name}_{i}", array) for i, array in enumerate(parameters))
+    gamma, beta = (add_constant(graph, f"{node.name}_{i}", array) for i, array in enumerate(parameters))
     replace(node, "InstanceNormalization", [found["x"], gamma, beta], {"epsilon": float(epsilon.reshape(-1)[0])})
     return True

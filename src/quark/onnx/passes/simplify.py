@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import dims, is_op, is_read, new_initializer, prune, redirect, remove_unused
+from quark.onnx.graph.edit import dims, is_op, is_read, prune, remove_unused
 from quark.onnx.graph.model_file import constant, is_constant, opset
+from quark.onnx_ops.graph_writer import add_constant, redirect
 
 MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
 COMPUTES = ("Add", "ConstantOfShape", "Div", "Equal", "Floor", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Range")
@@ -42,7 +43,7 @@ def _become(node: ir.Node, array: Any) -> None:
     if array is None or output.is_graph_output() or graph is None:
         return
     name, output.name = output.name or "", None
-    value = new_initializer(graph, name, array)
+    value = add_constant(graph, name, array)
     output.replace_all_uses_with(value)
     prune(node)
 

@@ -19,10 +19,11 @@ from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import output_channels
-from quark.onnx.graph.edit import is_op, new_initializer
+from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators.axes import result_axis
 from quark.onnx.placement.select_nodes import select_nodes
+from quark.onnx_ops.graph_writer import add_constant
 
 Array = np.ndarray[Any, Any]
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
@@ -38,7 +39,7 @@ def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings
             node.resize_inputs(3)
             zeros = np.zeros(output_channels(node), weight.dtype)
             assert node.graph is not None
-            node.replace_input_with(2, new_initializer(node.graph, f"{node.name}_bias", zeros))
+            node.replace_input_with(2, add_constant(node.graph, f"{node.name}_bias", zeros))
             count += 1
     return count
 

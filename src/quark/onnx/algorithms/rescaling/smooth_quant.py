@@ -26,13 +26,14 @@ from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import SmoothQuantConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import ChannelConstant, is_linear, output_constants, weight_by_input
-from quark.onnx.graph.edit import dims, is_op, new_initializer, read_once
+from quark.onnx.graph.edit import dims, is_op, read_once
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import fused_norm
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import FACTOR, Placement
+from quark.onnx_ops.graph_writer import add_constant
 
 Array = np.ndarray[Any, Any]
 COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
@@ -230,7 +231,7 @@ def _insert_mul(group: Group, factor: Array) -> None:
     value, graph = group.value, group.layers[0].graph
     assert graph is not None
     dtype = weight_by_input(group.layers[0]).array.dtype
-    smoothing = new_initializer(graph, f"{value.name}_smoothing", factor.astype(dtype))
+    smoothing = add_constant(graph, f"{value.name}_smoothing", factor.astype(dtype))
     product = ir.node("Mul", [value, smoothing], name=f"{value.name}_Smoothing")
     output = product.outputs[0]
     output.name, output.type, output.shape = f"{value.name}_smoothed", value.type, value.shape
