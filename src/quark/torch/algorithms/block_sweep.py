@@ -4,7 +4,7 @@
                       static scales of the activations are observed in the last forward
                       its outputs are the inputs of the next block
 
-Only one block's inputs are in memory. Algorithms that change the float model without changing its function (smoothing,
+Algorithms that change the float model without changing its function (smoothing,
 rotation) and those that solve weights (GPTQ, ...) follow the same form.
 """
 
@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
-from quark.log import progress
 from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.block_loop import BlockWeights, Hidden, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import naming, waiting_activations
-from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, world
+from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, world
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import Call, find_blocks, record_calls
+from quark.torch.model.blocks import find_blocks
 
 
 def sweep(
@@ -54,11 +54,7 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    refuse_processes(algorithms)
-    names = find_blocks(model, blocks_path(model, algorithms))
-    for algorithm in algorithms:
-        algorithm.prepare(model, names, layers)
-    stages = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
+    names, stages = prepare_algorithms(model, layers, algorithms)
     if not stages:
         return
     if data is None:
@@ -66,19 +62,25 @@ def sweep(
             f"{', '.join(type(a).__name__ for a in stages)} needs calibration data: pass a dataloader to "
             "quantize_model."
         )
+
+    def work(block: Block) -> tuple[Hidden, Hidden]:
+        with _saying_what_changed(block.name):
+            return sweep_block(block, layers, stages, sync_experts)
+
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
-        calls = record_calls(model, names, part_of(data))
-        needs_float = any(stage.needs_float for stage in stages)
-        hidden: list[torch.Tensor] | None = None
-        float_hidden: list[torch.Tensor] | None = None
-        for name in progress(names, "blocks", total=len(names)):
-            own = calls.pop(name)
-            module = model.get_submodule(name)
-            block = Block(
-                name, module, with_hidden(own, hidden), with_hidden(own, float_hidden or hidden), shared_scale_groups
-            )
-            with _saying_what_changed(name):
-                hidden, float_hidden = sweep_block(block, layers, stages, needs_float, sync_experts)
+        calls = record_inputs(model, layers, names, data, BlockWeights())
+        loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups)
+
+
+def prepare_algorithms(
+    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm]
+) -> tuple[list[str], list[Algorithm]]:
+    """Prepare the algorithms; names of the blocks, and the algorithms that read inputs of layers there."""
+    _refuse_processes(algorithms)
+    names = find_blocks(model, blocks_path(model, algorithms))
+    for algorithm in algorithms:
+        algorithm.prepare(model, names, layers)
+    return names, [algorithm for algorithm in algorithms if algorithm.reads_inputs]
 
 
 @contextmanager
@@ -95,10 +97,9 @@ def sweep_block(
     block: Block,
     layers: Mapping[str, QuantLayer],
     stages: Sequence[Algorithm],
-    needs_float: bool = False,
     sync_experts: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Run the algorithms on one block; its outputs and, if `needs_float`, those of the float block."""
+    """Run the algorithms on one block; its outputs and, if an algorithm needs them, those of the float block."""
     block.groups = quantized_groups(block, layers)
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
@@ -141,8 +142,7 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
 
     A layer's input is final when it is read: what follows changes weights before it at most in ways that keep it.
     """
-    inside = {name: layer for name, layer in layers.items() if is_inside(name, block.name)}
-    waiting = waiting_activations(inside, ("input",))
+    waiting = waiting_activations(layers_inside(layers, block.name), ("input",))
     for quantizer in waiting.values():
         quantizer.start_observing()
     yield
@@ -151,11 +151,6 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()
-
-
-def is_inside(name: str, block: str) -> bool:
-    """Whether a tensor or layer belongs to a block."""
-    return not block or name.startswith(f"{block}.")
 
 
 def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tuple[str, ...]]:
@@ -179,7 +174,7 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tup
     raise CalibrationError(f"{no_tokens(names)} One batch at least must reach all layers of a block.")
 
 
-def refuse_processes(algorithms: Sequence[Algorithm]) -> None:
+def _refuse_processes(algorithms: Sequence[Algorithm]) -> None:
     """Raise NotSupportedError for an algorithm that would learn from a part of the data only."""
     for algorithm in algorithms:
         if world() > 1 and not algorithm.sums:
@@ -195,8 +190,3 @@ def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None
     if len(paths) > 1:
         raise ConfigError(f"The algorithms name different model_decoder_layers: {', '.join(sorted(map(str, paths)))}.")
     return paths.pop() if paths else None
-
-
-def with_hidden(calls: Sequence[Call], hidden: Sequence[torch.Tensor] | None) -> list[Call]:
-    """The calls on other hidden states, if there are any."""
-    return list(calls) if hidden is None else [c.with_hidden(h) for c, h in zip(calls, hidden, strict=True)]

@@ -22,7 +22,8 @@ from quark.files import refuse_existing, replace_folder
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
-from quark.torch.algorithms.block_sweep import blocks_path, is_inside
+from quark.torch.algorithms.block_loop import BlockWeights, LoopState, is_inside
+from quark.torch.algorithms.block_sweep import blocks_path
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -33,7 +34,7 @@ from quark.torch.checkpoint.shards import (
 from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
-from quark.torch.flows.per_block import State, quantize_blocks, refuse_attention, refuse_whole
+from quark.torch.flows.per_block import quantize_blocks, refuse_attention, refuse_whole
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks
@@ -161,7 +162,7 @@ class _Run:
             self._write(own)
             self.weights.take(parent)
 
-    def _finish(self, block: str, state: State) -> None:
+    def _finish(self, block: str, state: LoopState) -> None:
         own = {name for name in self.planned if is_inside(name, block)}
         self._write(own)
         written = [stored for name in own for stored in self.planned[name]]
@@ -174,7 +175,7 @@ class _Run:
             write_entry(name, make(), self.places, self.names)
 
 
-class FromDisk:
+class FromDisk(BlockWeights):
     """Brings the weights of a module from the checkpoint; takes them away with all that quantizing left there."""
 
     whole = False

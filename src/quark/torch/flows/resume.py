@@ -21,10 +21,10 @@ import torch
 from quark import __version__
 from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
+from quark.torch.algorithms.block_loop import LoopState
 from quark.torch.calibration.distributed import rank, wait
 from quark.torch.checkpoint.safetensors_file import ByteRange, read_range
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
-from quark.torch.flows.per_block import State
 
 SAMPLE, SAMPLES = 1 << 14, 64
 """Bytes of a sample, and samples of a file, that a fingerprint reads beside its first megabyte."""
@@ -77,17 +77,17 @@ class Manifest:
             )
         return cls(folder, settings, blocks)
 
-    def state(self) -> State:
+    def state(self) -> LoopState:
         """Where the run stands. Raises FormatError when the inputs of the next block are absent or corrupt."""
         done = len(self._blocks)
         path = self._inputs(done)
         if done == 0 or not self._blocks[-1]["inputs"]:
-            return State(done)
+            return LoopState(done)
         stored = dict(read_tensors([path]))
         torch.set_rng_state(stored.pop("random"))
-        return State(done, _series(stored, "hidden"), _series(stored, "float"))
+        return LoopState(done, _series(stored, "hidden"), _series(stored, "float"))
 
-    def finish(self, block: str, places: Mapping[str, ByteRange], state: State) -> None:
+    def finish(self, block: str, places: Mapping[str, ByteRange], state: LoopState) -> None:
         """Note that a block is written, and keep what the next one needs."""
         series = {"hidden": state.hidden, "float": state.float_hidden}
         tensors = {f"{key}.{i}": x for key, items in series.items() for i, x in enumerate(items or ())}

@@ -1,0 +1,149 @@
+"""One block after the other, each on what the blocks before it return: the loop of all that works block by block.
+
+    for each block:   bring its weights;   work on it;   hand it over;   take its weights away
+                      its outputs are the inputs of the next block
+
+Only one block's inputs are in memory. Where the weights of all blocks are, bringing and taking do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from quark.log import progress
+from quark.torch.algorithms.base import Block
+from quark.torch.calibration.distributed import part_of
+from quark.torch.layers import QuantLayer
+from quark.torch.layers.modes import quantizers_off
+from quark.torch.model.blocks import Call, record_calls
+
+Hidden = list[torch.Tensor] | None
+"""Outputs of a block, one for each batch; None where nothing has to run."""
+
+
+@dataclass
+class LoopState:
+    """What going on after a finished block needs.
+
+    Attributes:
+        done: Number of blocks that are finished.
+        hidden: Inputs of the next block, one for each batch; None before the first, and where nothing has to run.
+        float_hidden: The same in the float model, where an algorithm compares with it.
+    """
+
+    done: int = 0
+    hidden: Hidden = None
+    float_hidden: Hidden = None
+
+
+class BlockWeights:
+    """Where the weights of a block come from, and where they go. Here: in memory, where they stay.
+
+    Attributes:
+        device: Where blocks run; None: where they are.
+        whole: Whether all weights are there all the time, so that an algorithm may see the whole model.
+    """
+
+    device: torch.device | None = None
+    whole = True
+
+    def bring(self, name: str) -> None:
+        """Make the weights of a block usable, on `device`."""
+
+    def take(self, name: str) -> None:
+        """The block is finished."""
+
+    def around(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Within: what is not in a block, and the first block, can run where the batches are."""
+        return nullcontext()
+
+
+def record_inputs(
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    names: list[str],
+    data: Iterable[Any],
+    weights: BlockWeights,
+) -> dict[str, list[Call]]:
+    """The call of each block for each of this process's batches; see `record_calls`."""
+    with weights.around(names), quantizers_off(layers.values()):
+        return record_calls(model, names, part_of(data))
+
+
+def loop_over_blocks(
+    model: nn.Module,
+    names: Sequence[str],
+    calls: dict[str, list[Call]],
+    work: Callable[[Block], tuple[Hidden, Hidden]],
+    weights: BlockWeights,
+    shared_scale_groups: Sequence[Sequence[str]] = (),
+    finish: Callable[[str, LoopState], None] | None = None,
+    state: LoopState | None = None,
+) -> None:
+    """Work on each block.
+
+    Args:
+        model: Holds the blocks.
+        names: Of the blocks, in running order.
+        calls: From `record_inputs`, emptied on the way; none where nothing has to run.
+        work: Gets a block; returns its outputs, and those of the float block where an algorithm needs them.
+        weights: Brings and takes the weights.
+        shared_scale_groups: Leaf names of layers with one second-level weight scale.
+        finish: Called with each finished block while its weights are there, and with what going on needs.
+        state: Where an earlier run stopped.
+    """
+    state = state or LoopState()
+    for index, name in enumerate(progress(names, "blocks", total=len(names))):
+        own = [_on(call, weights.device) for call in calls.pop(name, [])]
+        if index < state.done:
+            continue
+        weights.bring(name)
+        try:
+            # Not bound to a name, so that its inputs are freed when its outputs are there.
+            state = LoopState(index + 1, *work(_block(model, name, own, state, shared_scale_groups)))
+            if finish is not None:
+                finish(name, state)
+        finally:
+            weights.take(name)
+
+
+def _block(model: nn.Module, name: str, calls: list[Call], state: LoopState, groups: Sequence[Sequence[str]]) -> Block:
+    hidden, float_hidden = state.hidden, state.float_hidden or state.hidden
+    return Block(
+        name, model.get_submodule(name), _with_hidden(calls, hidden), _with_hidden(calls, float_hidden), groups
+    )
+
+
+def is_inside(name: str, block: str) -> bool:
+    """Whether a tensor or layer belongs to a block."""
+    return not block or name.startswith(f"{block}.")
+
+
+def layers_inside(layers: Mapping[str, QuantLayer], block: str) -> dict[str, QuantLayer]:
+    """The layers of a block, by their full names."""
+    return {name: layer for name, layer in layers.items() if is_inside(name, block)}
+
+
+def _with_hidden(calls: Sequence[Call], hidden: Hidden) -> list[Call]:
+    """The calls on other hidden states, if there are any."""
+    if hidden is None:
+        return list(calls)
+    return [call.with_hidden(x) for call, x in zip(calls, hidden, strict=True)]
+
+
+def _on(call: Call, device: torch.device | None) -> Call:
+    """The call with its tensors on a device."""
+    if device is None:
+        return call
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    return Call(tree_map(moved, call.args), tree_map(moved, dict(call.kwargs)), call.key)
