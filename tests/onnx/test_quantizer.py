@@ -24,7 +24,7 @@ from quark.errors import (
     QuarkError,
 )
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, save, to_proto
 from quark.onnx.passes import PASSES
@@ -34,21 +34,27 @@ U8 = spec("uint8", symmetric=False)
 S8 = spec("int8")
 CHANNEL = spec("int8", PerChannel(0))
 POF2 = spec("int8", observer="pof2_min_mse")
-A8W8 = Settings(LayerSpec(weight=S8, input=S8), align=("Concat",), contrib_domain=True)
-U8S8 = Settings(LayerSpec(weight=CHANNEL, input=U8), fold_relu=True)
+A8W8 = Settings(SpecSettings(LayerSpec(weight=S8, input=S8)), qdq=QDQSettings(align=("Concat",), contrib_domain=True))
+U8S8 = Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=U8)), qdq=QDQSettings(fold_relu=True))
 SETTINGS = {
     "a8w8": (A8W8, 28),
     "u8s8": (U8S8, 30),
-    "a16w8": (Settings(LayerSpec(weight=S8, input=spec("int16"))), 30),
-    "a16w16": (Settings(LayerSpec(weight=spec("int16"), input=spec("uint16", symmetric=False))), 70),
-    "percentile": (Settings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="percentile"))), 30),
-    "mse": (Settings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="mse"))), 30),
-    "entropy": (Settings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="entropy"))), 30),
-    "pof2": (Settings(LayerSpec(weight=POF2, input=POF2)), 24),
-    "bf16": (Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")), cast_bfloat16=True), 40),
-    "fp16": (Settings(LayerSpec(weight=spec("float16"), input=spec("float16"))), 55),
-    "weights": (Settings(LayerSpec(weight=CHANNEL), weights_only=True), 36),
-}  # fmt: skip
+    "a16w8": (Settings(SpecSettings(LayerSpec(weight=S8, input=spec("int16")))), 30),
+    "a16w16": (Settings(SpecSettings(LayerSpec(weight=spec("int16"), input=spec("uint16", symmetric=False)))), 70),
+    "percentile": (Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="percentile")))), 30),
+    "mse": (Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="mse")))), 30),
+    "entropy": (Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=replace(U8, observer="entropy")))), 30),
+    "pof2": (Settings(SpecSettings(LayerSpec(weight=POF2, input=POF2))), 24),
+    "bf16": (
+        Settings(
+            SpecSettings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))),
+            qdq=QDQSettings(cast_bfloat16=True),
+        ),
+        40,
+    ),
+    "fp16": (Settings(SpecSettings(LayerSpec(weight=spec("float16"), input=spec("float16")))), 55),
+    "weights": (Settings(SpecSettings(LayerSpec(weight=CHANNEL), weights_only=True)), 36),
+}
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
 
 
@@ -93,7 +99,9 @@ def test_not_worse_than_onnxruntimes_own_quantizer(kind: str, model: str, tmp_pa
         weight_type=QuantType.QInt8,
         extra_options={"ActivationSymmetric": not unsigned},
     )
-    ours = quantized(Settings(LayerSpec(weight=CHANNEL if unsigned else S8, input=U8 if unsigned else S8)), make, feeds)
+    ours = quantized(
+        Settings(SpecSettings(LayerSpec(weight=CHANNEL if unsigned else S8, input=U8 if unsigned else S8))), make, feeds
+    )
     feed = feeds()[0]
     reference = run(make(), feed)
     assert sqnr(reference, run(ours, feed)) >= sqnr(reference, run(str(theirs), feed)) - 0.2
@@ -112,7 +120,7 @@ def test_the_runtime_computes_what_the_core_says() -> None:
 
     feeds = vectors(1)
     x = feeds[0]["x"]
-    settings = Settings(LayerSpec(weight=S8, input=S8), nodes=("hidden_node",))
+    settings = Settings(SpecSettings(LayerSpec(weight=S8, input=S8), nodes=("hidden_node",)))
     model = quantized(settings, mlp, lambda: feeds)
     weight = next(numpy_helper.to_array(i) for i in mlp().graph.initializer if i.name == "w1")
     s8 = onnx_range(S8)
@@ -153,7 +161,7 @@ def test_batch_norm_is_folded_exactly() -> None:
 
 def test_a_relu_that_the_range_has_already_is_dropped_and_changes_nothing() -> None:
     (feed,) = images(1)
-    kept, folded = quantized(replace(U8S8, fold_relu=False)), quantized(U8S8)
+    kept, folded = quantized(replace(U8S8, qdq=replace(U8S8.qdq, fold_relu=False))), quantized(U8S8)
     assert sum(n.op_type == "Relu" for n in kept.graph.node) == 5
     assert sum(n.op_type == "Relu" for n in folded.graph.node) == 0
     assert np.array_equal(run(kept, feed, optimise=False), run(folded, feed, optimise=False))
@@ -171,15 +179,17 @@ def test_excluding_names_patterns_types_and_subgraphs() -> None:
         return {n.name for n in quantized(settings).graph.node if n.op_type == "DequantizeLinear"}
 
     assert "fc_w_DequantizeLinear" in decoded(U8S8)
-    assert "fc_w_DequantizeLinear" not in decoded(replace(U8S8, exclude=("y_node",)))
-    without = decoded(replace(U8S8, exclude=("^(a|b)_conv.*",)))
+    assert "fc_w_DequantizeLinear" not in decoded(replace(U8S8, specs=replace(U8S8.specs, exclude=("y_node",))))
+    without = decoded(replace(U8S8, specs=replace(U8S8.specs, exclude=("^(a|b)_conv.*",))))
     assert {"a_w_DequantizeLinear", "b_w_DequantizeLinear"}.isdisjoint(without)
-    inside = decoded(replace(U8S8, exclude=((("depth_conv_node",), ("point_node",)),)))
+    inside = decoded(replace(U8S8, specs=replace(U8S8.specs, exclude=((("depth_conv_node",), ("point_node",)),))))
     assert {"depth_w_DequantizeLinear", "point_w_DequantizeLinear"}.isdisjoint(inside)
     assert "last_w_DequantizeLinear" in inside
-    typed = decoded(replace(U8S8, by_type=((("Gemm",), None),)))
+    typed = decoded(replace(U8S8, specs=replace(U8S8.specs, by_type=((("Gemm",), None),))))
     assert "fc_w_DequantizeLinear" not in typed
-    mixed = quantized(replace(U8S8, by_name=((("y_node",), LayerSpec(weight=spec("int16"), input=U8)),)))
+    mixed = quantized(
+        replace(U8S8, specs=replace(U8S8.specs, by_name=((("y_node",), LayerSpec(weight=spec("int16"), input=U8)),)))
+    )
     kinds = {i.name: i.data_type for i in mixed.graph.initializer}
     assert kinds["fc_w_quantized"] == onnx.TensorProto.INT16
     assert kinds["stem_w_quantized"] == onnx.TensorProto.INT8
@@ -197,7 +207,7 @@ def test_old_opsets_are_raised(tmp_path: Path) -> None:
     del model.opset_import[:]
     model.opset_import.append(onnx.helper.make_opsetid("", 11))
     path = tmp_path / "out.onnx"
-    save(quantize(load(model), Settings(LayerSpec(weight=CHANNEL, input=U8)), Reader(vectors())), path)
+    save(quantize(load(model), Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=U8))), Reader(vectors())), path)
     assert onnx.load(path).opset_import[0].version == 13
 
 
@@ -274,13 +284,17 @@ def test_external_data_must_be_there_and_inside_the_folder(tmp_path: Path) -> No
 
 def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude.*y_nod"):
-        quantize(load(cnn()), replace(A8W8, exclude=("y_nod",)), Reader(images()))
+        quantize(load(cnn()), replace(A8W8, specs=replace(A8W8.specs, exclude=("y_nod",))), Reader(images()))
     with pytest.raises(ConfigError, match="quantized already"):
         load(quantized(A8W8))
     with pytest.raises(NotSupportedError, match="fp8_e4m3 is not part of this version"):
-        quantize(load(cnn()), Settings(LayerSpec(weight=spec("fp8_e4m3"), input=spec("fp8_e4m3"))), Reader(images()))
+        quantize(
+            load(cnn()),
+            Settings(SpecSettings(LayerSpec(weight=spec("fp8_e4m3"), input=spec("fp8_e4m3")))),
+            Reader(images()),
+        )
     with pytest.raises(ConfigError, match="LSTM cannot be quantized"):
-        quantize(load(cnn()), replace(A8W8, op_types=("LSTM",)), Reader(images()))
+        quantize(load(cnn()), replace(A8W8, specs=replace(A8W8.specs, op_types=("LSTM",))), Reader(images()))
 
 
 def test_a_residual_between_float_nodes_stays_in_float_for_onnxruntime() -> None:
@@ -291,12 +305,14 @@ def test_a_residual_between_float_nodes_stays_in_float_for_onnxruntime() -> None
     )
     b.node("Add", [b.node("Sigmoid", [hidden], "gate"), "squashed"], "y")
     model = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
-    settings = Settings(LayerSpec(weight=CHANNEL, input=U8), target="ort_x64")
+    settings = Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=U8)), qdq=QDQSettings(target="ort_x64"))
     done = to_proto(quantize(load(model), settings, Reader(vectors())))
     nodes = {n.name: n for n in done.graph.node}
     assert nodes["h_node"].input[0] == "squashed_DequantizeLinear_Output"
     assert nodes["y_node"].input[1] == "squashed"
-    generic = to_proto(quantize(load(model), replace(settings, target="generic"), Reader(vectors())))
+    generic = to_proto(
+        quantize(load(model), replace(settings, qdq=replace(settings.qdq, target="generic")), Reader(vectors()))
+    )
     assert {n.name: n for n in generic.graph.node}["y_node"].input[1] == "squashed_DequantizeLinear_Output"
 
 
@@ -309,8 +325,9 @@ def test_op_types_without_a_rule_are_quantized_on_request() -> None:
     b.node("Add", [hidden, root], "y")
     model = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
 
-    def quantized_tensors(**settings: Any) -> set[str]:
-        done = to_proto(quantize(load(model), replace(U8S8, **settings), Reader(vectors())))
+    def quantized_tensors(**changes: Any) -> set[str]:
+        settings = replace(U8S8, specs=replace(U8S8.specs, **changes))
+        done = to_proto(quantize(load(model), settings, Reader(vectors())))
         assert run(done, vectors()[0]).shape == (256, 32)
         return {n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear"}
 
@@ -341,8 +358,8 @@ def test_a_layer_of_its_own_type_has_it_at_its_inputs_and_outputs() -> None:
     """By name, and by op type; its neighbours keep theirs, and nothing shares a scale across the border."""
     own = LayerSpec(weight=S8, input=spec("int16"), output=spec("int16"))
 
-    def kinds(**settings: Any) -> dict[str, int]:
-        done = quantized(replace(U8S8, fold_relu=False, **settings))
+    def kinds(**changes: Any) -> dict[str, int]:
+        done = quantized(replace(U8S8, specs=replace(U8S8.specs, **changes), qdq=QDQSettings()))
         assert sqnr(run(cnn(), images()[0]), run(done, images()[0])) > 28
         types = {i.name: i.data_type for i in done.graph.initializer}
         return {n.input[0]: types[n.input[2]] for n in done.graph.node if n.op_type == "QuantizeLinear"}
@@ -394,7 +411,7 @@ def test_silu_stays_in_integers_for_onnxruntime() -> None:
     second = b.conv(b.node("Mul", [first, b.node("Sigmoid", [first], "gate")], "silu"), "two", (8, 4, 3), norm=False)
     b.node("Flatten", [second], "y")
     model = b.model({"x": ["n", 3, 16, 16]}, {"y": ["n", 1024]})
-    done = to_proto(quantize(load(model), replace(U8S8, target="ort_x64"), Reader(images())))
+    done = to_proto(quantize(load(model), replace(U8S8, qdq=replace(U8S8.qdq, target="ort_x64")), Reader(images())))
     assert {"one_conv", "gate", "silu"} <= {n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear"}
     assert sqnr(run(model, images()[0]), run(done, images()[0])) > 33
 

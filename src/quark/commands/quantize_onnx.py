@@ -35,15 +35,19 @@ def quantize_onnx(
     if output.is_dir() or (output.exists() and not force):
         raise OutputExistsError(f"{output} exists already. Choose another output, or replace a file with --force.")
     quantizer = ModelQuantizer(named_config(config))
-    asked = {
-        "calibration_samples": samples,
-        "target": target,
-        "statistics": str(statistics) if statistics else None,
-        "exclude": (*quantizer.settings.exclude, *map(as_scope, exclude or ())) or None,
-        "allow_noop": allow_noop or None,
-    }
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    quantizer.settings = replace(quantizer.settings, **changes)
+    settings = quantizer.settings
+    specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
+    quantizer.settings = replace(
+        settings,
+        specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, exclude or ()))),
+        qdq=replace(qdq, target=target or qdq.target),
+        calibration=replace(
+            calibration,
+            samples=calibration.samples if samples is None else samples,
+            statistics=str(statistics) if statistics else calibration.statistics,
+        ),
+        allow_noop=allow_noop or settings.allow_noop,
+    )
     start = time.perf_counter()
     if recovery is None:
         quantizer.quantize_model(model, output, reader)

@@ -59,10 +59,10 @@ def decide(
     widen_softmax(placement, activations)
     parameters = Parameters(activations, weight_params(placement, settings))
     override_params(placement, parameters, settings)
-    if settings.fold_relu or TARGETS[settings.target].folds_relu:
+    if settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu:
         fold_relu(model, placement, parameters.activations)
     parameters = adjust(placement, parameters, settings)
-    if settings.fit_int32_bias and not settings.int16_bias:
+    if settings.qdq.fit_int32_bias and not settings.qdq.int16_bias:
         fit_int32_biases(placement, parameters)
     return Decision(model, settings, placement, parameters)
 

@@ -13,13 +13,13 @@ from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
 from quark.onnx.npu import simulate
-from quark.onnx.passes import POST_PASSES, run_passes
+from quark.onnx.passes import run_passes
 from quark.onnx.prepare import prepare
 
 
 def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
     """Quantize a float model, which is changed and returned."""
-    identity = fingerprint(model) if settings.statistics else ""
+    identity = fingerprint(model) if settings.calibration.statistics else ""
     return convert(model, prepare(model, settings), reader, identity)
 
 
@@ -51,6 +51,6 @@ def convert(
     job = Job(decide(model, settings, reader, identity, statistics), reference, data)
     job.write(twins)
     run_after(job)
-    run_passes(model, settings, POST_PASSES)
+    run_passes(model, settings.passes, on_quantized=True)
     model.producer_name = "quark.onnx"
     return model

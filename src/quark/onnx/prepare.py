@@ -7,50 +7,90 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
+from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import STANDS_FOR
 from quark.onnx.graph.model_file import infer_shapes, opset
-from quark.onnx.graph.scopes import drop_removed, pin
+from quark.onnx.graph.scopes import Scope, nodes_of
 from quark.onnx.operators.targets import TARGETS
-from quark.onnx.passes import PASSES, run_passes
+from quark.onnx.passes import run_passes
+from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.qdq.qdq_nodes import EXTENDED
 from quark.onnx_ops import BLOCK_OPSET
 from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
+
+CONVERT_OPSET = convert_opset_version.__name__
 
 
 def prepare(model: ir.Model, settings: Settings) -> Settings:
     """Run the passes on a float model; the settings are then those of the model as it is, in ONNX's ranges."""
     settings = _supported(settings)
-    settings = pin(settings, model)
+    settings = _pin_scopes(settings, model)
     infer_shapes(model)
-    run_passes(model, replace(settings, convert_opset_version=_opset(model, settings)), PASSES)
+    run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
     check_float_type(model, settings)
-    return drop_removed(settings, model)
+    return _drop_removed(settings, model)
+
+
+def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:
+    """Settings whose scopes are the names of the nodes that they match in this model.
+
+    Raises:
+        ConfigError: A scope matches no node.
+    """
+
+    def names(scopes: tuple[Scope, ...], where: str) -> tuple[Scope, ...]:
+        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where)),)
+
+    require_matches(settings.specs.nodes, [node.name or "" for node in model.graph], "NodesToQuantize")
+    by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name)
+    return replace(
+        settings, specs=replace(settings.specs, exclude=names(settings.specs.exclude, "exclude"), by_name=by_name)
+    )
+
+
+def _drop_removed(settings: Settings, model: ir.Model) -> Settings:
+    """Settings whose NodesToQuantize are those that the passes left.
+
+    Raises:
+        ConfigError: There were some, and none is left.
+    """
+    names = {name: node.name or "" for node in model.graph for name in (node.name, node.meta.get(STANDS_FOR)) if name}
+    left = tuple(node for name, node in names.items() if name in settings.specs.nodes)
+    if settings.specs.nodes and not left:
+        raise ConfigError(
+            f"NodesToQuantize: the graph passes removed {', '.join(settings.specs.nodes)}. "
+            "Possible: SkipPreprocess=True."
+        )
+    return replace(settings, specs=replace(settings.specs, nodes=left))
 
 
 def _opset(model: ir.Model, settings: Settings) -> int:
     """The opset to convert to: what was asked for, else the model's own or the first that is needed."""
-    needed, asked = _needed_opset(settings), settings.convert_opset_version
-    if asked is not None and asked < needed:
-        raise ConfigError(f"ConvertOpsetVersion={asked}: what is quantized here needs opset {needed}.")
-    return asked or max(opset(model), needed)
+    needed, given = _needed_opset(settings), settings.passes.get(CONVERT_OPSET)
+    if not isinstance(given, int):
+        return max(opset(model), needed)
+    if given < needed:
+        raise ConfigError(f"ConvertOpsetVersion={given}: what is quantized here needs opset {needed}.")
+    return given
 
 
 def _needed_opset(settings: Settings) -> int:
     """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
     specs = _specs(settings)
     grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
-    if settings.quantize_fp16 or (grouped and settings.matmul_nbits is None):
+    if settings.qdq.quantize_fp16 or (grouped and settings.qdq.matmul_nbits is None):
         return BLOCKED_OPSET
     return BLOCK_OPSET if any(spec.is_block for spec in specs) else PER_CHANNEL_OPSET
 
 
 def _specs(settings: Settings) -> list[TensorSpec]:
     """Every spec that a tensor may get."""
-    layers = [settings.layer, *(layer for _, layer in (*settings.by_name, *settings.by_type))]
-    layers += [layer for layer, _ in settings.mixed]
+    layers = [settings.specs.layer, *(layer for _, layer in (*settings.specs.by_name, *settings.specs.by_type))]
+    layers += [layer for layer, _ in settings.specs.mixed]
     return [spec for layer in layers if layer for spec in (layer.input, layer.weight, layer.output) if spec]
 
 
@@ -66,7 +106,7 @@ def _half_scale(spec: TensorSpec | None) -> TensorSpec | None:
 def check_float_type(model: ir.Model, settings: Settings) -> None:
     """Raise NotSupportedError for a half-precision model, and ConfigError for another, where that is not asked for."""
     values = [*model.graph.inputs, *model.graph.initializers.values()]
-    if settings.quantize_fp16:
+    if settings.qdq.quantize_fp16:
         if not any(value.dtype is not None and value.dtype.name == "FLOAT16" for value in values):
             raise ConfigError("QuantizeFP16=True is for float16 models; this one has no float16 input or weight.")
         return
@@ -79,36 +119,31 @@ def check_float_type(model: ir.Model, settings: Settings) -> None:
 
 def _supported(settings: Settings) -> Settings:
     """Settings with ONNX's symmetric ranges. Raises NotSupportedError for specs that cannot be written yet."""
-    wanted = TARGETS[settings.target].activation
-    given = settings.layer.input
+    wanted = TARGETS[settings.qdq.target].activation
+    given = settings.specs.layer.input
     if wanted and given is not None and not given.dynamic and given.dtype.name != wanted:
         raise ConfigError(
-            f"The target {settings.target!r} runs {wanted} activations in integers only; the config has "
+            f"The target {settings.qdq.target!r} runs {wanted} activations in integers only; the config has "
             f"{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
     for spec in _specs(settings):
         if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
             raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
 
-    def convert(layer: LayerSpec | None) -> LayerSpec | None:
-        if layer is None:
-            return None
+    def convert(layer: LayerSpec) -> LayerSpec:
         parts = {name: onnx_range(getattr(layer, name)) for name in ("weight", "bias", "input", "output")}
-        if settings.quantize_fp16:
+        if settings.qdq.quantize_fp16:
             parts = {name: _half_scale(spec) for name, spec in parts.items() if name != "bias"}
         return LayerSpec(**parts)
 
-    if settings.quantize_fp16:
-        if settings.target == "ort_x64" or settings.matmul_nbits is not None:
+    if settings.qdq.quantize_fp16:
+        if settings.qdq.target == "ort_x64" or settings.qdq.matmul_nbits is not None:
             raise ConfigError(
                 "QuantizeFP16=True: ort_x64 and MatMulNBits compute in float32; set ConvertFP16ToFP32=True."
             )
-        settings = replace(settings, int32_bias=False, int16_bias=False)
+        settings = replace(
+            settings, specs=replace(settings.specs, int32_bias=False), qdq=replace(settings.qdq, int16_bias=False)
+        )
 
-    return replace(
-        settings,
-        layer=convert(settings.layer) or LayerSpec(),
-        by_name=tuple((scopes, convert(layer)) for scopes, layer in settings.by_name),
-        by_type=tuple((types, convert(layer)) for types, layer in settings.by_type),
-        mixed=tuple((convert(layer) or LayerSpec(), names) for layer, names in settings.mixed),
-    )
+    mixed = tuple((convert(layer), names) for layer, names in settings.specs.mixed)
+    return replace(settings, specs=replace(settings.specs.with_layers(convert), mixed=mixed))

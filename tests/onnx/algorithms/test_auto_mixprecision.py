@@ -478,7 +478,7 @@ def test_configs_that_went_through_json() -> None:
     entries = {"TargetLayerConfig": INT8, "IncludeLayers": ["two"]}
     config = QConfig(INT16, UseQDQContribOps=False, AutoMixprecision=entries)
     again = QConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert ModelQuantizer(again).settings.mixed == ModelQuantizer(config).settings.mixed != ()
+    assert ModelQuantizer(again).settings.specs.mixed == ModelQuantizer(config).settings.specs.mixed != ()
 
 
 def test_biases_are_learned_under_the_scales_of_the_mixture() -> None:

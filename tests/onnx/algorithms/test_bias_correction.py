@@ -30,7 +30,7 @@ from quark.onnx import (
 from quark.onnx.algorithms.rescaling import cle
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.passes import PASSES
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
@@ -68,7 +68,7 @@ def badly_scaled(monkeypatch: pytest.MonkeyPatch, seed: int) -> onnx.ModelProto:
     PASSES["fold_batch_norm"](model)
     with monkeypatch.context() as context:
         context.setattr(cle, "equalizing_scale", lambda ranges, *_: 10.0 ** random.uniform(-1, 1, len(ranges)))
-        assert cle.equalize(model, CLEConfig(), Settings(LayerSpec(weight=spec("int8")))) > 2
+        assert cle.equalize(model, CLEConfig(), Settings(SpecSettings(LayerSpec(weight=spec("int8"))))) > 2
     return to_proto(model)
 
 

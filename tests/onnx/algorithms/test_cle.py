@@ -25,7 +25,7 @@ from quark.onnx import (
     UInt8Spec,
 )
 from quark.onnx.algorithms import run_before
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
@@ -84,7 +84,7 @@ def perceptron() -> onnx.ModelProto:
 
 def rescale(model: Any, algorithms: Any, int32_bias: bool = True) -> int:
     layer = LayerSpec(weight=spec("int8"), input=spec("int8"))
-    return run_before(model, Settings(layer, algorithms=tuple(algorithms), int32_bias=int32_bias), None)
+    return run_before(model, Settings(SpecSettings(layer, int32_bias=int32_bias), algorithms=tuple(algorithms)), None)
 
 
 CHAIN = {"one_w": "two_w", "two_w": "three_w"}
@@ -141,7 +141,7 @@ def test_most_of_what_bad_scales_cost_comes_back(name: str) -> None:
         prepared = load(make())
         rescale(prepared, [CLEConfig(cle_scale_use_threshold=False)])
         good = to_proto(prepared)
-    settings = Settings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False)))
+    settings = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False))))
     (feed,) = feeds(1)
     reference = run(bad, feed)
 
@@ -156,7 +156,7 @@ def test_most_of_what_bad_scales_cost_comes_back(name: str) -> None:
 
 
 def test_well_scaled_models_lose_nothing() -> None:
-    settings = Settings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False)))
+    settings = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False))))
     (feed,) = images(1)
     found = []
     for algorithms in ([], [EVERYWHERE]):

@@ -22,7 +22,7 @@ from quark.onnx.algorithms.rounding.fast_finetune import Tuned, tune
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import QuantizationConfig
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from tests.models.onnx_zoo import Builder, cnn, images, mlp, run, vectors
@@ -31,9 +31,9 @@ from tests.onnx.algorithms.test_sliced_run import started
 pytest.importorskip("torch")
 
 DIGITS = Path("examples/models/digits_cnn")
-A8W4 = Settings(LayerSpec(weight=spec("int4", PerChannel(0)), input=spec("int8")))
-A8W8 = Settings(LayerSpec(weight=spec("int8"), input=spec("int8")))
-BF16 = Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")))
+A8W4 = Settings(SpecSettings(LayerSpec(weight=spec("int4", PerChannel(0)), input=spec("int8"))))
+A8W8 = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=spec("int8"))))
+BF16 = Settings(SpecSettings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))))
 SHORT: dict[str, Any] = {"num_iterations": 20, "batch_size": 2}
 
 
@@ -353,7 +353,7 @@ def at_opset_21(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("kind", [PerGroup(0, 8), PerChannel(1)], ids=str)
 def test_matmuls_of_any_granularity_are_tuned(kind: Any) -> None:
-    settings = Settings(LayerSpec(weight=spec("int4", kind), input=spec("int8")))
+    settings = Settings(SpecSettings(LayerSpec(weight=spec("int4", kind), input=spec("int8"))))
     report, _ = tuned(replace(PLAIN, num_iterations=60), settings, at_opset_21(mlp()), vectors(2))
     first, second = report
     # Inputs without correlation: the nearest rounding of the first layer is the best one, and stays.

@@ -20,7 +20,7 @@ from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.algorithms.rescaling.quarot import rotate
 from quark.onnx.config.algo_configs import QuarotConfig
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.residual_stream import find_streams
@@ -28,7 +28,9 @@ from tests.models.onnx_zoo import Array, Builder, Reader, run
 
 WIDTH, TOKENS, VOCABULARY = 64, 12, 50
 OUTLIERS = [5, 40]
-SETTINGS = Settings(LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("int8")), op_types=("MatMul", "Gemm"))
+SETTINGS = Settings(
+    SpecSettings(LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("int8")), op_types=("MatMul", "Gemm"))
+)
 OPSETS = {"RMSNormalization": 23}
 
 
@@ -348,7 +350,9 @@ def test_a_decoder_that_torch_exports(llama: onnx.ModelProto) -> None:
     (embedding,) = [i for i in llama.graph.initializer if "embed_tokens" in i.name]
     table = numpy_helper.to_array(embedding) * np.where(np.arange(128) % 40 == 3, 60, 1).astype(np.float32)
     embedding.CopyFrom(numpy_helper.from_array(table, embedding.name))
-    settings = replace(SETTINGS, layer=LayerSpec(weight=spec("int8"), input=spec("int8")))
+    settings = replace(
+        SETTINGS, specs=replace(SETTINGS.specs, layer=LayerSpec(weight=spec("int8"), input=spec("int8")))
+    )
     count, done = rotated(llama)
     assert count == 9
     reference = run(llama, feeds()[3])

@@ -15,17 +15,23 @@ from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import Job
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples, Store, required
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.decide import decide
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from tests.models.onnx_zoo import branches, cnn, images, mlp, outputs, run, vectors
 
-S8 = Settings(LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("int8")))
+S8 = Settings(SpecSettings(LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("int8"))))
 SETTINGS = {
     "int8": S8,
-    "folded": replace(S8, layer=LayerSpec(weight=spec("int8"), input=spec("uint8")), fold_relu=True),
-    "bfloat16 casts": Settings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")), cast_bfloat16=True),
-    "one pair for each reader": replace(S8, dedicated_pairs=True),
+    "folded": replace(
+        S8,
+        specs=replace(S8.specs, layer=LayerSpec(weight=spec("int8"), input=spec("uint8"))),
+        qdq=replace(S8.qdq, fold_relu=True),
+    ),
+    "bfloat16 casts": Settings(
+        SpecSettings(LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))), qdq=QDQSettings(cast_bfloat16=True)
+    ),
+    "one pair for each reader": replace(S8, qdq=replace(S8.qdq, dedicated_pairs=True)),
 }
 
 

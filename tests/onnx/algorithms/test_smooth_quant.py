@@ -22,14 +22,14 @@ from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerCon
 from quark.onnx.algorithms.rescaling.smooth_quant import smooth
 from quark.onnx.config.algo_configs import SmoothQuantConfig
 from quark.onnx.config.config import Config
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from tests.models.onnx_zoo import Array, Builder, Reader, run
 
 LAYER = LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("uint8", symmetric=False))
-PLAIN = Settings(LAYER, op_types=("MatMul", "Gemm"))
-ORT = Settings(LAYER, target="ort_x64")
+PLAIN = Settings(SpecSettings(LAYER, op_types=("MatMul", "Gemm")))
+ORT = Settings(SpecSettings(LAYER), qdq=QDQSettings(target="ort_x64"))
 SPREAD = np.where(np.arange(32) % 8 == 3, 40.0, 1.0)
 """Four of 32 channels are 40 times as large."""
 
@@ -281,7 +281,7 @@ def test_a_mul_reads_floats_and_gives_codes() -> None:
     """Its input is quantized for the other readers only, its factor never, its output once for all linear layers."""
     targets = {"generic": LAYER, "npu": LayerSpec(weight=spec("int8"), input=spec("int8")), "ort_x64": LAYER}
     for (target, layer), name in product(targets.items(), ("residual", "from_input")):
-        settings = Settings(layer, target=target)
+        settings = Settings(SpecSettings(layer), qdq=QDQSettings(target=target))
         model = load(case(name))
         infer_shapes(model)
         smooth(model, SmoothQuantConfig(), settings, samples(name))
@@ -302,11 +302,11 @@ def test_a_mul_reads_floats_and_gives_codes() -> None:
 
 
 def test_what_does_not_qualify() -> None:
-    assert smoothed(case("normed"), replace(PLAIN, weights_only=True))[0] == 0
-    assert smoothed(case("normed"), replace(PLAIN, op_types=("Add",)))[0] == 0
+    assert smoothed(case("normed"), replace(PLAIN, specs=replace(PLAIN.specs, weights_only=True)))[0] == 0
+    assert smoothed(case("normed"), replace(PLAIN, specs=replace(PLAIN.specs, op_types=("Add",))))[0] == 0
     half = LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16"))
-    assert smoothed(case("normed"), replace(PLAIN, layer=half))[0] == 0
-    assert smoothed(case("normed"), replace(PLAIN, exclude=("q_node",)))[0] == 1
+    assert smoothed(case("normed"), replace(PLAIN, specs=replace(PLAIN.specs, layer=half)))[0] == 0
+    assert smoothed(case("normed"), replace(PLAIN, specs=replace(PLAIN.specs, exclude=("q_node",))))[0] == 1
     with pytest.raises(ConfigError, match=r"alpha=1.5: possible: 0 .* to 1"):
         smoothed(case("normed"), alpha=1.5)
     with pytest.raises(NonFiniteError, match="x holds NaN"):
@@ -319,7 +319,7 @@ def test_moved_values_that_are_rounded_already_get_no_mul() -> None:
     h = b.node("Mul", ["x", b.node("Sigmoid", ["x"], "gate")], "silu")
     reader(b, b.node("Reshape", [h, b.integers("shape", [0, 0, 32])], "h"), "y")
     model = b.model({"x": ["n", 16, 32]}, {"y": ["n", 16, 8]})
-    assert smoothed(model, Settings(LAYER), samples("from_input"))[0] == 0
+    assert smoothed(model, Settings(SpecSettings(LAYER)), samples("from_input"))[0] == 0
     assert muls(smoothed(model, ORT, samples("from_input"))[1]) == ["h"]
 
 

@@ -25,14 +25,14 @@ from quark.onnx import (
 )
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.config.lowering.lower import lower
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.quantizer import ModelQuantizer
 from tests.models.onnx_zoo import Reader, cnn, images, mlp, vectors
 
 S8 = spec("int8")
-A8W8 = Settings(LayerSpec(weight=S8, input=S8))
+A8W8 = Settings(SpecSettings(LayerSpec(weight=S8, input=S8)))
 
 
 def two_inputs(batch: int | str = "n") -> onnx.ModelProto:

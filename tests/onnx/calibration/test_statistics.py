@@ -16,13 +16,13 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, FormatError, NonFiniteError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.calibration.statistics import Statistics, fingerprint
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, vectors
 
 U8 = spec("uint8", symmetric=False)
-BASE = Settings(LayerSpec(weight=spec("int8", PerChannel(0)), input=U8), fold_relu=True)
+BASE = Settings(SpecSettings(LayerSpec(weight=spec("int8", PerChannel(0)), input=U8)), qdq=QDQSettings(fold_relu=True))
 METHODS = ["min_max", "moving_average", "percentile", "layerwise_percentile", "distribution", "mse", "entropy"]
 METHODS += ["pof2_min_max", "pof2_non_overflow", "pof2_min_mse"]
 
@@ -41,9 +41,10 @@ def assert_same(one: onnx.ModelProto, other: onnx.ModelProto) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_file_written_by_one_method_serves_every_other_without_data(method: str, tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
-    quantize(load(cnn()), replace(BASE, statistics=file), Reader(images()))
-    settings = replace(BASE, layer=replace(BASE.layer, input=replace(U8, observer=method)))
-    reused = to_proto(quantize(load(cnn()), replace(settings, statistics=file), None))
+    quantize(load(cnn()), replace(BASE, calibration=CalibrationSettings(statistics=file)), Reader(images()))
+    layer = replace(BASE.specs.layer, input=replace(U8, observer=method))
+    settings = replace(BASE, specs=replace(BASE.specs, layer=layer))
+    reused = to_proto(quantize(load(cnn()), replace(settings, calibration=CalibrationSettings(statistics=file)), None))
     assert_same(reused, to_proto(quantize(load(cnn()), settings, Reader(images()))))
 
 
@@ -53,15 +54,29 @@ def test_methods_are_all_registered() -> None:
 
 def test_a_file_has_what_any_scheme_of_the_model_needs(tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
-    quantize(load(cnn()), replace(BASE, nodes=("stem_conv_node", "stem_node"), statistics=file), Reader(images()))
-    for settings in (BASE, replace(BASE, target="ort_x64"), replace(BASE, fold_relu=False, align=("Concat", "Pool"))):
-        reused = to_proto(quantize(load(cnn()), replace(settings, statistics=file), None))
+    quantize(
+        load(cnn()),
+        replace(
+            BASE,
+            specs=replace(BASE.specs, nodes=("stem_conv_node", "stem_node")),
+            calibration=CalibrationSettings(statistics=file),
+        ),
+        Reader(images()),
+    )
+    for settings in (
+        BASE,
+        replace(BASE, qdq=replace(BASE.qdq, target="ort_x64")),
+        replace(BASE, qdq=replace(BASE.qdq, fold_relu=False, align=("Concat", "Pool"))),
+    ):
+        reused = to_proto(
+            quantize(load(cnn()), replace(settings, calibration=CalibrationSettings(statistics=file)), None)
+        )
         assert_same(reused, to_proto(quantize(load(cnn()), settings, Reader(images()))))
 
 
 def test_tensors_that_a_file_lacks_are_added_to_it(tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
-    settings = replace(BASE, statistics=file)
+    settings = replace(BASE, calibration=CalibrationSettings(statistics=file))
     first = to_proto(quantize(load(cnn()), settings, Reader(images())))
     partial = Statistics.load(file, fingerprint(load(cnn())))
     del partial.states["both"]
@@ -74,7 +89,7 @@ def test_tensors_that_a_file_lacks_are_added_to_it(tmp_path: Path) -> None:
 
 def test_another_model_or_another_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "statistics.npz"
-    settings = replace(BASE, statistics=str(file))
+    settings = replace(BASE, calibration=replace(BASE.calibration, statistics=str(file)))
     quantize(load(cnn()), settings, Reader(images()))
     with pytest.raises(CalibrationError, match="another float model"):
         quantize(load(mlp()), settings, Reader(vectors()))
@@ -106,7 +121,7 @@ def test_nan_anywhere_in_a_tensor_is_found_and_named() -> None:
     x = np.ones((2, 8), np.float32)
     x[1, 5] = -1
     for observer in ("min_max", "percentile"):
-        settings = Settings(LayerSpec(weight=spec("int8"), input=replace(U8, observer=observer)))
+        settings = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=replace(U8, observer=observer))))
         with pytest.raises(NonFiniteError, match="log"):
             quantize(load(model), settings, Reader([{"x": x}]))
 

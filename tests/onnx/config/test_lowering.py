@@ -33,10 +33,9 @@ from quark.onnx.config.enums import (
     VitisQuantFormat,
 )
 from quark.onnx.config.lowering.lower import lower
-from quark.onnx.config.lowering.passes import OPTION_OF
 from quark.onnx.config.lowering.tensors import lower_tensor
 from quark.onnx.config.presets import get_default_config
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.config.tensor_specs import (
     BFloat16Spec,
     Float16Spec,
@@ -47,7 +46,7 @@ from quark.onnx.config.tensor_specs import (
     UInt8Spec,
     XInt8Spec,
 )
-from quark.onnx.passes import PASSES, POST_PASSES
+from quark.onnx.passes import PASSES, default_arguments
 
 MIN_MAX = CalibMethod.MinMax
 POF2 = CoreScale.pof2
@@ -57,6 +56,9 @@ def new(activation: Any = None, weight: Any = None, /, **options: Any) -> Settin
     """The settings of a QConfig; asymmetric uint8 activations and int8 weights by default."""
     layer = QLayerConfig(input_tensors=activation or UInt8Spec(), weight=weight or Int8Spec())
     return lower(QConfig(layer, **options))
+
+
+FOR_NPU = [name for name, row in PASSES.items() if row.for_npu]
 
 
 def old(options: dict[str, Any] | None = None, **values: Any) -> Settings:
@@ -74,55 +76,47 @@ def tensor(config: QTensorConfig, weight: bool = False, **options: Any) -> Tenso
 def test_a8w8() -> None:
     int8 = spec("int8")
     assert named("A8W8") == Settings(
-        LayerSpec(weight=int8, input=int8, output=int8),
-        int32_bias=True,
-        fold_relu=True,
-        align=("Concat",),
-        force_pass_through=True,
-        contrib_domain=True,
-        target="npu",
-        convert_split_to_slice=True,
-        convert_bn_to_conv=True,
-        convert_reduce_mean=True,
-        split_large_pool=True,
+        SpecSettings(LayerSpec(weight=int8, input=int8, output=int8), int32_bias=True),
+        qdq=QDQSettings(fold_relu=True, align=("Concat",), force_pass_through=True, contrib_domain=True, target="npu"),
+        passes={**default_arguments(), **dict.fromkeys(FOR_NPU, True)},
     )
 
 
 def test_a16w8() -> None:
     wide = named("A16W8")
     int16 = spec("int16")
-    assert wide.layer == LayerSpec(weight=spec("int8"), input=int16, output=int16)
-    assert wide.int32_bias and wide.contrib_domain and wide.align == ("Concat",)
+    assert wide.specs.layer == LayerSpec(weight=spec("int8"), input=int16, output=int16)
+    assert wide.specs.int32_bias and wide.qdq.contrib_domain and wide.qdq.align == ("Concat",)
 
 
 def test_xint8() -> None:
     weight = spec("int8", scale_type=POF2, observer="pof2_min_mse")
     legacy = named("XINT8")
     middle = spec("uint8", scale_type=POF2, observer="pof2_min_mse")
-    assert legacy.layer == LayerSpec(weight, weight, middle, middle)
-    assert (legacy.target, legacy.int32_bias, legacy.contrib_domain) == ("npu", False, False)
-    assert legacy.align == ("Concat", "Pool", "Pad", "Slice")
+    assert legacy.specs.layer == LayerSpec(weight, weight, middle, middle)
+    assert (legacy.qdq.target, legacy.specs.int32_bias, legacy.qdq.contrib_domain) == ("npu", False, False)
+    assert legacy.qdq.align == ("Concat", "Pool", "Pad", "Slice")
     today = new(XInt8Spec(), XInt8Spec())
-    assert today.layer == LayerSpec(weight, weight, weight, weight)
-    assert (today.target, today.int32_bias, today.align) == ("npu", False, legacy.align)
-    assert new(XInt8Spec(), XInt8Spec(), EnableNPUCnn=False).int32_bias is True
+    assert today.specs.layer == LayerSpec(weight, weight, weight, weight)
+    assert (today.qdq.target, today.specs.int32_bias, today.qdq.align) == ("npu", False, legacy.qdq.align)
+    assert new(XInt8Spec(), XInt8Spec(), EnableNPUCnn=False).specs.int32_bias is True
 
 
 def test_bf16() -> None:
     cast = spec("bfloat16", observer="placeholder")
-    assert named("BF16").layer == LayerSpec(cast, cast, cast, cast)
+    assert named("BF16").specs.layer == LayerSpec(cast, cast, cast, cast)
     written = new(BFloat16Spec(), BFloat16Spec(), BF16QDQToCast=True)
-    assert written.cast_bfloat16 and not written.int32_bias and not written.contrib_domain
-    assert not written.layer.needs_data
+    assert written.qdq.cast_bfloat16 and not written.specs.int32_bias and not written.qdq.contrib_domain
+    assert not written.specs.layer.needs_data
 
 
 def test_u8s8() -> None:
     settings = named("INT8_CNN_DEFAULT")
     activation = spec("uint8", symmetric=False)
-    assert settings.layer == LayerSpec(weight=spec("int8"), input=activation, output=activation)
-    assert (settings.target, settings.contrib_domain, settings.int32_bias) == ("generic", False, True)
-    assert new(Target="ort_x64").target == "ort_x64"
-    assert named("S8S8_AAWS").percentile == 99.9999
+    assert settings.specs.layer == LayerSpec(weight=spec("int8"), input=activation, output=activation)
+    assert (settings.qdq.target, settings.qdq.contrib_domain, settings.specs.int32_bias) == ("generic", False, True)
+    assert new(Target="ort_x64").qdq.target == "ort_x64"
+    assert named("S8S8_AAWS").calibration.percentile == 99.9999
 
 
 def test_configs_are_not_changed() -> None:
@@ -165,22 +159,25 @@ def test_layerwise_percentile_and_distribution() -> None:
     assert tensor(Int8Spec(calibration_method=CalibMethod.Distribution)).observer == "distribution"
     options = {"LWPMetric": "mse", "PercentileCandidates": [99.0, 99.9]}
     settings = old(options, calibrate_method=LayerWiseMethod.LayerWisePercentile)
-    assert settings.percentile_metric == "mse" and settings.percentile_candidates == (99.0, 99.9)
-    assert settings.layer.input is not None and settings.layer.input.observer == "layerwise_percentile"
-    assert old(calibrate_method=CalibrationMethod.Distribution).layer.input.observer == "distribution"  # type: ignore[union-attr]
+    assert settings.calibration.percentile_metric == "mse" and settings.calibration.percentile_candidates == (
+        99.0,
+        99.9,
+    )
+    assert settings.specs.layer.input is not None and settings.specs.layer.input.observer == "layerwise_percentile"
+    assert old(calibrate_method=CalibrationMethod.Distribution).specs.layer.input.observer == "distribution"  # type: ignore[union-attr]
 
 
 def test_granularity() -> None:
     channel = Int8Spec(quant_granularity=QuantGranularity.Channel)
     settings = new(None, channel)
-    assert settings.layer.weight is not None and settings.layer.weight.granularity == PerChannel(0)
-    legacy = old(per_channel=True).layer.weight
+    assert settings.specs.layer.weight is not None and settings.specs.layer.weight.granularity == PerChannel(0)
+    legacy = old(per_channel=True).specs.layer.weight
     assert legacy is not None and legacy.granularity == PerChannel(0)
     with pytest.raises(ConfigError, match="Channel is for weights"):
         tensor(channel)
     with pytest.raises(ConfigError, match="Group is for weights"):
         tensor(Int8Spec(quant_granularity=QuantGranularity.Group))
-    group = new(None, Int8Spec(quant_granularity=QuantGranularity.Group), BlockSize=64).layer.weight
+    group = new(None, Int8Spec(quant_granularity=QuantGranularity.Group), BlockSize=64).specs.layer.weight
     assert group is not None and group.granularity == PerGroup(0, 64, pad=True)
     with pytest.raises(NotSupportedError, match="MinMSE"):
         tensor(QTensorConfig(True, ScaleType.Float32, CalibMethod.MinMSE, QuantGranularity.Channel), weight=True)
@@ -188,7 +185,7 @@ def test_granularity() -> None:
 
 def test_bias_of_a_power_of_two_scheme_has_one_scale() -> None:
     settings = new(XInt8Spec(), XInt8Spec(quant_granularity=QuantGranularity.Channel))
-    assert settings.layer.bias is not None and settings.layer.bias.granularity == PerTensor()
+    assert settings.specs.layer.bias is not None and settings.specs.layer.bias.granularity == PerTensor()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in specs.DATA_TYPES.values() if kind.block])
@@ -213,10 +210,10 @@ def test_block_attributes() -> None:
         activation_type=ExtendedQuantType.QBFP,
         weight_type=ExtendedQuantType.QBFP,
     )
-    weight = settings.layer.weight
+    weight = settings.specs.layer.weight
     assert weight is not None
     assert (weight.dtype.name, weight.granularity, weight.rounding) == ("mx6", PerGroup(-1, 16, True), RoundType.round)
-    mx = old(quant_format=VitisQuantFormat.MXFixNeuron).layer.weight
+    mx = old(quant_format=VitisQuantFormat.MXFixNeuron).specs.layer.weight
     assert mx is not None and mx.dtype.name == "mxint8"
     wrong: list[tuple[type[Exception], dict[str, Any]]] = [
         (ConfigError, {"bfp_method": "to_bfp", "bit_width": 12}),
@@ -232,32 +229,34 @@ def test_block_attributes() -> None:
 
 def test_symmetry_options_overrule_the_specs() -> None:
     settings = new(ActivationSymmetric=True, WeightSymmetric=False)
-    assert settings.layer.input is not None and settings.layer.weight is not None
-    assert settings.layer.input.symmetric and not settings.layer.weight.symmetric
-    unsigned = old(weight_type=QuantType.QUInt8).layer.weight
+    assert settings.specs.layer.input is not None and settings.specs.layer.weight is not None
+    assert settings.specs.layer.input.symmetric and not settings.specs.layer.weight.symmetric
+    unsigned = old(weight_type=QuantType.QUInt8).specs.layer.weight
     assert unsigned is not None and not unsigned.symmetric
 
 
 def test_weight_calibration() -> None:
     for method in (ExtendedCalibrationMethod.MinMSE, CalibMethod.MinMSE, PowerOfTwoMethod.MinMSE):
-        weight = old({"WeightCalibrateMethod": method}).layer.weight
+        weight = old({"WeightCalibrateMethod": method}).specs.layer.weight
         assert weight is not None and weight.observer == "mse"
     with pytest.raises(ConfigError, match="possible: MinMax, MinMSE"):
         old({"WeightCalibrateMethod": CalibrationMethod.Entropy})
-    assert old({"CalibMovingAverage": True}).layer.input == spec("int8", symmetric=False, observer="moving_average")
+    assert old({"CalibMovingAverage": True}).specs.layer.input == spec(
+        "int8", symmetric=False, observer="moving_average"
+    )
 
 
 def test_biases() -> None:
-    assert new().layer.bias is None and new().int32_bias
+    assert new().specs.layer.bias is None and new().specs.int32_bias
     floating = new(QuantizeBias=False)
-    assert floating.layer.bias is None and not floating.int32_bias
+    assert floating.specs.layer.bias is None and not floating.specs.int32_bias
     like_weight = new(Int32Bias=False)
-    assert like_weight.layer.bias == like_weight.layer.weight and not like_weight.int32_bias
+    assert like_weight.specs.layer.bias == like_weight.specs.layer.weight and not like_weight.specs.int32_bias
     layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec(), bias=Int32Spec())
-    assert lower(QConfig(layer)).int32_bias
+    assert lower(QConfig(layer)).specs.int32_bias
     layer.bias = Int16Spec()
     own = lower(QConfig(layer))
-    assert own.layer.bias == spec("int16") and not own.int32_bias
+    assert own.specs.layer.bias == spec("int16") and not own.specs.int32_bias
     with pytest.raises(ConfigError, match="needs integer"):
         new(BFloat16Spec(), BFloat16Spec(), Int32Bias=True)
     layer = QLayerConfig(input_tensors=BFloat16Spec(), weight=Int8Spec(), bias=Int32Spec())
@@ -267,8 +266,8 @@ def test_biases() -> None:
 
 def test_weights_only_has_no_activations() -> None:
     settings = lower(QConfig(QLayerConfig(weight=Int8Spec()), WeightsOnly=True))
-    assert settings.layer == LayerSpec(weight=spec("int8"))
-    assert settings.weights_only and not settings.int32_bias and not settings.layer.needs_data
+    assert settings.specs.layer == LayerSpec(weight=spec("int8"))
+    assert settings.specs.weights_only and not settings.specs.int32_bias and not settings.specs.layer.needs_data
 
 
 def test_layers_of_their_own_inherit_what_they_do_not_say() -> None:
@@ -278,19 +277,19 @@ def test_layers_of_their_own_inherit_what_they_do_not_say() -> None:
         layer_type_config={None: ["Softmax"], QLayerConfig(weight=Int16Spec()): ["MatMul"]},
         exclude=["^/head.*", (["d"], ["e"])],
     )
-    layer = settings.layer
-    assert settings.by_name == (
+    layer = settings.specs.layer
+    assert settings.specs.by_name == (
         (("conv1", (("a",), ("b", "c"))), LayerSpec(layer.weight, None, spec("int16"), spec("int16"))),
     )
-    assert settings.by_type[0] == (("Softmax",), None)
-    assert settings.by_type[1] == (("MatMul",), LayerSpec(spec("int16"), None, layer.input, layer.output))
-    assert settings.exclude == ("^/head.*", (("d",), ("e",)))
+    assert settings.specs.by_type[0] == (("Softmax",), None)
+    assert settings.specs.by_type[1] == (("MatMul",), LayerSpec(spec("int16"), None, layer.input, layer.output))
+    assert settings.specs.exclude == ("^/head.*", (("d",), ("e",)))
 
 
 def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
     cast = spec("bfloat16", observer="placeholder")
     settings = new(layer_type_config={QLayerConfig(BFloat16Spec(), weight=BFloat16Spec()): ["MatMul"]})
-    own = settings.by_type[0][1]
+    own = settings.specs.by_type[0][1]
     assert own is not None and (own.weight, own.bias, own.input) == (cast, cast, cast)
     with pytest.raises(NotSupportedError, match="Int16 beside int32"):
         new(specific_layer_config={QLayerConfig(weight=Int8Spec(), bias=Int16Spec()): ["a"]})
@@ -299,49 +298,51 @@ def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "value"),
     [
-        ({"OpTypesToQuantize": ["Conv"]}, "op_types", ("Conv",)),
-        ({"OpTypesToQuantize": ["Conv"], "QuantizeAllOpTypes": True}, "all_op_types", True),
-        ({"ExtraOpTypesToQuantize": ["Sin"]}, "extra_op_types", ("Sin",)),
-        ({"NodesToQuantize": ["a"]}, "nodes", ("a",)),
-        ({"EnableNPUTransformer": True}, "op_types", ("Gemm", "MatMul")),
-        ({"EnableNPUTransformer": True}, "matmul_const_only", True),
-        ({"MatMulConstBOnly": True}, "matmul_const_only", True),
-        ({"FoldBatchNorm": False}, "fold_batch_norm", False),
-        ({"OptimizeModel": False}, "fold_batch_norm", False),
-        ({"SkipPreprocess": True}, "fold_batch_norm", False),
-        ({"SkipPreprocess": True, "FoldBatchNorm": True}, "fold_batch_norm", True),
-        ({"SkipPreprocess": True}, "simplify", False),
-        ({"SkipPreprocess": True}, "copy_bias_init", None),
-        ({"SkipPreprocess": True, "CopyBiasInit": ["Conv"]}, "copy_bias_init", ("Conv",)),
-        ({"CopySharedInit": []}, "copy_shared_init", ()),
-        ({"ConvertOpsetVersion": 17}, "convert_opset_version", 17),
-        ({"FixShapes": "x:[1,3]"}, "fix_shapes", "x:[1,3]"),
-        ({"ConvertFP16ToFP32": True}, "convert_fp16_to_fp32", True),
-        ({"ConvertNCHWToNHWC": True}, "convert_nchw_to_nhwc", True),
-        ({"FuseGelu": False}, "fuse_gelu", False),
-        ({"RemoveInputInit": False}, "remove_input_init", False),
-        ({"ReplaceClip6Relu": True}, "replace_clip6_relu", True),
-        ({"ConvertClipToRelu": True}, "convert_clip_to_relu", True),
-        ({"EnableNPUTransformer": True}, "convert_split_to_slice", True),
-        ({"EnableNPUCnn": True}, "convert_bn_to_conv", True),
-        ({"EnableNPUCnn": True, "ConvertBNToConv": False}, "convert_bn_to_conv", False),
-        ({"EnableNPUCnn": True, "SkipPreprocess": True}, "split_large_pool", False),
-        ({"FoldRelu": True}, "fold_relu", True),
-        ({"AlignPool": True, "AlignPad": True}, "align", ("Pool", "Pad")),
-        ({"ForceQuantizeNoInputCheck": True}, "force_pass_through", True),
-        ({"UseQDQContribOps": True}, "contrib_domain", True),
-        ({"Percentile": 99}, "percentile", 99.0),
-        ({"CalibDataSize": 8}, "calibration_samples", 8),
-        ({"UseRandomData": True}, "random_data", True),
-        ({"RandomDataReaderInputShape": {"x": [1, 3]}}, "random_shapes", (("x", (1, 3)),)),
-        ({"RandomDataReaderInputDataRange": {"x": [0, 1]}}, "random_ranges", (("x", (0, 1)),)),
-        ({"ExecutionProviders": ["CUDAExecutionProvider"]}, "providers", ("CUDAExecutionProvider",)),
-        ({"EnableNPUCnn": True}, "target", "npu"),
+        ({"OpTypesToQuantize": ["Conv"]}, "specs.op_types", ("Conv",)),
+        ({"OpTypesToQuantize": ["Conv"], "QuantizeAllOpTypes": True}, "specs.all_op_types", True),
+        ({"ExtraOpTypesToQuantize": ["Sin"]}, "specs.extra_op_types", ("Sin",)),
+        ({"NodesToQuantize": ["a"]}, "specs.nodes", ("a",)),
+        ({"EnableNPUTransformer": True}, "specs.op_types", ("Gemm", "MatMul")),
+        ({"EnableNPUTransformer": True}, "specs.matmul_const_only", True),
+        ({"MatMulConstBOnly": True}, "specs.matmul_const_only", True),
+        ({"FoldBatchNorm": False}, "passes.fold_batch_norm", None),
+        ({"OptimizeModel": False}, "passes.fold_batch_norm", None),
+        ({"SkipPreprocess": True}, "passes.fold_batch_norm", None),
+        ({"SkipPreprocess": True, "FoldBatchNorm": True}, "passes.fold_batch_norm", True),
+        ({"SkipPreprocess": True}, "passes.simplify", None),
+        ({"SkipPreprocess": True}, "passes.copy_bias_init", None),
+        ({"SkipPreprocess": True, "CopyBiasInit": ["Conv"]}, "passes.copy_bias_init", ("Conv",)),
+        ({"CopySharedInit": []}, "passes.copy_shared_init", ()),
+        ({"ConvertOpsetVersion": 17}, "passes.convert_opset_version", 17),
+        ({"FixShapes": "x:[1,3]"}, "passes.fix_shapes", "x:[1,3]"),
+        ({"ConvertFP16ToFP32": True}, "passes.convert_fp16_to_fp32", True),
+        ({"ConvertNCHWToNHWC": True}, "passes.convert_nchw_to_nhwc", True),
+        ({"FuseGelu": False}, "passes.fuse_gelu", None),
+        ({"RemoveInputInit": False}, "passes.remove_input_init", None),
+        ({"ReplaceClip6Relu": True}, "passes.replace_clip6_relu", True),
+        ({"ConvertClipToRelu": True}, "passes.convert_clip_to_relu", True),
+        ({"EnableNPUTransformer": True}, "passes.convert_split_to_slice", True),
+        ({"EnableNPUCnn": True}, "passes.convert_bn_to_conv", True),
+        ({"EnableNPUCnn": True, "ConvertBNToConv": False}, "passes.convert_bn_to_conv", None),
+        ({"EnableNPUCnn": True, "SkipPreprocess": True}, "passes.split_large_pool", None),
+        ({"FoldRelu": True}, "qdq.fold_relu", True),
+        ({"AlignPool": True, "AlignPad": True}, "qdq.align", ("Pool", "Pad")),
+        ({"ForceQuantizeNoInputCheck": True}, "qdq.force_pass_through", True),
+        ({"UseQDQContribOps": True}, "qdq.contrib_domain", True),
+        ({"Percentile": 99}, "calibration.percentile", 99.0),
+        ({"CalibDataSize": 8}, "calibration.samples", 8),
+        ({"UseRandomData": True}, "calibration.random_data", True),
+        ({"RandomDataReaderInputShape": {"x": [1, 3]}}, "calibration.random_shapes", (("x", (1, 3)),)),
+        ({"RandomDataReaderInputDataRange": {"x": [0, 1]}}, "calibration.random_ranges", (("x", (0, 1)),)),
+        ({"ExecutionProviders": ["CUDAExecutionProvider"]}, "calibration.providers", ("CUDAExecutionProvider",)),
+        ({"EnableNPUCnn": True}, "qdq.target", "npu"),
     ],
 )
 def test_options_reach_the_settings_of_both_generations(options: dict[str, Any], field: str, value: Any) -> None:
-    assert getattr(new(extra_options=options), field) == value
-    assert getattr(old(options), field) == value
+    part, _, name = field.rpartition(".")
+    for settings in (new(extra_options=options), old(options)):
+        holder = getattr(settings, part) if part else settings
+        assert (holder.get(name) if part == "passes" else getattr(holder, name)) == value
 
 
 def test_legacy_fields() -> None:
@@ -355,28 +356,30 @@ def test_legacy_fields() -> None:
         optimize_model=False,
         use_external_data_format=True,
     )
-    assert settings.op_types == ("Conv",) and settings.extra_op_types == ("Sin",) and settings.nodes == ("a",)
-    assert settings.exclude == ("b", "^c.*", (("d",), ("e",)))
-    assert settings.providers == ("X",) and settings.external_data and not settings.fold_batch_norm
+    specs = settings.specs
+    assert (specs.op_types, specs.extra_op_types, specs.nodes) == (("Conv",), ("Sin",), ("a",))
+    assert settings.specs.exclude == ("b", "^c.*", (("d",), ("e",)))
+    assert settings.calibration.providers == ("X",) and settings.external_data
+    assert "fold_batch_norm" not in settings.passes
     assert old(enable_npu_transformer=True) == old({"EnableNPUTransformer": True})
     assert new(extra_options={}, use_external_data_format=True).external_data
 
 
 def test_passes_for_npus_are_on_by_default_where_documented() -> None:
-    assert named("A8W8").convert_bn_to_conv and named("XINT8").split_large_pool
-    assert not named("INT8_CNN_DEFAULT").convert_bn_to_conv
+    assert {*FOR_NPU} <= {*named("A8W8").passes} & {*named("XINT8").passes}
+    assert not {*FOR_NPU} & {*named("INT8_CNN_DEFAULT").passes}
     extended = new(BFloat16Spec(), BFloat16Spec())
     written = new(BFloat16Spec(), BFloat16Spec(), BF16QDQToCast=True)
-    assert extended.convert_reduce_mean and not written.convert_reduce_mean
-    assert old(convert_fp16_to_fp32=True, convert_nchw_to_nhwc=True).convert_fp16_to_fp32
-    assert {*OPTION_OF} == {*PASSES, *POST_PASSES}
+    assert {*FOR_NPU} <= {*extended.passes} and not {*FOR_NPU} & {*written.passes}
+    converted = old(convert_fp16_to_fp32=True, convert_nchw_to_nhwc=True).passes
+    assert converted["convert_fp16_to_fp32"] is converted["convert_nchw_to_nhwc"] is True
 
 
 def test_domains() -> None:
-    assert not new().contrib_domain
-    assert new(Int16Spec()).contrib_domain
-    assert not new(Int16Spec(), UseQDQContribOps=False).contrib_domain
-    assert not named("FP16").contrib_domain
+    assert not new().qdq.contrib_domain
+    assert new(Int16Spec()).qdq.contrib_domain
+    assert not new(Int16Spec(), UseQDQContribOps=False).qdq.contrib_domain
+    assert not named("FP16").qdq.contrib_domain
 
 
 @pytest.mark.parametrize(
@@ -415,7 +418,7 @@ def test_wrong_values_are_refused() -> None:
 
 def test_float_weights_always_have_a_pair() -> None:
     assert new(BFloat16Spec(), BFloat16Spec(), AddQDQPairToWeight=True) == new(BFloat16Spec(), BFloat16Spec())
-    assert new(AddQDQPairToWeight=True).float_weights and not new().float_weights
+    assert new(AddQDQPairToWeight=True).qdq.float_weights and not new().qdq.float_weights
 
 
 def test_settings_have_every_field() -> None:

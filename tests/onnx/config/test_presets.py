@@ -78,7 +78,7 @@ def test_each_call_makes_a_new_object() -> None:
 def test_named_configurations_lower(name: str) -> None:
     config = Config(global_quant_config=get_default_config(name))
     before = config.to_dict()
-    assert bool(lower(config).mixed) == ("_MIXED_" in name)
+    assert bool(lower(config).specs.mixed) == ("_MIXED_" in name)
     assert config.to_dict() == before
 
 
@@ -91,9 +91,9 @@ def test_qconfigs_lower_and_round_trip(name: str) -> None:
 
 def test_names_of_the_two_generations_differ_as_documented() -> None:
     old, new = lower(Config(get_default_config("A8W8"))), lower(presets.A8W8_QCONFIG)
-    assert old.layer.input is not None and new.layer.input is not None
-    assert (old.layer.input.observer, new.layer.input.observer) == ("min_max", "percentile")
-    assert (old.contrib_domain, new.contrib_domain) == (True, False)
+    assert old.specs.layer.input is not None and new.specs.layer.input is not None
+    assert (old.specs.layer.input.observer, new.specs.layer.input.observer) == ("min_max", "percentile")
+    assert (old.qdq.contrib_domain, new.qdq.contrib_domain) == (True, False)
 
 
 def test_addresses() -> None:

@@ -20,7 +20,7 @@ from quark.core.granularity import PerChannel
 from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.converters import TOOLS
 from quark.onnx.converters.command_line import run_tool
 from quark.onnx.converters.remove_qdq import decode
@@ -29,10 +29,10 @@ from quark.onnx.graph.model_file import load, read, save, to_proto
 from tests.models.onnx_zoo import Builder, Reader, cnn, feed, half, images, legacy, mlp, outputs, pools, shared
 
 S8, U8 = spec("int8"), spec("uint8", symmetric=False)
-A8W8 = Settings(LayerSpec(weight=S8, input=S8), contrib_domain=True)
-U16S8 = Settings(LayerSpec(weight=S8, input=spec("uint16", symmetric=False)))
-U16U8 = Settings(LayerSpec(weight=U8, input=spec("uint16", symmetric=False)))
-WEIGHTS = Settings(LayerSpec(weight=spec("int8", PerChannel(0))), weights_only=True)
+A8W8 = Settings(SpecSettings(LayerSpec(weight=S8, input=S8)), qdq=QDQSettings(contrib_domain=True))
+U16S8 = Settings(SpecSettings(LayerSpec(weight=S8, input=spec("uint16", symmetric=False))))
+U16U8 = Settings(SpecSettings(LayerSpec(weight=U8, input=spec("uint16", symmetric=False))))
+WEIGHTS = Settings(SpecSettings(LayerSpec(weight=spec("int8", PerChannel(0))), weights_only=True))
 (SAMPLE,) = images(1)
 
 
@@ -147,7 +147,7 @@ def test_weights_are_written_beside_the_model_where_asked(tmp_path: Path) -> Non
     ("tool", "settings", "before", "after"),
     [
         ("convert_s8s8_to_u8s8", A8W8, "int8", "uint8"),
-        ("convert_s8s8_to_u8s8", replace(A8W8, contrib_domain=False), "int8", "uint8"),
+        ("convert_s8s8_to_u8s8", replace(A8W8, qdq=replace(A8W8.qdq, contrib_domain=False)), "int8", "uint8"),
         ("convert_u16s8_to_s16s8", U16S8, "uint16", "int16"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_narrower_type_keeps_the_range(tmp_path: Path) -> None:
     proto = quantized(U16U8)
     changed = converted("convert_u16u8_to_u8u8", proto, tmp_path)
     assert code_types(changed, "QuantizeLinear") == {"uint8"}
-    direct = quantized(replace(U16U8, layer=LayerSpec(weight=U8, input=U8)))
+    direct = quantized(Settings(SpecSettings(LayerSpec(weight=U8, input=U8))))
     expected = outputs(cnn(), SAMPLE)[0]
     errors = [np.linalg.norm(outputs(model, SAMPLE)[0] - expected) for model in (changed, direct)]
     assert errors[0] < 1.2 * errors[1] < 0.1 * np.linalg.norm(expected)
@@ -244,8 +244,9 @@ def test_pairs_between_named_ops_are_removed(tmp_path: Path) -> None:
     b = Builder()
     product = b.node("Mul", ["x", "x"], "product")
     b.node("Add", [product, "x"], "y")
-    proto = to_proto(quantize(load(b.model({"x": ["n", 8]}, {"y": ["n", 8]})), Settings(LayerSpec(input=U8, weight=U8)),
-                              Reader([{"x": np.ones((2, 8), np.float32)}])))  # fmt: skip
+    model = load(b.model({"x": ["n", 8]}, {"y": ["n", 8]}))
+    settings = Settings(SpecSettings(LayerSpec(input=U8, weight=U8)))
+    proto = to_proto(quantize(model, settings, Reader([{"x": np.ones((2, 8), np.float32)}])))
     assert types(proto).count("DequantizeLinear") == 3
     changed = converted("remove_qdq_mul_add", proto, tmp_path)
     assert types(changed).count("DequantizeLinear") == 2

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
 from quark.onnx.evaluation.ort_fusion_rules import REASONS
 from quark.onnx.flow import quantize
@@ -267,7 +267,7 @@ S8, U8, CHANNEL = spec("int8"), spec("uint8", symmetric=False), spec("int8", Per
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.parametrize("make", [cnn, mlp])
 def test_everything_that_the_target_ort_x64_quantizes_is_fused(make: Any, external: bool, tmp_path: Path) -> None:
-    settings = Settings(LayerSpec(weight=CHANNEL, input=U8), target="ort_x64")
+    settings = Settings(SpecSettings(LayerSpec(weight=CHANNEL, input=U8)), qdq=QDQSettings(target="ort_x64"))
     feeds = images() if make is cnn else vectors()
     save(quantize(load(make()), settings, Reader(feeds)), tmp_path / "m.onnx", external_data=external)
     found = inspect_fusion(tmp_path / "m.onnx")
@@ -280,7 +280,9 @@ def test_everything_that_the_target_ort_x64_quantizes_is_fused(make: Any, extern
 
 
 def test_symmetric_int8_stays_in_float_around_relu_and_branches(tmp_path: Path) -> None:
-    settings = Settings(LayerSpec(weight=S8, input=S8), align=("Concat",), contrib_domain=True)
+    settings = Settings(
+        SpecSettings(LayerSpec(weight=S8, input=S8)), qdq=QDQSettings(align=("Concat",), contrib_domain=True)
+    )
     save(quantize(load(cnn()), settings, Reader(images())), tmp_path / "m.onnx")
     reasons = {row.node: row.reason for row in inspect_fusion(tmp_path / "m.onnx")}
     assert "Relu" in reasons["stem_conv_node"] and "Clip" in reasons["point_conv_node"]

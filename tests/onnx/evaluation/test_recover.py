@@ -31,7 +31,7 @@ from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
 from quark.onnx.calibration import calibrate as calibrate_module
 from quark.onnx.calibration.qparams import onnx_range
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.evaluation.recovery.changes import (
     Judged,
     Situation,
@@ -52,7 +52,10 @@ from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain
 
 CONFIG = QConfig(QLayerConfig(input_tensors=UInt8Spec(calibration_method=CalibMethod.MinMax), weight=Int8Spec()))
 RAISE = Step("bits", raise_bits)
-S8 = Settings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False)), percentile=60.0)
+S8 = Settings(
+    SpecSettings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False))),
+    calibration=CalibrationSettings(percentile=60.0),
+)
 HELD_OUT = (3, 7)
 FITTED = (0, 1, 2, 4, 5, 6)
 
@@ -63,10 +66,14 @@ def found(model: onnx.ModelProto, feeds: list[Any], *steps: Step, settings: Sett
     return replace(result, model=to_proto(best))
 
 
+def with_layer(settings: Settings, layer: LayerSpec) -> Settings:
+    return replace(settings, specs=replace(settings.specs, layer=layer))
+
+
 def weights_of(dtype: str, **more: Any) -> Step:
     """A step that is sure to gain."""
     weight = onnx_range(spec(dtype, **more))
-    return Step(dtype, lambda settings, _: replace(settings, layer=replace(settings.layer, weight=weight)))
+    return Step(dtype, lambda settings, _: with_layer(settings, replace(settings.specs.layer, weight=weight)))
 
 
 WORSE = replace(weights_of("int8", observer="percentile"), name="worse")
@@ -131,7 +138,7 @@ def test_only_what_gains_is_kept() -> None:
     assert worse.after is not None and worse.after < result.plain - 10
     assert plain.after == worse.before == better.before == back.after == result.plain
     assert better.after == back.before == result.score > result.plain
-    assert result.settings.layer.weight == onnx_range(spec("int16"))
+    assert result.settings.specs.layer.weight == onnx_range(spec("int16"))
 
 
 def test_for_l2_less_is_better() -> None:
@@ -180,7 +187,7 @@ def test_ranges_of_the_plain_config_come_back_with_an_algorithm() -> None:
     situation = Situation(S8)
     assert change(S8, situation) is None
     other = ranges("entropy")(replace(S8, algorithms=("kept",)), situation)
-    assert isinstance(other, Settings) and other.layer.input != S8.layer.input
+    assert isinstance(other, Settings) and other.specs.layer.input != S8.specs.layer.input
     assert change(other, situation) == replace(S8, algorithms=("kept", "it"))
 
 
@@ -196,9 +203,13 @@ def test_biases_are_corrected_after_the_weights_are_learned() -> None:
 
 
 def test_power_of_two_scales_keep_their_methods() -> None:
-    settings = replace(S8, layer=LayerSpec(weight=spec("int8"), input=spec("int8", scale_type=ScaleType.pof2)))
+    settings = with_layer(S8, LayerSpec(weight=spec("int8"), input=spec("int8", scale_type=ScaleType.pof2)))
     names = {step.name: step.change(settings, Situation(settings)) for step in STEPS if step.name.startswith("ranges:")}
-    observers = {name: s.layer.input.observer for name, s in names.items() if isinstance(s, Settings) and s.layer.input}
+    observers = {
+        name: s.specs.layer.input.observer
+        for name, s in names.items()
+        if isinstance(s, Settings) and s.specs.layer.input
+    }
     assert observers == {"ranges: MinMax": "pof2_non_overflow", "ranges: MinMSE": "pof2_min_mse"}
 
 
@@ -214,14 +225,15 @@ def test_as_many_layers_get_more_bits_as_the_target_takes(metric: str, target: f
 def test_more_bits_are_for_a_target_and_for_runtimes_that_have_them() -> None:
     judged = Judged(target=45.0)
     assert str(RAISE.change(S8, Situation(S8))).startswith("needs a target")
-    assert (
-        RAISE.change(replace(S8, target="ort_x64"), Situation(S8, 1.0, judged)) == "the target ort_x64 has 8 bits only"
-    )
-    half = replace(S8, layer=LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")))
+    ort = replace(S8, qdq=QDQSettings(target="ort_x64"))
+    assert RAISE.change(ort, Situation(S8, 1.0, judged)) == "the target ort_x64 has 8 bits only"
+    half = with_layer(S8, LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")))
     assert RAISE.change(half, Situation(half, 1.0, judged)) is None
-    four = replace(S8, layer=LayerSpec(weight=spec("int4")))
+    four = with_layer(S8, LayerSpec(weight=spec("int4")))
     changed = RAISE.change(four, Situation(four, 1.0, judged))
-    assert isinstance(changed, Settings) and changed.mixed == ((LayerSpec(weight=onnx_range(spec("int8"))), None),)
+    assert isinstance(changed, Settings) and changed.specs.mixed == (
+        (LayerSpec(weight=onnx_range(spec("int8"))), None),
+    )
 
 
 def test_for_more_bits_the_worst_output_counts() -> None:
@@ -234,13 +246,13 @@ def test_for_more_bits_the_worst_output_counts() -> None:
 
 def test_sixteen_bits_need_neither_clipping_nor_training() -> None:
     clipped = ranges("entropy")(S8, Situation(S8))
-    assert isinstance(clipped, Settings) and clipped.layer.input is not None
+    assert isinstance(clipped, Settings) and clipped.specs.layer.input is not None
     clipped = replace(clipped, algorithms=(CLEConfig(), AdaRoundConfig(num_iterations=5)))
     raised = raise_all_bits(clipped, Situation(S8, 1.0, Judged(target=45.0)))
-    assert isinstance(raised, Settings) and raised.layer.input is not None
-    assert (raised.layer.input.dtype.name, raised.layer.input.observer) == ("uint16", "min_max")
+    assert isinstance(raised, Settings) and raised.specs.layer.input is not None
+    assert (raised.specs.layer.input.dtype.name, raised.specs.layer.input.observer) == ("uint16", "min_max")
     assert raised.algorithms == (CLEConfig(),)
-    four = replace(clipped, layer=LayerSpec(weight=spec("int4")))
+    four = with_layer(clipped, LayerSpec(weight=spec("int4")))
     raised = raise_all_bits(four, Situation(S8, 1.0, Judged(target=45.0)))
     assert isinstance(raised, Settings) and raised.algorithms == clipped.algorithms
 
@@ -249,7 +261,7 @@ def test_what_no_choice_of_layers_reaches_is_tried_with_all() -> None:
     result = found(two_heads(), vectors(8), RAISE, Step("all", raise_all_bits), target=500.0)
     few, everything = result.trials[1:]
     assert few.after is None and "is not reached" in few.result and everything.result == "kept"
-    assert result.settings.layer.weight == onnx_range(spec("int16")) and not result.settings.algorithms
+    assert result.settings.specs.layer.weight == onnx_range(spec("int16")) and not result.settings.algorithms
 
 
 # Algorithms that a test can steer. ------------------------------------------------------------------------------------
@@ -294,7 +306,7 @@ def test_a_step_within_which_the_time_ends_is_stopped() -> None:
 
     result = found(mlp(), vectors(8), weights_of("int16"), fake_step(late), weights_of("int8"), budget=1000.0)
     assert [trial.result for trial in result.trials[:3]] == ["kept", "kept", "stopped: the budget ended"]
-    assert result.settings.layer.weight == onnx_range(spec("int16"))
+    assert result.settings.specs.layer.weight == onnx_range(spec("int16"))
 
 
 def test_a_step_for_which_there_is_no_time_is_skipped() -> None:
@@ -363,9 +375,9 @@ def test_too_few_samples_are_refused(feeds: Any, came: str) -> None:
 
 
 def test_the_sample_limit_counts_before_the_split() -> None:
-    assert found(mlp(), vectors(8), settings=replace(S8, calibration_samples=5)).fitted == 4
+    assert found(mlp(), vectors(8), settings=replace(S8, calibration=replace(S8.calibration, samples=5))).fitted == 4
     with pytest.raises(CalibrationError, match="there are 2"):
-        found(mlp(), vectors(8), settings=replace(S8, calibration_samples=2))
+        found(mlp(), vectors(8), settings=replace(S8, calibration=replace(S8.calibration, samples=2)))
 
 
 @pytest.mark.parametrize(("text", "seconds"), (("90s", 90), ("10m", 600), ("1.5 h", 5400), (7, 7), (0.5, 0.5)))
@@ -386,7 +398,11 @@ def test_what_recovery_cannot_do_is_refused(tmp_path: Any) -> None:
         with pytest.raises(ConfigError, match=f"The target {target!r} is no number; possible: a value of sqnr"):
             ModelQuantizer(CONFIG).recover(mlp(), None, vectors(8), target=target)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leave out Statistics"):
-        found(mlp(), vectors(8), settings=replace(S8, statistics=str(tmp_path / "s.npz")))
+        found(
+            mlp(),
+            vectors(8),
+            settings=replace(S8, calibration=replace(S8.calibration, statistics=str(tmp_path / "s.npz"))),
+        )
     with pytest.raises(ConfigError, match="not both"):
         ModelQuantizer(CONFIG).recover(mlp(), None, vectors(8), "data.npz")
 

@@ -264,7 +264,7 @@ def badly_scaled(make: Callable[[], onnx.ModelProto], factors: dict[str, float])
 def test_badly_scaled_networks_are_brought_within_reach(name: str, model: str, factors: dict[str, float]) -> None:
     make, read = MODELS[model]
     bad, (feed, *_) = badly_scaled(make, factors), read()
-    free = replace(XINT8[name], position_rules=(), check_positions=False)
+    free = replace(XINT8[name], npu=replace(XINT8[name].npu, rules=(), check=False))
     before, after = (to_proto(quantize(load(bad), s, Reader(read()))) for s in (free, XINT8[name]))
     assert {"shift_cut", "shift_bias"} <= File(before).broken() and File(after).broken() == set()
     reference = run(bad, feed)
@@ -275,7 +275,7 @@ def test_rounds_are_bounded() -> None:
     model, data = small(lambda b: biased(b, 2.0**-24, 1.0)), feeds()
     quantize(load(model), xint8(), Reader(data))
     with pytest.raises(ConfigError, match="MaxLoopNum"):
-        quantize(load(model), replace(xint8(), position_rounds=0), Reader(data))
+        quantize(load(model), replace(xint8(), npu=replace(xint8().npu, rounds=0)), Reader(data))
     with pytest.raises(ConfigError, match="MaxLoopNum=0"):
         xint8(MaxLoopNum=0)
 
@@ -284,7 +284,7 @@ def test_scales_that_are_no_power_of_two_are_refused() -> None:
 
     mixed = ((("stem_conv_node",), LayerSpec(weight=spec("int8"), input=spec("int8"))),)
     with pytest.raises(ConfigError, match=r"power-of-two scales; .* has"):
-        quantize(load(cnn()), replace(xint8(), by_name=mixed), Reader(images()))
+        quantize(load(cnn()), replace(xint8(), specs=replace(xint8().specs, by_name=mixed)), Reader(images()))
 
 
 # The DPU's operators -------------------------------------------------------------------------------------------------
@@ -353,11 +353,11 @@ def test_each_conversion_has_its_option(option: str) -> None:
     option_off = EFFECT[option](simulated(xint8(**{option: False})))
     assert option_on != option_off
     assert lower(QConfig(QLayerConfig(input_tensors=XInt8Spec(), weight=XInt8Spec()),
-                         SimulateDPU=False)).dpu_conversions == ()  # fmt: skip
-    assert set(xint8().dpu_conversions) == {*CONVERSIONS}
-    assert xint8(EnableNPUCnn=False).dpu_conversions == ()
+                         SimulateDPU=False)).npu.conversions == ()  # fmt: skip
+    assert set(xint8().npu.conversions) == {*CONVERSIONS}
+    assert xint8(EnableNPUCnn=False).npu.conversions == ()
     floats = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
-    assert lower(QConfig(floats, EnableNPUCnn=True)).dpu_conversions == ()
+    assert lower(QConfig(floats, EnableNPUCnn=True)).npu.conversions == ()
 
 
 def test_a_factor_is_part_of_its_operator() -> None:
@@ -379,12 +379,12 @@ def test_operators_that_stay_in_float_are_not_simulated() -> None:
 
     model = load(small(pools, channels=3))
     before = to_proto(model).SerializeToString()
-    settings = replace(xint8(), exclude=("re:.*_node",))
+    settings = replace(xint8(), specs=replace(xint8().specs, exclude=("re:.*_node",)))
     assert simulate(model, settings) == 0
     assert [n.op_type for n in to_proto(model).graph.node] == [
         n.op_type for n in onnx.load_from_string(before).graph.node
     ]
-    only = replace(xint8(), op_types=("AveragePool",))
+    only = replace(xint8(), specs=replace(xint8().specs, op_types=("AveragePool",)))
     model = load(small(pools, channels=3))
     assert simulate(model, only) == 1
     assert {n.op_type for n in place(model, only).nodes} == {"AveragePool", "Mul"}
@@ -401,10 +401,14 @@ def test_means_of_unknown_size_are_refused() -> None:
 def test_saved_statistics_are_not_mixed_with_those_of_simulated_operators(tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
     plain, simulated_too = xint8(SimulateDPU=False), xint8()
-    quantize(load(mlp()), replace(plain, statistics=file), Reader(vectors()))
-    assert plain.dpu_conversions == () != simulated_too.dpu_conversions
+    quantize(load(mlp()), replace(plain, calibration=replace(plain.calibration, statistics=file)), Reader(vectors()))
+    assert plain.npu.conversions == () != simulated_too.npu.conversions
     with pytest.raises(CalibrationError, match="another float model"):
-        quantize(load(mlp()), replace(simulated_too, statistics=file), Reader(vectors()))
+        quantize(
+            load(mlp()),
+            replace(simulated_too, calibration=replace(simulated_too.calibration, statistics=file)),
+            Reader(vectors()),
+        )
 
 
 def test_asymmetric_zero_points_follow_a_moved_scale() -> None:
@@ -424,7 +428,7 @@ def test_vint8_models_are_valid_and_run(legacy: bool, model: str) -> None:
     make, read = MODELS[model]
     config = Config(get_default_config("VINT8")) if legacy else presets.VINT8_QCONFIG
     settings = lower(config)
-    assert settings.dedicated_pairs and not settings.fused and not settings.position_rules
+    assert settings.qdq.dedicated_pairs and not settings.qdq.fused and not settings.npu.rules
     written = to_proto(quantize(load(make()), settings, Reader(read())))
     onnx.checker.check_model(written, full_check=True)
     file = File(written)

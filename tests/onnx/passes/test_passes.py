@@ -14,11 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError
-from quark.onnx.config.settings import Settings
+from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, opset, read, save, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
-from quark.onnx.passes import PASSES, POST_PASSES
+from quark.onnx.passes import PASSES, default_arguments
 from tests.models.onnx_zoo import (
     ZOO,
     Builder,
@@ -36,11 +36,16 @@ from tests.models.onnx_zoo import (
     shared,
 )
 
-U8S8 = Settings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False)))
+U8S8 = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False))))
 
 
 def types(model: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in model.graph.node]
+
+
+def with_pass(name: str, argument: object = True) -> Settings:
+    """U8S8, and one more pass."""
+    return replace(U8S8, passes={**default_arguments(), name: argument})
 
 
 def passed(proto: onnx.ModelProto, name: str, *arguments: Any) -> onnx.ModelProto:
@@ -180,10 +185,10 @@ def test_clip_before_quantization_becomes_relu_where_its_bound_is_the_largest_co
     b.node("DequantizeLinear", [b.node("QuantizeLinear", [x, scale, "zero"], "q"), scale, "zero"], "y")
     proto = b.model({"x": ["n", 64]}, {"y": ["n", 64]})
     model = read(proto)
-    assert POST_PASSES["convert_clip_to_relu"](model) == replaced
+    assert PASSES["convert_clip_to_relu"](model) == replaced
     sample = {"x": np.linspace(-9, 9, 128, dtype=np.float32).reshape(2, 64)}
     assert np.array_equal(outputs(to_proto(model), sample)[0], outputs(proto, sample)[0])
-    assert POST_PASSES["convert_clip_to_relu"](model) == 0
+    assert PASSES["convert_clip_to_relu"](model) == 0
 
 
 # Opset ----------------------------------------------------------------------------------------------------------------
@@ -231,7 +236,7 @@ def test_large_weights_that_are_inputs_stay_inputs() -> None:
 
 
 def test_the_opset_that_is_asked_for_must_do() -> None:
-    low, high = (replace(U8S8, convert_opset_version=version) for version in (11, 19))
+    low, high = (with_pass("convert_opset_version", version) for version in (11, 19))
     with pytest.raises(ConfigError, match="ConvertOpsetVersion=11.*needs opset 13"):
         quantize(load(cnn()), low, Reader(images()))
     assert opset(quantize(load(cnn()), high, Reader(images()))) == 19
@@ -290,7 +295,7 @@ def test_a_fixed_dimension_is_fixed_behind_operators_that_nobody_knows() -> None
 def test_nhwc_inputs() -> None:
     changed = passed(cnn(), "convert_nchw_to_nhwc")
     assert [d.dim_value or d.dim_param for d in changed.graph.input[0].type.tensor_type.shape.dim] == ["n", 16, 16, 3]
-    settings = Settings(U8S8.layer, convert_nchw_to_nhwc=True)
+    settings = with_pass("convert_nchw_to_nhwc")
     data = [{"x": sample["x"].transpose(0, 2, 3, 1)} for sample in images()]
     quantized = to_proto(quantize(load(cnn()), settings, Reader(data)))
     expected, found = outputs(cnn(), images()[0])[0], outputs(quantized, data[0])[0]
@@ -304,7 +309,7 @@ def test_float16_models_are_quantized_in_float32_where_asked() -> None:
     with pytest.raises(NotSupportedError, match=r"x is float16.*ConvertFP16ToFP32=True"):
         quantize(load(half()), U8S8, Reader(data))
     wide = [{name: value.astype(np.float32) for name, value in sample.items()} for sample in data]
-    settings = Settings(U8S8.layer, convert_fp16_to_fp32=True)
+    settings = with_pass("convert_fp16_to_fp32")
     quantized = to_proto(quantize(load(half()), settings, Reader(wide)))
     expected, found = outputs(half(), data[0])[0], outputs(quantized, wide[0])[0]
     assert found.dtype == np.float32 and np.abs(found - expected).max() < 0.02
@@ -329,7 +334,8 @@ def test_shared_initializers_are_copied_for_the_op_types_that_are_named() -> Non
 
 def test_initializers_that_stay_inputs_are_no_constants() -> None:
     proto = legacy()
-    settings = Settings(U8S8.layer, remove_input_init=False)
+    passes = {name: argument for name, argument in default_arguments().items() if name != "remove_input_init"}
+    settings = replace(U8S8, passes=passes)
     quantized = to_proto(quantize(load(proto), settings, Reader([feed(proto)])))
     assert "a_w" in {value.name for value in quantized.graph.input} & {i.name for i in quantized.graph.initializer}
     twice = {**feed(proto), "a_w": 2 * numpy_helper.to_array(proto.graph.initializer[0])}
@@ -353,21 +359,24 @@ def decoded(settings: Settings, proto: onnx.ModelProto) -> set[str]:
 
 def test_scopes_speak_of_the_nodes_that_the_user_knows() -> None:
     """Nodes that passes remove can be excluded; what takes their place is excluded with them."""
-    assert decoded(replace(U8S8, exclude=("a_norm_node", "^b_.*")), cnn())
-    fused = replace(U8S8, exclude=((("a_div_node",), ("a_node",)),))
+    assert decoded(replace(U8S8, specs=replace(U8S8.specs, exclude=("a_norm_node", "^b_.*"))), cnn())
+    fused = replace(U8S8, specs=replace(U8S8.specs, exclude=((("a_div_node",), ("a_node",)),)))
     assert "x_DequantizeLinear" in decoded(U8S8, gelus())
     assert "x_DequantizeLinear" not in decoded(fused, gelus())
-    parts = replace(U8S8, convert_split_to_slice=True, exclude=("split", "pool_node", "kept_node", "dropped_node"))
+    whole = with_pass("convert_split_to_slice")
+    parts = replace(whole, specs=replace(U8S8.specs, exclude=("split", "pool_node", "kept_node", "dropped_node")))
     assert not {name for name in decoded(parts, pools()) if name.startswith("part_1")}
-    assert {name for name in decoded(replace(parts, exclude=()), pools()) if name.startswith("part_1")}
+    assert {name for name in decoded(whole, pools()) if name.startswith("part_1")}
 
 
 def test_nodes_to_quantize_may_be_among_those_that_go() -> None:
-    assert "a_w_DequantizeLinear" in decoded(replace(U8S8, nodes=("a_conv_node", "a_norm_node")), cnn())
+    assert "a_w_DequantizeLinear" in decoded(
+        replace(U8S8, specs=replace(U8S8.specs, nodes=("a_conv_node", "a_norm_node"))), cnn()
+    )
     with pytest.raises(ConfigError, match="passes removed a_norm_node"):
-        decoded(replace(U8S8, nodes=("a_norm_node",)), cnn())
+        decoded(replace(U8S8, specs=replace(U8S8.specs, nodes=("a_norm_node",))), cnn())
     with pytest.raises(ConfigError, match="NodesToQuantize.*b_nor"):
-        decoded(replace(U8S8, nodes=("b_nor",)), cnn())
+        decoded(replace(U8S8, specs=replace(U8S8.specs, nodes=("b_nor",))), cnn())
 
 
 def test_a_scale_of_another_shape_is_no_layer_normalization() -> None:

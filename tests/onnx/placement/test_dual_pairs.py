@@ -98,7 +98,8 @@ def test_statistics_files_know_the_tensors_of_the_model_only(tmp_path: Any) -> N
 def test_what_shares_a_scale_follows_or_does_not() -> None:
 
     def kinds(layer: str, **changes: Any) -> list[list[str]]:
-        settings = replace(ModelQuantizer(QConfig(WIDE, specific_layer_config={NARROW: [layer]})).settings, **changes)
+        plain = ModelQuantizer(QConfig(WIDE, specific_layer_config={NARROW: [layer]})).settings
+        settings = replace(plain, qdq=replace(plain.qdq, **changes))
         made = to_proto(quantize(load(pooled()), settings, Reader(images())))
         return [steps(made, name) for name in ("pool_node", "turned_node", "b_conv_node")]
 

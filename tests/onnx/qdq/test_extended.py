@@ -211,7 +211,7 @@ def test_gemm_and_transposed_convolution_have_axes_of_their_own() -> None:
 def test_the_runtime_computes_what_the_core_says() -> None:
     (feed,) = vectors(1)
     model = make(of(MXFP4E2M1Spec, NodesToQuantize=["hidden_node"]), mlp())
-    layer = lower(of(MXFP4E2M1Spec)).layer
+    layer = lower(of(MXFP4E2M1Spec)).specs.layer
     assert layer.input is not None and layer.weight is not None
 
     def along(spec: Any, axis: int) -> Any:

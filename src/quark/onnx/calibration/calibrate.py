@@ -63,10 +63,10 @@ def activation_params(
         return {}
     observers = {root: make_observer(placement.activations[root], settings) for root in classes}
     tensors = [(name, root) for root, names in classes.items() for name in names]
-    if settings.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
+    if settings.calibration.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
         # A tensor that is quantized twice is looked at once.
         statistics = Statistics(fingerprint)
-    if settings.statistics is None and statistics is None:
+    if settings.calibration.statistics is None and statistics is None:
         collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
     else:
         statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
@@ -112,12 +112,12 @@ def _complete(
     fingerprint: str,
 ) -> Statistics:
     """The statistics, of the file where none are given, with all of these tensors: what lacks is collected and kept."""
-    path = settings.statistics if statistics is None else None
+    path = settings.calibration.statistics if statistics is None else None
     if statistics is None:
         assert path is not None
         statistics = load_or_start(path, fingerprint)
     missing = {name: EverythingObserver() for name in tensors if name not in statistics.states}
-    if missing and statistics.states and reader is None and not settings.random_data:
+    if missing and statistics.states and reader is None and not settings.calibration.random_data:
         raise CalibrationError(
             f"{path or 'The statistics'} lacks {len(missing)} tensors that this scheme needs "
             f"({next(iter(missing))}, ...): other passes or targets have other tensors. "
@@ -150,15 +150,15 @@ def _solved(name: str | None, observer: Observer) -> QParams:
 
 def repeatable(reader: Any, model: ir.Model, settings: Settings) -> Samples | None:
     """The data for algorithms, which read them more than once; None where there are none."""
-    if isinstance(reader, Samples) or (reader is None and not settings.random_data):
+    if isinstance(reader, Samples) or (reader is None and not settings.calibration.random_data):
         return reader
     return Samples(
-        _random(model, settings) if reader is None else reader, model_inputs(model), settings.calibration_samples
+        _random(model, settings) if reader is None else reader, model_inputs(model), settings.calibration.samples
     )
 
 
 def _random(model: ir.Model, settings: Settings) -> RandomDataReader:
-    return RandomDataReader(model, dict(settings.random_shapes), dict(settings.random_ranges))
+    return RandomDataReader(model, dict(settings.calibration.random_shapes), dict(settings.calibration.random_ranges))
 
 
 class Collector(Protocol):
@@ -170,7 +170,7 @@ class Collector(Protocol):
 
 def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, settings: Settings) -> None:
     """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
-    if reader is None and settings.random_data:
+    if reader is None and settings.calibration.random_data:
         reader = _random(model, settings)
     if reader is None:
         raise CalibrationError(
@@ -182,7 +182,7 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
     count = 0
     seen: dict[str, Any] = {}
     with model_session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
-        for feed in progress(samples(reader, inputs, settings.calibration_samples), "calibration"):
+        for feed in progress(samples(reader, inputs, settings.calibration.samples), "calibration"):
             running = ahead.submit(run_sample, session, wanted, feed) if wanted else None
             # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
             # use their memory again.
@@ -221,7 +221,9 @@ def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Ite
     ]
     options.add_external_initializers(list(weights), shared)
     try:
-        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=list(settings.providers))
+        session = onnxruntime.InferenceSession(
+            proto.SerializeToString(), options, providers=list(settings.calibration.providers)
+        )
     except Exception as error:
         raise QuarkError(f"ONNX Runtime does not load the model: {error}") from error
     # The arrays outlive the session, which reads them.

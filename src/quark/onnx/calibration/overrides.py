@@ -27,7 +27,7 @@ def override_specs(placement: Placement, settings: Settings) -> None:
         ConfigError: No quantized tensor has the name, or two tensors with one scale are told different things.
     """
     told: dict[ir.Value, Override] = {}
-    for name, override in settings.overrides:
+    for name, override in settings.specs.overrides:
         roots, constants = _named(placement, name)
         for root in roots:
             if override.axis is not None:
@@ -50,7 +50,7 @@ def override_specs(placement: Placement, settings: Settings) -> None:
 
 def override_params(placement: Placement, parameters: Parameters, settings: Settings) -> None:
     """Put the given scales and ranges in the place of those found."""
-    for name, override in settings.overrides:
+    for name, override in settings.specs.overrides:
         if override.scale is None and override.low is None:
             continue
         roots, constants = _named(placement, name)

@@ -47,9 +47,11 @@ class Parameters:
 def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
     """The statistic that a spec asks for."""
     if spec.observer == "percentile":
-        return PercentileObserver(spec, settings.percentile)
+        return PercentileObserver(spec, settings.calibration.percentile)
     if spec.observer == "layerwise_percentile":
-        return LayerwisePercentileObserver(spec, settings.percentile_candidates, settings.percentile_metric)
+        return LayerwisePercentileObserver(
+            spec, settings.calibration.percentile_candidates, settings.calibration.percentile_metric
+        )
     return OBSERVERS[spec.observer](spec)
 
 

@@ -1,4 +1,6 @@
-"""The extra options: one row each. What a row does not say, `lowering/` does with the value.
+"""The extra options: one row each, but for those that ask for a graph pass, which are in the rows of passes/.
+
+What a row does not say, `lowering/` does with the value.
 
     _obeyed    lowering turns the value into Settings
     _moot      any value is accepted: what it asks for is so in any case
@@ -16,6 +18,7 @@ from typing import Any
 
 from quark.core.registry import Registry
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.onnx.passes import PASSES
 
 Kind = tuple[type, ...]
 BOOL: Kind = (bool,)
@@ -25,6 +28,7 @@ TEXT: Kind = (str,)
 LIST: Kind = (list, tuple)
 DICT: Kind = (dict,)
 ANY: Kind = (object,)
+KINDS: Mapping[type, Kind] = {bool: BOOL, int: INT, str: TEXT, list: LIST}
 
 
 @dataclass(frozen=True)
@@ -68,24 +72,12 @@ _later("ShapeShifterYaml", TEXT, None, why="graph transformations from YAML are 
 _later("PreprocessYAML", TEXT, None, why="graph transformations from YAML are not part of this version")
 _obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is, but for passes that an option asks for")
 _obeyed("OptimizeModel", BOOL, True, "graph optimization: the default of FoldBatchNorm")
-_obeyed("SimplifyModel", BOOL, True, "fold constants, drop Identity, Dropout and what nothing reads")
 _later("SimplifyModelOptions", DICT, {}, why="onnxslim is not used: there is nothing to configure")
-_obeyed("ConvertFP16ToFP32", BOOL, False, "turn float16 tensors into float32 first, inputs and outputs included")
-_obeyed("ConvertNCHWToNHWC", BOOL, False, "make image inputs NHWC, as the calibration data must then be")
-_obeyed("ConvertOpsetVersion", INT, None, "the opset to convert to; left out: 13 for a model below it")
-for _name, _meaning in (
-    ("ConvertBNToConv", "a BatchNormalization that stands alone becomes a depthwise Conv"),
-    ("ConvertReduceMeanToGlobalAvgPool", "ReduceMean over height and width becomes GlobalAveragePool"),
-    ("SplitLargeKernelPool", "a GlobalAveragePool over more than 512 pixels becomes two"),
-    ("ConvertSplitToSlice", "Split becomes Slices"),
-):
-    _obeyed(_name, BOOL, None, f"{_meaning}; on by itself for NPUs and the extended formats")
-_obeyed("ConvertClipToRelu", BOOL, False, "Clip becomes Relu where the quantized range clips at the upper bound")
-for _name in ("InstanceNorm", "L2Norm", "Gelu", "LayerNorm"):
-    _obeyed(f"Fuse{_name}", BOOL, True, "fuse its subgraph into one operator, if the opset has it")
-_obeyed("FoldBatchNorm", BOOL, None, "fold BatchNormalization into the Conv, ConvTranspose or Gemm before it")
+for _pass in PASSES.values():
+    _by_others = _pass.for_npu or _pass.default_option
+    _also = "; on by itself for NPUs and the extended formats" if _pass.for_npu else ""
+    _obeyed(_pass.option, KINDS[_pass.kind], None if _by_others else _pass.default, _pass.meaning + _also)
 _obeyed("FoldRelu", BOOL, False, "drop a Relu or Clip whose effect the quantized range already has")
-_obeyed("ReplaceClip6Relu", BOOL, False, "Clip(0, 6) becomes Relu, which changes values over 6")
 
 # Targets.
 _obeyed("OpTypesToQuantize", LIST, [], "op types that are quantized; empty: those with a rule")
@@ -200,10 +192,6 @@ _obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.
 
 # Runtime and debug.
 _obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")
-_obeyed("RemoveInputInit", BOOL, True, "initializers that are inputs too become constants; else they stay in float")
-_obeyed("CopySharedInit", LIST, None, "op types (empty: all) whose shared initializers are copied for each node")
-_obeyed("CopyBiasInit", LIST, ["Conv", "ConvTranspose", "Gemm"], "op types whose shared biases are copied")
-_obeyed("FixShapes", TEXT, None, 'shapes of inputs, as "name:[1,3,224,224];other:[1,10]"')
 _moot("TmpDir", TEXT, None, "no temporary copies of the model are made")
 _later("UserCustomOpLibPath", TEXT, None)
 _moot("EncryptionAlgorithm", TEXT, "AES-256", "nothing is encrypted")

@@ -1,22 +1,20 @@
 """Settings: what the ONNX flow is asked to do. Every config and option is lowered to one, once; frozen.
 
-Nothing after lowering reads a config or an option by name.
+Nothing after lowering reads a config or an option by name. The five parts are lowered by a file each in lowering/.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from quark.core.spec import LayerSpec
+from quark.onnx.graph.scopes import Scope
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS
+from quark.onnx.passes import default_arguments
 
 FUSED = frozenset(product(FUSE_ACTIVATIONS, ACTIVATIONS))
-Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
-"""(start nodes, end nodes): the nodes on paths from one to the other."""
-
-Scope = str | Subgraph | frozenset[str]
-"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Override:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What happens to a model.
+class SpecSettings:
+    """Which tensors are quantized, and to what.
 
     Attributes:
         layer: Specs of inputs, weights, biases and outputs of every quantized node. A bias spec of None keeps the
@@ -59,49 +57,10 @@ class Settings:
         weights_only: Quantize weights, not activations.
         int32_bias: Bias as int32 with scale = input scale * weight scale.
         matmul_const_only: Leave MatMul without a constant operand in float.
-        convert_opset_version: The opset to convert to; None: the first that is needed.
-        fix_shapes: Shapes of inputs, as `name:[1,3,224,224];...`.
-        convert_fp16_to_fp32 ... split_large_pool, convert_clip_to_relu: Whether the pass of that name runs.
-        copy_shared_init, copy_bias_init: Op types (empty: all) whose shared constants or biases are copied; None: off.
-        fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
-        fused: (op type, op type of its only reader): nothing is quantized between the two.
-        float_output_types: Op types whose output is not quantized on their behalf.
-        float_outputs: Nodes of which the same holds.
         channel_axes: (op type, axis of the output channels of its weight), checked.
-        unsigned_relu: Give the outputs of Relu, and of Clip from 0, a zero point of their own.
-        align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
-        force_pass_through: Quantize data-movement ops even where their input is not quantized.
-        matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
-            weights behind a blocked DequantizeLinear.
-        quantize_fp16: The model is float16, and so are its scales; biases stay float16.
-        contrib_domain: Write Q/DQ in the com.microsoft domain.
-        cast_bfloat16: Write bfloat16 as pairs of Cast.
-        clip_bfloat16: Clip activations to the range of bfloat16 before they are quantized to it.
         refine_block_axis: Let blocks lie along the axis that each op reduces, whatever axis the spec has.
-        target: Name of a target profile: "npu", "ort_x64" or "generic".
-        dpu_conversions: Operators that are computed as the NPU computes them (`npu/simulation.py`).
-        position_rules: The NPU's rules that power-of-two scales are adjusted to (`npu/rules.py`).
-        position_rounds: Most rounds of adjusting.
-        check_positions: Whether a broken rule of the NPU is an error.
+        unsigned_relu: Give the outputs of Relu, and of Clip from 0, a zero point of their own.
         overrides: (tensor, what differs for it and all that share its scale).
-        dedicated_pairs: One Q/DQ pair for each reader of a tensor.
-        dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
-        dual_pairs: Two pairs where precisions meet (`placement/dual_pairs.py`); else the layer of its own specs wins.
-        propagate_specs: What shares a scale with a tensor of such a layer has its type too.
-        float_weights: Store weights in float, behind a pair of Q/DQ.
-        int16_bias: Biases as int16, of a coarser scale where they do not fit.
-        fit_int32_bias: Enlarge the scale of a weight where its int32 bias would not fit.
-        percentile: For the percentile observer.
-        calibration_samples: Most samples read; None for all.
-        statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
-        percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
-        random_data: Calibrate on random data where no reader is given.
-        random_shapes: (input name, shape) of random data, for inputs with unknown dimensions.
-        random_ranges: (input name, (low, high)) of random data.
-        algorithms: Algorithm configs in their order.
-        allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
-        external_data: Write weights beside the model, in `<name>.onnx.data`.
-        providers: Execution providers of calibration.
     """
 
     layer: LayerSpec
@@ -116,41 +75,55 @@ class Settings:
     weights_only: bool = False
     int32_bias: bool = True
     matmul_const_only: bool = False
-    convert_opset_version: int | None = None
-    fix_shapes: str | None = None
-    convert_fp16_to_fp32: bool = False
-    convert_nchw_to_nhwc: bool = False
-    remove_input_init: bool = True
-    simplify: bool = True
-    copy_shared_init: tuple[str, ...] | None = None
-    copy_bias_init: tuple[str, ...] | None = ("Conv", "ConvTranspose", "Gemm")
-    fuse_instance_norm: bool = True
-    fuse_l2_norm: bool = True
-    fuse_layer_norm: bool = True
-    fuse_gelu: bool = True
-    fold_batch_norm: bool = True
-    replace_clip6_relu: bool = False
-    convert_split_to_slice: bool = False
-    convert_bn_to_conv: bool = False
-    convert_reduce_mean: bool = False
-    split_large_pool: bool = False
-    convert_clip_to_relu: bool = False
-    fold_relu: bool = False
+    channel_axes: tuple[tuple[str, int], ...] = ()
+    refine_block_axis: bool = True
+    unsigned_relu: bool = False
+    overrides: tuple[tuple[str, Override], ...] = ()
+
+    def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> SpecSettings:
+        """With the specs of every layer changed, but for those of mixed precision."""
+        return replace(
+            self,
+            layer=change(self.layer),
+            by_name=tuple((scopes, layer and change(layer)) for scopes, layer in self.by_name),
+            by_type=tuple((op_types, layer and change(layer)) for op_types, layer in self.by_type),
+        )
+
+
+@dataclass(frozen=True)
+class QDQSettings:
+    """Where Q/DQ stand, and how they and the constants behind them are written.
+
+    Attributes:
+        target: Name of a target profile: "npu", "ort_x64" or "generic".
+        fused: (op type, op type of its only reader): nothing is quantized between the two.
+        float_output_types: Op types whose output is not quantized on their behalf.
+        float_outputs: Nodes of which the same holds.
+        fold_relu: Drop a Relu or Clip whose effect the quantized range already has.
+        align: Op types ("Concat", "Pool", "Pad", "Slice", "Eltwise") whose inputs and output share one scale.
+        force_pass_through: Quantize data-movement ops even where their input is not quantized.
+        dedicated_pairs: One Q/DQ pair for each reader of a tensor.
+        dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
+        dual_pairs: Two pairs where precisions meet (`placement/dual_pairs.py`); else the specs of that layer win.
+        propagate_specs: What shares a scale with a tensor of such a layer has its type too.
+        float_weights: Store weights in float, behind a pair of Q/DQ.
+        int16_bias: Biases as int16, of a coarser scale where they do not fit.
+        fit_int32_bias: Enlarge the scale of a weight where its int32 bias would not fit.
+        matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
+            weights behind a blocked DequantizeLinear.
+        quantize_fp16: The model is float16, and so are its scales; biases stay float16.
+        contrib_domain: Write Q/DQ in the com.microsoft domain.
+        cast_bfloat16: Write bfloat16 as pairs of Cast.
+        clip_bfloat16: Clip activations to the range of bfloat16 before they are quantized to it.
+    """
+
+    target: str = "generic"
     fused: frozenset[tuple[str, str]] = FUSED
     float_output_types: tuple[str, ...] = ()
     float_outputs: tuple[str, ...] = ()
-    channel_axes: tuple[tuple[str, int], ...] = ()
-    unsigned_relu: bool = False
+    fold_relu: bool = False
     align: tuple[str, ...] = ()
     force_pass_through: bool = False
-    matmul_nbits: int | None = None
-    quantize_fp16: bool = False
-    contrib_domain: bool = False
-    cast_bfloat16: bool = False
-    clip_bfloat16: bool = False
-    refine_block_axis: bool = True
-    target: str = "generic"
-    overrides: tuple[tuple[str, Override], ...] = ()
     dedicated_pairs: bool = False
     dedicated_dequantize: bool = False
     dual_pairs: bool = False
@@ -158,19 +131,76 @@ class Settings:
     float_weights: bool = False
     int16_bias: bool = False
     fit_int32_bias: bool = True
-    dpu_conversions: tuple[str, ...] = ()
-    position_rules: tuple[str, ...] = ()
-    position_rounds: int = 5
-    check_positions: bool = False
-    percentile: float = 99.999
-    calibration_samples: int | None = None
+    matmul_nbits: int | None = None
+    quantize_fp16: bool = False
+    contrib_domain: bool = False
+    cast_bfloat16: bool = False
+    clip_bfloat16: bool = False
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How the ranges of activations are found.
+
+    Attributes:
+        samples: Most samples read; None for all.
+        statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
+        percentile: For the percentile observer.
+        percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
+        random_data: Calibrate on random data where no reader is given.
+        random_shapes: (input name, shape) of random data, for inputs with unknown dimensions.
+        random_ranges: (input name, (low, high)) of random data.
+        providers: Execution providers.
+    """
+
+    samples: int | None = None
     statistics: str | None = None
+    percentile: float = 99.999
     percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
     percentile_metric: str = "mae"
     random_data: bool = False
     random_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     random_ranges: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    algorithms: tuple[object, ...] = field(default=())
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+
+
+@dataclass(frozen=True)
+class NPUSettings:
+    """The NPU's operators and its rules for power-of-two scales.
+
+    Attributes:
+        conversions: Operators that are computed as the NPU computes them (`npu/simulation.py`).
+        rules: The rules that scales are adjusted to (`npu/rules.py`).
+        rounds: Most rounds of adjusting.
+        check: Whether a broken rule is an error.
+    """
+
+    conversions: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    rounds: int = 5
+    check: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What happens to a model.
+
+    Attributes:
+        specs: Which tensors are quantized, and to what.
+        passes: Name of each graph pass that runs -> its argument, or True.
+        qdq: Where Q/DQ stand, and how they are written.
+        calibration: How the ranges of activations are found.
+        npu: The NPU's operators and rules.
+        algorithms: Algorithm configs in their order.
+        allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
+        external_data: Write weights beside the model, in `<name>.onnx.data`.
+    """
+
+    specs: SpecSettings
+    passes: Mapping[str, object] = field(default_factory=default_arguments)
+    qdq: QDQSettings = QDQSettings()
+    calibration: CalibrationSettings = CalibrationSettings()
+    npu: NPUSettings = NPUSettings()
+    algorithms: tuple[object, ...] = ()
     allow_noop: bool = False
     external_data: bool = False
-    providers: tuple[str, ...] = ("CPUExecutionProvider",)

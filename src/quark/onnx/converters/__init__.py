@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import onnx_ir as ir
+
 from quark.core.registry import Registry
 from quark.onnx.converters.domains import bfloat16_to_casts, custom_to_standard, rename_custom_ops
 from quark.onnx.converters.half import FORMATS, remove_bfloat16_casts, to_bfloat16, to_float16
@@ -21,11 +23,11 @@ _shapes = {"fix_shapes": Flag('shapes of inputs, as "name:[1,3,224,224];other:[1
 _bfloat16 = {"format": Flag(f"how bfloat16 is written: {', '.join(FORMATS)}", default="with_cast")}
 
 
-def _unique(model: object, op_types: str) -> int:
+def _unique(model: ir.Model, op_types: str) -> int:
     return PASSES["copy_shared_init"](model, tuple(name.strip() for name in op_types.split(",") if name.strip()))
 
 
-def _fixed(model: object, fix_shapes: str) -> int:
+def _fixed(model: ir.Model, fix_shapes: str) -> int:
     return PASSES["fix_shapes"](model, fix_shapes)
 
 

@@ -1,21 +1,24 @@
 """Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error.
 
-They speak of the model that the user knows: `pin` resolves them to names before the passes change the graph. A node
-that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone.
+They speak of the model that the user knows: `prepare` resolves them to names before the passes change the graph. A
+node that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 
 import onnx_ir as ir
 
 from quark.core.patterns import matches, require_matches
-from quark.errors import ConfigError
-from quark.onnx.config.settings import Scope, Settings
 from quark.onnx.graph.edit import STANDS_FOR
+
+Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
+"""(start nodes, end nodes): the nodes on paths from one to the other."""
+
+Scope = str | Subgraph | frozenset[str]
+"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
 
 
 def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:
@@ -38,36 +41,6 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Nod
     return found
 
 
-def pin(settings: Settings, model: ir.Model) -> Settings:
-    """Settings whose scopes are the names of the nodes that they match in this model.
-
-    Raises:
-        ConfigError: A scope matches no node.
-    """
-
-    def names(scopes: tuple[Scope, ...], where: str) -> tuple[Scope, ...]:
-        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where)),)
-
-    require_matches(settings.nodes, [node.name or "" for node in model.graph], "NodesToQuantize")
-    by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.by_name)
-    return replace(settings, exclude=names(settings.exclude, "exclude"), by_name=by_name)
-
-
-def drop_removed(settings: Settings, model: ir.Model) -> Settings:
-    """Settings whose NodesToQuantize are those that the passes left.
-
-    Raises:
-        ConfigError: There were some, and none is left.
-    """
-    names = {name: node.name or "" for node in model.graph for name in (node.name, node.meta.get(STANDS_FOR)) if name}
-    left = tuple(node for name, node in names.items() if name in settings.nodes)
-    if settings.nodes and not left:
-        raise ConfigError(
-            f"NodesToQuantize: the graph passes removed {', '.join(settings.nodes)}. Possible: SkipPreprocess=True."
-        )
-    return replace(settings, nodes=left)
-
-
 def _pattern(scope: str) -> str:
     """A scope as a pattern of core.patterns: documented regular expressions start with ^ and hold ".*"."""
     if scope.startswith("re:"):
@@ -77,7 +50,7 @@ def _pattern(scope: str) -> str:
     return "re:" + re.escape(scope)
 
 
-def _between(scope: tuple[tuple[str, ...], tuple[str, ...]], nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
+def _between(scope: Subgraph, nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
     starts, ends = scope
     for name in (*starts, *ends):
         require_matches(["re:" + re.escape(name)], nodes, where)

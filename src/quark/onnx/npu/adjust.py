@@ -25,19 +25,19 @@ def adjust(placement: Placement, parameters: Parameters, settings: Settings) -> 
         ConfigError: A scale is no power of two; or, where it is checked, a limit of any rule does not hold in the end:
             names each node, rule and sum.
     """
-    if not settings.position_rules and not settings.check_positions:
+    if not settings.npu.rules and not settings.npu.check:
         return parameters
     positions = Positions(placement, parameters)
-    for _ in range(settings.position_rounds):
+    for _ in range(settings.npu.rounds):
         moves = [
             positions.enforce(limit)
-            for name in settings.position_rules
+            for name in settings.npu.rules
             for node in placement.nodes
             for limit in RULES[name](positions, node)
         ]
         if not any(moves):
             break
-    if settings.check_positions:
+    if settings.npu.check:
         _check(positions)
     specs, weights = placement.activations, placement.weights
     return Parameters(

@@ -34,9 +34,9 @@ HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
 def simulate(model: ir.Model, settings: Settings) -> int:
     """Apply the conversions that the settings name to the nodes that will be quantized; return how many changed."""
     count = 0
-    if {"AvgPool", "ReduceMean"} & set(settings.dpu_conversions):
+    if {"AvgPool", "ReduceMean"} & set(settings.npu.conversions):
         infer_shapes(model)
-    for name in settings.dpu_conversions:
+    for name in settings.npu.conversions:
         nodes = select_nodes(model, settings)
         count += sum(CONVERSIONS[name](model, node) for node in nodes)
     return count

@@ -1,12 +1,12 @@
-"""Graph passes. A new one is a file here and a line below; each keeps the model's outputs, and twice is once."""
+"""Graph passes. A new one is a file here and a row below; each keeps the model's outputs, and twice is once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from quark.onnx.config.settings import Settings
 from quark.onnx.passes.convert_bn_to_conv import convert_bn_to_conv
 from quark.onnx.passes.convert_clip_to_relu import convert_clip_to_relu, replace_clip6_relu
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32
@@ -14,7 +14,7 @@ from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.convert_reduce_mean import convert_reduce_mean
 from quark.onnx.passes.convert_split_to_slice import convert_split_to_slice
-from quark.onnx.passes.copy_shared_init import copy_bias_init, copy_shared_init
+from quark.onnx.passes.copy_shared_init import BIASED, copy_bias_init, copy_shared_init
 from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.passes.fold_batch_norm import fold_batch_norm
 from quark.onnx.passes.fuse_gelu import fuse_gelu
@@ -25,46 +25,144 @@ from quark.onnx.passes.remove_input_init import remove_input_init
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.split_large_pool import split_large_pool
 
-Pass = Callable[..., int]
-"""(model) or (model, argument) -> how many places changed."""
-
-PASSES: dict[str, Pass] = {
-    "convert_opset_version": convert_opset_version,
-    "fix_shapes": fix_shapes,
-    "convert_fp16_to_fp32": convert_fp16_to_fp32,
-    "convert_nchw_to_nhwc": convert_nchw_to_nhwc,
-    "remove_input_init": remove_input_init,
-    "simplify": simplify,
-    "copy_shared_init": copy_shared_init,
-    "copy_bias_init": copy_bias_init,
-    "fuse_instance_norm": fuse_instance_norm,
-    "fuse_l2_norm": fuse_l2_norm,
-    "fuse_layer_norm": fuse_layer_norm,
-    "fuse_gelu": fuse_gelu,
-    "fold_batch_norm": fold_batch_norm,
-    "replace_clip6_relu": replace_clip6_relu,
-    "convert_split_to_slice": convert_split_to_slice,
-    "convert_bn_to_conv": convert_bn_to_conv,
-    "convert_reduce_mean": convert_reduce_mean,
-    "split_large_pool": split_large_pool,
-}
-"""Name of the Settings field -> pass, in the order in which they run before quantization.
-
-A field that is False or None leaves its pass out; True runs it, any other value is its argument.
-"""
-
-POST_PASSES: dict[str, Pass] = {"convert_clip_to_relu": convert_clip_to_relu}
-"""The same, for those that run on the quantized graph."""
+__all__ = ["PASSES", "Pass", "default_arguments", "run_passes"]
 
 
-def run_passes(model: ir.Model, settings: Settings, passes: Mapping[str, Pass]) -> None:
-    """Run the passes whose Settings field asks for them."""
-    for name, step in passes.items():
-        asked = getattr(settings, name)
-        if asked is True:
-            step(model)
-        elif asked is not False and asked is not None:
-            step(model, asked)
+@dataclass(frozen=True)
+class Pass:
+    """A graph pass, and the extra option that asks for it.
+
+    Attributes:
+        run: (model), or (model, argument), -> how many places changed. Its name is that of the pass.
+        option: The option: True runs the pass, False or None leaves it out, any other value is its argument.
+        default: What leaving the option out means.
+        meaning: What the option does.
+        kind: Type of the option.
+        default_option: Another option whose value is the default.
+        for_npu: Whether the pass is on by default for NPUs and the extended formats.
+        on_quantized: Whether it runs on the quantized graph, not on the float one.
+    """
+
+    run: Callable[..., int]
+    option: str
+    default: bool | tuple[str, ...] | None
+    meaning: str
+    kind: type = bool
+    default_option: str = ""
+    for_npu: bool = False
+    on_quantized: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.run.__name__
+
+    def __call__(self, model: ir.Model, *argument: object) -> int:
+        """Run the pass; return how many places changed."""
+        return self.run(model, *argument)
 
 
-__all__ = ["PASSES", "POST_PASSES", "Pass", "run_passes"]
+ROWS = [
+    Pass(
+        convert_opset_version,
+        "ConvertOpsetVersion",
+        None,
+        "the opset to convert to; left out: 13 for a model below it",
+        kind=int,
+    ),
+    Pass(fix_shapes, "FixShapes", None, 'shapes of inputs, as "name:[1,3,224,224];other:[1,10]"', kind=str),
+    Pass(
+        convert_fp16_to_fp32,
+        "ConvertFP16ToFP32",
+        False,
+        "turn float16 tensors into float32 first, inputs and outputs included",
+    ),
+    Pass(
+        convert_nchw_to_nhwc,
+        "ConvertNCHWToNHWC",
+        False,
+        "make image inputs NHWC, as the calibration data must then be",
+    ),
+    Pass(
+        remove_input_init,
+        "RemoveInputInit",
+        True,
+        "initializers that are inputs too become constants; else they stay in float",
+    ),
+    Pass(simplify, "SimplifyModel", True, "fold constants, drop Identity, Dropout and what nothing reads"),
+    Pass(
+        copy_shared_init,
+        "CopySharedInit",
+        None,
+        "op types (empty: all) whose shared initializers are copied for each node",
+        kind=list,
+    ),
+    Pass(copy_bias_init, "CopyBiasInit", BIASED, "op types whose shared biases are copied", kind=list),
+    Pass(fuse_instance_norm, "FuseInstanceNorm", True, "fuse its subgraph into one operator, if the opset has it"),
+    Pass(fuse_l2_norm, "FuseL2Norm", True, "fuse its subgraph into one operator, if the opset has it"),
+    Pass(fuse_layer_norm, "FuseLayerNorm", True, "fuse its subgraph into one operator, if the opset has it"),
+    Pass(fuse_gelu, "FuseGelu", True, "fuse its subgraph into one operator, if the opset has it"),
+    Pass(
+        fold_batch_norm,
+        "FoldBatchNorm",
+        True,
+        "fold BatchNormalization into the Conv, ConvTranspose or Gemm before it",
+        default_option="OptimizeModel",
+    ),
+    Pass(replace_clip6_relu, "ReplaceClip6Relu", False, "Clip(0, 6) becomes Relu, which changes values over 6"),
+    Pass(convert_split_to_slice, "ConvertSplitToSlice", False, "Split becomes Slices", for_npu=True),
+    Pass(
+        convert_bn_to_conv,
+        "ConvertBNToConv",
+        False,
+        "a BatchNormalization that stands alone becomes a depthwise Conv",
+        for_npu=True,
+    ),
+    Pass(
+        convert_reduce_mean,
+        "ConvertReduceMeanToGlobalAvgPool",
+        False,
+        "ReduceMean over height and width becomes GlobalAveragePool",
+        for_npu=True,
+    ),
+    Pass(
+        split_large_pool,
+        "SplitLargeKernelPool",
+        False,
+        "a GlobalAveragePool over more than 512 pixels becomes two",
+        for_npu=True,
+    ),
+    Pass(
+        convert_clip_to_relu,
+        "ConvertClipToRelu",
+        False,
+        "Clip becomes Relu where the quantized range clips at the upper bound",
+        on_quantized=True,
+    ),
+]
+"""All passes in the order in which they run."""
+
+PASSES = {row.name: row for row in ROWS}
+"""Name -> pass."""
+
+
+def default_arguments() -> dict[str, object]:
+    """The passes that run where no option says otherwise -> argument, or True."""
+    return {row.name: row.default for row in PASSES.values() if row.default not in (None, False)}
+
+
+def run_passes(model: ir.Model, arguments: Mapping[str, object], *, on_quantized: bool = False) -> None:
+    """Run passes on a model.
+
+    Args:
+        model: The model, changed in place.
+        arguments: Name of each pass that runs -> its argument, or True.
+        on_quantized: Run those of the quantized graph; else those of the float one.
+    """
+    for name, row in PASSES.items():
+        if name not in arguments or row.on_quantized is not on_quantized:
+            continue
+        if arguments[name] is True:
+            row(model)
+        else:
+            row(model, arguments[name])

@@ -27,7 +27,7 @@ def has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
     index = rule_of(node.op_type).weight
     if index is None or index >= len(node.inputs) or not is_constant(node.inputs[index]) or layer.weight is None:
         return False
-    return settings.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
+    return settings.qdq.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
 
 
 def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
@@ -42,7 +42,12 @@ def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placeme
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = weight_spec(node, layer.weight, settings)
-        elif index != rule.weight and layer.input is not None and not settings.weights_only and _one_scale(node, value):
+        elif (
+            index != rule.weight
+            and layer.input is not None
+            and not settings.specs.weights_only
+            and _one_scale(node, value)
+        ):
             # A constant operand of an elementwise node is quantized like an activation.
             placement.weights[node, index] = replace(layer.input, observer="min_max")
     _place_bias(node, layer, settings, placement)
@@ -68,12 +73,17 @@ def _one_scale(node: ir.Node, value: ir.Value) -> bool:
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     """An int32 bias beside integer inputs and weights, else one of the layer's own spec."""
     rule = rule_of(node.op_type)
-    if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.weights_only:
+    if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.specs.weights_only:
         return
     if not is_constant(node.inputs[rule.bias]):
         return
     weight, bias = placement.weights.get((node, rule.weight)), layer.bias
-    if settings.int32_bias and weight is not None and layer.input is not None and _in_integers(weight, layer.input):
+    if (
+        settings.specs.int32_bias
+        and weight is not None
+        and layer.input is not None
+        and _in_integers(weight, layer.input)
+    ):
         if max(weight.dtype.bits, layer.input.dtype.bits) < 32:
             placement.biases[node, rule.bias] = rule.weight
             return

@@ -36,24 +36,24 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     Raises:
         ConfigError: A name or pattern matches nothing, or nothing is left to quantize.
     """
-    placement = Placement(half=settings.quantize_fp16)
+    placement = Placement(half=settings.qdq.quantize_fp16)
     selected = select_nodes(model, settings)
     for node, layer in selected.items():
         _place_node(node, layer, settings, placement)
     if not placement.nodes:
         raise _nothing_to_quantize(model, selected, placement, settings)
-    if not settings.weights_only:
+    if not settings.specs.weights_only:
         _arrange_scales(placement, settings)
     if any(spec.is_block for spec in placement.activations.values()):
         for value in masked_values(model.graph):
             placement.activations.pop(value, None)
-    refine_block_axes(placement, settings.refine_block_axis)
+    refine_block_axes(placement, settings.specs.refine_block_axis)
     return placement
 
 
 def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     """Quantize one selected node, unless it computes in floats all the same."""
-    target = TARGETS[settings.target]
+    target = TARGETS[settings.qdq.target]
     if placement.computes_other_float(node) or not gains(node, target, placement):
         return
     if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
@@ -61,18 +61,18 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
         return
     rule = rule_of(node.op_type)
     live = [i for i in rule.inputs(node) if node.inputs[i] is not None and not is_constant(node.inputs[i])]
-    follows = rule.shares_scale and not settings.force_pass_through
+    follows = rule.shares_scale and not settings.qdq.force_pass_through
     if follows and (not live or node.inputs[live[0]] not in placement.activations):
         return
-    if settings.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
+    if settings.specs.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
         return
-    if settings.weights_only and not has_weight(node, layer, settings):
+    if settings.specs.weights_only and not has_weight(node, layer, settings):
         return
     placement.nodes.append(node)
-    if not settings.weights_only:
-        if layer.input != settings.layer.input or layer.output != settings.layer.output:
+    if not settings.specs.weights_only:
+        if layer.input != settings.specs.layer.input or layer.output != settings.specs.layer.output:
             placement.specific.add(node)
-        _place_inputs(node, layer, live, placement, settings.dual_pairs)
+        _place_inputs(node, layer, live, placement, settings.qdq.dual_pairs)
         if not _writes_float(node, target, settings):
             _place_outputs(node, layer, placement)
     place_constants(node, layer, settings, placement)
@@ -94,7 +94,10 @@ def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placemen
 
 def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
     """Whether the output of a quantized node stays in float."""
-    return node.op_type in (*target.float_output, *settings.float_output_types) or node.name in settings.float_outputs
+    return (
+        node.op_type in (*target.float_output, *settings.qdq.float_output_types)
+        or node.name in settings.qdq.float_outputs
+    )
 
 
 def _place_inputs(node: ir.Node, layer: LayerSpec, live: list[int], placement: Placement, dual: bool) -> None:
@@ -125,12 +128,12 @@ def _place_outputs(node: ir.Node, layer: LayerSpec, placement: Placement) -> Non
 def _arrange_scales(placement: Placement, settings: Settings) -> None:
     """Decide which of the activations share a scale, and what stands where two types meet."""
     remove_fused(placement, settings)
-    if settings.dual_pairs:
+    if settings.qdq.dual_pairs:
         widen_sources(placement)
     share_scales(placement, settings)
-    if settings.dual_pairs:
+    if settings.qdq.dual_pairs:
         split_borders(placement)
-    if settings.unsigned_relu:
+    if settings.specs.unsigned_relu:
         free_relu_zero(placement)
 
 
@@ -145,9 +148,9 @@ def _nothing_to_quantize(
 
 def _request(settings: Settings) -> str:
     """What the settings ask to quantize, in words."""
-    names = ", ".join(settings.nodes or settings.op_types) or "op types with a rule"
-    if settings.layer.weight is None and settings.by_type:
+    names = ", ".join(settings.specs.nodes or settings.specs.op_types) or "op types with a rule"
+    if settings.specs.layer.weight is None and settings.specs.by_type:
         # Where an algorithm alone asks for quantization, of the op types that it knows.
-        chosen = [op_type for op_types, layer in settings.by_type if layer is not None for op_type in op_types]
+        chosen = [op_type for op_types, layer in settings.specs.by_type if layer is not None for op_type in op_types]
         names = f"{', '.join(chosen)} ({', '.join(type(algorithm).__name__ for algorithm in settings.algorithms)})"
-    return names + (" with a constant weight" if settings.weights_only else "")
+    return names + (" with a constant weight" if settings.specs.weights_only else "")

@@ -22,10 +22,10 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
     """
     nodes = {node.name or "": node for node in model.graph}
     types = _op_types(model, settings)
-    require_matches(settings.nodes, nodes, "NodesToQuantize")
-    require_matches(settings.float_outputs, nodes, "NodesToExcludeOutputQuantization")
-    excluded = nodes_of(settings.exclude, model, "exclude")
-    named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.by_name]
+    require_matches(settings.specs.nodes, nodes, "NodesToQuantize")
+    require_matches(settings.qdq.float_outputs, nodes, "NodesToExcludeOutputQuantization")
+    excluded = nodes_of(settings.specs.exclude, model, "exclude")
+    named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name]
     selected: dict[ir.Node, LayerSpec] = {}
     for name, node in nodes.items():
         if FACTOR in node.meta:
@@ -35,7 +35,7 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
             continue
         if node.op_type not in types or node.domain not in KNOWN_DOMAINS or node in excluded:
             continue
-        if settings.nodes and name not in settings.nodes:
+        if settings.specs.nodes and name not in settings.specs.nodes:
             continue
         layer = _layer_of(node, settings, named)
         if layer is not None:
@@ -50,20 +50,24 @@ def _layer_of(
     for members, layer in named:
         if node in members:
             return layer
-    for op_types, layer in reversed(settings.by_type):
+    for op_types, layer in reversed(settings.specs.by_type):
         if node.op_type in op_types:
             return layer
-    return settings.layer
+    return settings.specs.layer
 
 
 def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     """The op types to quantize. Raises ConfigError for one that never is, or that neither model nor rules have."""
     present = {node.op_type for node in model.graph if node.domain in KNOWN_DOMAINS}
-    requested = {*settings.op_types, *settings.extra_op_types}
-    named = {name for names, _ in settings.by_type for name in names}
+    requested = {*settings.specs.op_types, *settings.specs.extra_op_types}
+    named = {name for names, _ in settings.specs.by_type for name in names}
     if requested & NEVER:
         raise ConfigError(f"{', '.join(sorted(requested & NEVER))} cannot be quantized; they stay in float.")
     known = {*RULES, *ON_REQUEST, *present}
     for name in sorted((requested | named) - known - NEVER):
         raise ConfigError(f"There is no op type {name!r} in the model, nor a rule for it. {did_you_mean(name, known)}")
-    return present - NEVER if settings.all_op_types else {*(settings.op_types or RULES), *settings.extra_op_types}
+    return (
+        present - NEVER
+        if settings.specs.all_op_types
+        else {*(settings.specs.op_types or RULES), *settings.specs.extra_op_types}
+    )

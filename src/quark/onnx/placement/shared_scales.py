@@ -24,7 +24,7 @@ def remove_fused(placement: Placement, settings: Settings) -> None:
             if value is None or producer is None or producer not in quantized:
                 continue
             factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
-            if factored or (read_once(value) and (producer.op_type, node.op_type) in settings.fused):
+            if factored or (read_once(value) and (producer.op_type, node.op_type) in settings.qdq.fused):
                 spec = placement.activations.pop(value, None)
                 if spec is not None and producer in placement.specific and node.outputs[0] in placement.activations:
                     placement.activations[node.outputs[0]] = spec
@@ -32,13 +32,13 @@ def remove_fused(placement: Placement, settings: Settings) -> None:
 
 def share_scales(placement: Placement, settings: Settings) -> None:
     """Give one scale to what only moves data, and to the inputs and outputs of the op types that are aligned."""
-    aligned = {op_type for name in settings.align for op_type in ALIGN_GROUPS[name]}
+    aligned = {op_type for name in settings.qdq.align for op_type in ALIGN_GROUPS[name]}
     for node in placement.nodes:
         outputs = [value for value in node.outputs if value in placement.activations]
         inputs = [value for value in node.inputs if value is not None and value in placement.activations]
         if rule_of(node.op_type).shares_scale and inputs and inputs[0] is node.inputs[0]:
             for output in outputs:
-                join(placement, inputs[0], output, settings.layer if settings.propagate_specs else None)
+                join(placement, inputs[0], output, settings.specs.layer if settings.qdq.propagate_specs else None)
         elif node.op_type in aligned:
             members = [*inputs, *(outputs or _factored_outputs(node, placement))]
             for value in members[1:]:

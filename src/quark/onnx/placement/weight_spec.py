@@ -35,13 +35,13 @@ def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSp
     if isinstance(granularity, PerGroup) and len(shape) == 2:
         return replace(spec, granularity=PerGroup(1 - axis, granularity.size, pad=True))
     # The integer kernel of MatMul takes one scale for a stack of matrices.
-    stacked = node.op_type == "MatMul" and len(shape) > 2 and not settings.weights_only
+    stacked = node.op_type == "MatMul" and len(shape) > 2 and not settings.specs.weights_only
     return replace(spec, granularity=PerTensor() if stacked or len(shape) < 2 else PerChannel(axis))
 
 
 def _check_axis(node: ir.Node, axis: int, shape: tuple[int, ...], settings: Settings) -> None:
     """Raise NotSupportedError where the settings name another axis for the channels of this op type."""
-    requested = dict(settings.channel_axes).get(node.op_type, axis)
+    requested = dict(settings.specs.channel_axes).get(node.op_type, axis)
     if requested not in (axis, axis - len(shape)):
         raise NotSupportedError(
             f"QDQOpTypePerChannelSupportToAxis: axis {requested} of the weight {list(shape)} of {node.name}: runtimes "

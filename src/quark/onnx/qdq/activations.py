@@ -42,8 +42,8 @@ class ActivationWriter:
         params = CAST if spec.is_cast or spec.is_block else self.qparams[self.placement.root(value)]
         codes: ir.Value | None = None
         for suffix, readers in self._pairs(uses, is_output):
-            if codes is None or self.settings.dedicated_pairs:
-                own_suffix = suffix if self.settings.dedicated_pairs else ""
+            if codes is None or self.settings.qdq.dedicated_pairs:
+                own_suffix = suffix if self.settings.qdq.dedicated_pairs else ""
                 codes = QdqNodes(self.writer, self.settings, name, own_suffix).quantize(value, params, spec)
             result = QdqNodes(self.writer, self.settings, name, suffix).dequantize(codes, params, spec)
             self.writer.insert_after(value.producer())
@@ -59,7 +59,7 @@ class ActivationWriter:
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         graph = self.writer.graph
         uses = [(node, index) for node, index in value.uses() if node.graph is graph and FACTOR not in node.meta]
-        if self.settings.quantize_fp16:
+        if self.settings.qdq.quantize_fp16:
             # ONNX Runtime would fuse a Concat of decoded tensors into a QLinearConcat, which refuses float16 scales.
             uses = [(node, index) for node, index in uses if node.op_type != "Concat"]
         if self._stays_float(value):
@@ -69,7 +69,7 @@ class ActivationWriter:
 
     def _stays_float(self, value: ir.Value) -> bool:
         """Whether other float nodes should go on reading this tensor itself."""
-        target, producer = TARGETS[self.settings.target], value.producer()
+        target, producer = TARGETS[self.settings.qdq.target], value.producer()
         if not target.float_islands:
             return False
         return producer is None or producer not in self._quantized or producer.op_type in target.float_output
@@ -77,7 +77,7 @@ class ActivationWriter:
     def _pairs(self, uses: list[Operand], is_output: bool) -> list[tuple[str, list[Operand]]]:
         """(suffix, uses) of each pair; the one without a suffix is that of the graph output."""
         nodes = list(dict.fromkeys(node for node, _ in uses))
-        dedicated = self.settings.dedicated_pairs or self.settings.dedicated_dequantize
+        dedicated = self.settings.qdq.dedicated_pairs or self.settings.qdq.dedicated_dequantize
         if not dedicated or len(nodes) + is_output <= 1:
             return [("", uses)] if uses or is_output else []
         pairs = [(f"_{number}", [use for use in uses if use[0] is node]) for number, node in enumerate(nodes, 1)]

@@ -87,7 +87,7 @@ class ConstantStore:
             if nodes.is_cast_pair(spec):
                 decoded = nodes.cast_back(codes, self.qparams[operand], spec)
             else:
-                if self.settings.float_weights:
+                if self.settings.qdq.float_weights:
                     codes = nodes.linear("QuantizeLinear", [source, scale, zero], spec, axis)
                 decoded = nodes.linear("DequantizeLinear", [codes, scale, zero], spec, axis)
         self.writer.insert_before(node)
@@ -104,12 +104,12 @@ class ConstantStore:
         """
         node, index = operand
         source, data_scale = _source(operand), np.asarray(data.scale, np.float64)
-        dtype = DTYPES["int16" if self.settings.int16_bias else "int32"]
+        dtype = DTYPES["int16" if self.settings.qdq.int16_bias else "int32"]
 
         def bias_and_scale() -> tuple[Array, Array]:
             bias, scale = channel_bias(constant(source), self.qparams[weight].scale)
             scale = np.asarray(data_scale * scale, np.float32)
-            if self.settings.int16_bias:
+            if self.settings.qdq.int16_bias:
                 # The scale of the accumulator where the bias fits, else the finest at which it does.
                 scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / dtype.max), np.float32)
             return bias, scale

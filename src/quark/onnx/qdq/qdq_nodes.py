@@ -40,7 +40,7 @@ def onnx_type(spec: TensorSpec) -> ir.DataType:
 
 def stored_qparams(params: QParams, spec: TensorSpec, settings: Settings) -> tuple[Array, Array]:
     """Scale and zero point as they are stored; the decoded tensor has the type of the scale."""
-    scale = np.asarray(params.scale, np.float16 if settings.quantize_fp16 else np.float32)
+    scale = np.asarray(params.scale, np.float16 if settings.qdq.quantize_fp16 else np.float32)
     zero = np.zeros(scale.shape) if params.zero_point is None else params.zero_point
     return scale, np.asarray(zero).astype(onnx_type(spec).numpy())
 
@@ -67,7 +67,7 @@ class QdqNodes:
         """The codes of an activation; the activation itself in a block format, which `dequantize` does both ways."""
         if spec.is_block:
             return x
-        if self.settings.clip_bfloat16 and _is_bfloat16(spec):
+        if self.settings.qdq.clip_bfloat16 and _is_bfloat16(spec):
             limits = {"bfloat16_min": DTYPES["bfloat16"].min, "bfloat16_max": DTYPES["bfloat16"].max}
             bounds = [self.writer.shared(name, np.asarray(limit, np.float32)) for name, limit in limits.items()]
             x = self._node("Clip", [x, *bounds], "Clip")
@@ -93,7 +93,7 @@ class QdqNodes:
 
     def is_cast_pair(self, spec: TensorSpec) -> bool:
         """Whether codes are made and decoded by Cast."""
-        return self.settings.cast_bfloat16 and _is_bfloat16(spec)
+        return self.settings.qdq.cast_bfloat16 and _is_bfloat16(spec)
 
     def cast_back(self, codes: ir.Value, params: QParams, spec: TensorSpec) -> ir.Value:
         """Cast to float32, before a product with the scale if there is one."""
@@ -129,8 +129,8 @@ class QdqNodes:
             raise NotSupportedError(
                 f"{spec.dtype} Q/DQ is not part of this version; possible: {', '.join(FIRST_OPSET)}."
             )
-        onnx_only = spec.dtype.bits < 8 or isinstance(spec.granularity, PerGroup) or self.settings.quantize_fp16
-        wanted = self.settings.contrib_domain or FIRST_OPSET[kind] > self.writer.opset
+        onnx_only = spec.dtype.bits < 8 or isinstance(spec.granularity, PerGroup) or self.settings.qdq.quantize_fp16
+        wanted = self.settings.qdq.contrib_domain or FIRST_OPSET[kind] > self.writer.opset
         return CONTRIB if wanted and not onnx_only else ""
 
     def _qparams(self, params: QParams, spec: TensorSpec) -> tuple[ir.Value, ir.Value]:

@@ -36,8 +36,8 @@ def write_qdq(
         node = operand[0]
         if node in dynamic:
             replaced[node] = producer_of(write_dynamic(writer, store, node, spec))
-        elif settings.matmul_nbits is not None:
-            replaced[node] = producer_of(write_nbits(writer, store, node, spec, settings.matmul_nbits))
+        elif settings.qdq.matmul_nbits is not None:
+            replaced[node] = producer_of(write_nbits(writer, store, node, spec, settings.qdq.matmul_nbits))
         else:
             store.write_weight(operand, spec)
     for operand, weight in _biases(placement).items():

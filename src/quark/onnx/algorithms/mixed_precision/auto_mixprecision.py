@@ -44,8 +44,12 @@ def mix_precision(
         CalibrationError: There are no samples.
     """
     data = required(data, config)
-    shares = config.shared_param_mode == "propagate"
-    base = replace(settings, dual_pairs=settings.dual_pairs or config.dual_quant_nodes, propagate_specs=shares)
+    qdq = replace(
+        settings.qdq,
+        dual_pairs=settings.qdq.dual_pairs or config.dual_quant_nodes,
+        propagate_specs=config.shared_param_mode == "propagate",
+    )
+    base = replace(settings, qdq=qdq)
     candidates = find_candidates(model, config, base)
     path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")

@@ -18,8 +18,8 @@ import onnx_ir as ir
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
-from quark.onnx.config.settings import Settings, Subgraph
-from quark.onnx.graph.scopes import nodes_of
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.scopes import Subgraph, nodes_of
 from quark.onnx.placement.place import place
 
 UNGROUPED = "__ungrouped__"
@@ -51,7 +51,8 @@ def with_options(settings: Settings, options: Sequence[Option]) -> Settings:
     for name, spec in (entry for option in options for entry in option):
         by_spec.setdefault(spec, []).append(name)
     changed = tuple(((frozenset(names),), spec) for spec, names in by_spec.items())
-    return replace(settings, by_name=(*changed, *settings.by_name))
+    specs = replace(settings.specs, by_name=(*changed, *settings.specs.by_name))
+    return replace(settings, specs=specs)
 
 
 def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[Candidate]:
@@ -62,9 +63,9 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
         FormatError: The file of subgraphs is none.
     """
     nodes = _eligible(model, config, settings)
-    targets = [(spec, names) for spec, names in settings.mixed if names is None]
-    rest = next((spec for spec, names in settings.mixed if names == ()), None)
-    own = {name: spec for spec, names in settings.mixed for name in names or ()}
+    targets = [(spec, names) for spec, names in settings.specs.mixed if names is None]
+    rest = next((spec for spec, names in settings.specs.mixed if names == ()), None)
+    own = {name: spec for spec, names in settings.specs.mixed for name in names or ()}
     _require(own, nodes, "target_layer_config", model)
     nodes = [name for name in nodes if targets or name in own or rest is not None]
     groups = [(name, [name]) for name in nodes]
@@ -86,7 +87,7 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
 def _eligible(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[str]:
     """Names of the nodes that take part; a node that the config gives specs of its own keeps them."""
     quantized = {node.name for node in place(model.clone(), settings).nodes}
-    kept = {node for scopes, _ in settings.by_name for node in nodes_of(scopes, model, "specific_layer_config")}
+    kept = {node for scopes, _ in settings.specs.by_name for node in nodes_of(scopes, model, "specific_layer_config")}
     kept |= nodes_of(config.exclude_layers or (), model, "exclude_layers")
     nodes = {
         node.name or "": node

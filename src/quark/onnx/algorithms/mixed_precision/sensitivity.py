@@ -149,7 +149,9 @@ def _kind(spec: Any) -> str:
 
 def cache_key(model: ir.Model, settings: Settings, data: Samples, parts: Sequence[Any]) -> str:
     """A hash of everything that scores depend on: the model, the samples, the settings and further parts."""
-    kept = replace(settings, algorithms=(), statistics=None, external_data=False)
+    kept = replace(
+        settings, calibration=replace(settings.calibration, statistics=None), algorithms=(), external_data=False
+    )
     digest = hashlib.sha256(repr((fingerprint(model), _plain(kept), _plain(list(parts)))).encode())
     for sample in data:
         for name, array in sorted(sample.items()):

@@ -53,7 +53,7 @@ def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Sampl
         raise ConfigError(f"cle_steps={config.cle_steps}; possible: from 1, or -1 for until nothing changes.")
     pairs = [pair for node in model.graph if (pair := _pair(node)) is not None]
     for _ in range(config.cle_steps if config.cle_steps > 0 else MOST_STEPS):
-        change = [_balance(pair, config, not settings.int32_bias) for pair in pairs]
+        change = [_balance(pair, config, not settings.specs.int32_bias) for pair in pairs]
         if sum(change) < config.cle_total_layer_diff_threshold:
             break
     return len(pairs)

@@ -31,7 +31,7 @@ from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, CLECo
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.passes import PASSES, run_passes
+from quark.onnx.passes import run_passes
 
 Array = np.ndarray[Any, Any]
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
@@ -281,7 +281,7 @@ def with_reference(job: Job, path: str) -> Job:
         raise ConfigError(f"ref_model_path: {moved[0]} has rescaled the layers, so that no other model gives targets.")
     reference = load(path)
     infer_shapes(reference)
-    run_passes(reference, settings, PASSES)
+    run_passes(reference, settings.passes)
     makers = {value.name: node for node in reference.graph for value in node.outputs}
     layers = []
     for layer in job.layers:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quark.core.spec import LayerSpec, ScaleType
 from quark.errors import ConfigError
 from quark.onnx.config.extra_options import value_of
+from quark.onnx.config.lowering.request import Request
+from quark.onnx.config.settings import NPUSettings
 
 CONVERSION_OPTIONS = {
     "LeakyRelu": "ConvertLeakyReluToDPUVersion",
@@ -28,26 +27,28 @@ RULE_OPTIONS = {
 """Rule of `npu/rules.py` -> its option."""
 
 
-def npu_settings(options: Mapping[str, Any], npu_cnn: bool, layer: LayerSpec) -> dict[str, Any]:
-    """The NPU's fields of Settings.
+def lower_npu(request: Request, layer: LayerSpec) -> NPUSettings:
+    """The NPU's operators and rules.
 
     Args:
-        options: Extra options.
-        npu_cnn: Whether the XINT8 path is asked for.
-        layer: The specs of every node: the path is one of power-of-two scales.
+        request: What the config asks for.
+        layer: The specs of every node: the XINT8 path is one of power-of-two scales.
+
+    Raises:
+        ConfigError: An option is out of range.
     """
+    options = request.options
     rounds = value_of(options, "MaxLoopNum")
     if rounds < 1:
         raise ConfigError(f"MaxLoopNum={rounds}: at least one round is needed.")
     specs = [spec for spec in (layer.weight, layer.input) if spec is not None]
-    positions = npu_cnn and all(spec.scale_type is ScaleType.pof2 for spec in specs)
+    positions = request.npu_cnn and all(spec.scale_type is ScaleType.pof2 for spec in specs)
     simulated = positions and value_of(options, "SimulateDPU")
-    asked = {name: value_of(options, option) for name, option in CONVERSION_OPTIONS.items()}
-    conversions = tuple(name for name, value in asked.items() if (simulated if value is None else value))
+    given = {name: value_of(options, option) for name, option in CONVERSION_OPTIONS.items()}
     rules = tuple(name for name, option in RULE_OPTIONS.items() if value_of(options, option))
-    return {
-        "dpu_conversions": conversions,
-        "position_rules": rules if positions else (),
-        "position_rounds": rounds,
-        "check_positions": positions and value_of(options, "NPULimitationCheck"),
-    }
+    return NPUSettings(
+        conversions=tuple(name for name, value in given.items() if (simulated if value is None else value)),
+        rules=rules if positions else (),
+        rounds=rounds,
+        check=positions and value_of(options, "NPULimitationCheck"),
+    )

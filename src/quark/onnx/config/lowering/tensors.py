@@ -21,7 +21,6 @@ from quark.core.rounding import RoundType
 from quark.core.spec import ScaleRule, TensorSpec
 from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
@@ -130,68 +129,6 @@ def group_size(size: int, name: str) -> int:
     if size < 16 or size & (size - 1):
         raise ConfigError(f"{name}={size}: possible: 16, 32, 64, 128, 256 ...")
     return size
-
-
-def lower_nbits(options: Mapping[str, Any], solver: GPTQConfig | None = None) -> tuple[TensorSpec, int]:
-    """MatMulNBitsParams: the spec of the weights, and the accuracy level.
-
-    Raises:
-        ConfigError: an unknown entry or a wrong value, or a GPTQConfig that asks for other weights.
-        NotSupportedError: an algorithm other than rounding to nearest and GPTQ, or an op type other than MatMul.
-    """
-    if set(value_of(options, "OpTypesToQuantize")) - {"MatMul"}:
-        raise NotSupportedError("UseMatMulNBits: only MatMul has such a form. Possible: OpTypesToQuantize=['MatMul'].")
-    given = {**NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
-    for key in given:
-        if key not in NBITS_DEFAULTS:
-            raise ConfigError(f"MatMulNBitsParams has no entry {key!r}. {did_you_mean(str(key), NBITS_DEFAULTS)}")
-    if given["Algorithm"] not in ("DEFAULT", "GPTQ"):
-        raise NotSupportedError(
-            f"MatMulNBitsParams.Algorithm={given['Algorithm']!r} is not part of this version; possible: 'DEFAULT', "
-            "'GPTQ'."
-        )
-    if given["Bits"] not in (2, 4, 8) or given["AccuracyLevel"] not in range(5):
-        raise ConfigError(
-            f"MatMulNBitsParams: Bits={given['Bits']}, AccuracyLevel={given['AccuracyLevel']}; "
-            "possible: Bits 2, 4 or 8, AccuracyLevel 0 to 4."
-        )
-    for name, key in {"bits": "Bits", "group_size": "GroupSize", "weight_symmetric": "Symmetric"}.items():
-        asked = getattr(solver or GPTQConfig, name)
-        if asked not in (getattr(GPTQConfig, name), given[key]):
-            raise ConfigError(f"GPTQConfig.{name}={asked}, MatMulNBitsParams.{key}={given[key]}: say it once.")
-    size = group_size(given["GroupSize"], "MatMulNBitsParams.GroupSize")
-    name = f"{'int' if given['Symmetric'] else 'uint'}{given['Bits']}"
-    return TensorSpec(DTYPES[name], PerGroup(0, size, pad=True), symmetric=given["Symmetric"]), given["AccuracyLevel"]
-
-
-def lower_gptq(config: GPTQConfig, base: TensorSpec) -> TensorSpec:
-    """The spec of the weights that GPTQ solves; fewer than 4 or 8 bits are codes of these types that stay small.
-
-    Args:
-        config: The algorithm.
-        base: The spec of other weights, which has the same kind of scale.
-
-    Raises:
-        ConfigError: A parameter out of range.
-    """
-    bits, size = config.bits, config.group_size
-    if not 2 <= bits <= 8 or config.block_size < 1 or config.perc_damp < 0:
-        raise ConfigError(
-            f"GPTQConfig: bits={bits}, block_size={config.block_size}, perc_damp={config.perc_damp}; possible: bits "
-            "2 to 8, block_size from 1, perc_damp from 0."
-        )
-    granularity: PerTensor | PerChannel | PerGroup = PerChannel(0) if config.per_channel else PerTensor()
-    if size != -1:
-        granularity = PerGroup(0, group_size(size, "GPTQConfig.group_size"), pad=True)
-    dtype = DTYPES[f"{'int' if config.weight_symmetric else 'uint'}{4 if bits <= 4 else 8}"]
-    low = -(1 << (bits - 1)) if config.weight_symmetric else 0
-    dtype = replace(dtype, min=float(low), max=float(low + (1 << bits) - 1))
-    power = base.scale_type is CoreScale.pof2
-    kind, observer = (base.scale_type, base.observer) if power else (CoreScale.float32, "min_max")
-    return TensorSpec(dtype, granularity, symmetric=config.weight_symmetric, scale_type=kind, observer=observer)
-
-
-NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
 
 
 def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:

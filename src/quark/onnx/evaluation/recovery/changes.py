@@ -73,7 +73,7 @@ def ranges(observer: str, percentile: float | None = None) -> Change:
     def change(settings: Settings, _: Situation) -> Settings | None:
         changed = _each_spec(settings, ("input", "output"), lambda spec: _observed(spec, observer))
         if percentile is not None and changed != settings:
-            changed = replace(changed, percentile=percentile)
+            changed = replace(changed, calibration=replace(changed.calibration, percentile=percentile))
         return None if changed == settings else changed
 
     return change
@@ -115,9 +115,12 @@ def with_plain_ranges(other: Change) -> Change:
     """The same with the ranges of the plain config: what it does may make those that came since needless."""
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
-        plain = situation.plain
-        ranges = {name: getattr(plain, name) for name in ("layer", "by_name", "by_type", "percentile")}
-        before = replace(settings, **ranges)
+        plain = situation.plain.specs
+        before = replace(
+            settings,
+            specs=replace(settings.specs, layer=plain.layer, by_name=plain.by_name, by_type=plain.by_type),
+            calibration=replace(settings.calibration, percentile=situation.plain.calibration.percentile),
+        )
         return None if before == settings else other(before, situation)
 
     return change
@@ -150,17 +153,17 @@ def raise_all_bits(settings: Settings, situation: Situation) -> Settings | str |
     if situation.judged.target is None:
         return None
     raised = _each_spec(settings, ("weight", "input", "output"), _twice)
-    wide = raised.layer.weight is not None and raised.layer.weight.dtype.bits > 8
+    wide = raised.specs.layer.weight is not None and raised.specs.layer.weight.dtype.bits > 8
     # Rounding to 16 bits leaves nothing to learn.
     needless = (AutoMixprecisionConfig, *((*TUNING, WorstLayers) if wide else ()))
     kept = (one for one in settings.algorithms if not isinstance(one, needless))
-    if raised.layer == settings.layer:
+    if raised.specs.layer == settings.specs.layer:
         return None
-    if TARGETS[settings.target].activation:
-        return f"the target {settings.target} has 8 bits only"
-    if settings.layer.input is not None and settings.layer.input.dynamic:
+    if TARGETS[settings.qdq.target].activation:
+        return f"the target {settings.qdq.target} has 8 bits only"
+    if settings.specs.layer.input is not None and settings.specs.layer.input.dynamic:
         return "dynamic quantization has 8 bits only"
-    return replace(raised, algorithms=tuple(kept), mixed=())
+    return replace(raised, specs=replace(raised.specs, mixed=()), algorithms=tuple(kept))
 
 
 def raise_bits(settings: Settings, situation: Situation) -> Settings | str | None:
@@ -187,7 +190,11 @@ def raise_bits(settings: Settings, situation: Situation) -> Settings | str | Non
         metric_threshold=STRICTER * judged.metric.power(judged.target, judged.samples),
         metric_optimize_object="quality",
     )
-    return replace(settings, algorithms=(*settings.algorithms, config), mixed=((raised.layer, None),))
+    return replace(
+        settings,
+        specs=replace(settings.specs, mixed=((raised.specs.layer, None),)),
+        algorithms=(*settings.algorithms, config),
+    )
 
 
 def _twice(spec: TensorSpec) -> TensorSpec:
@@ -203,17 +210,14 @@ def _twice(spec: TensorSpec) -> TensorSpec:
 def _each_spec(settings: Settings, fields: tuple[str, ...], change: Callable[[TensorSpec], TensorSpec]) -> Settings:
     """Settings with these specs of every layer changed; those that need no range stay."""
 
-    def layer(specs: LayerSpec | None) -> LayerSpec | None:
-        found = {name: getattr(specs, name) for name in fields} if specs else {}
-        kept = {name: change(s) for name, s in found.items() if s and s.has_zero_point and not s.dynamic}
-        return replace(specs, **kept) if specs else None
+    def changed(layer: LayerSpec) -> LayerSpec:
+        specs = {name: getattr(layer, name) for name in fields}
+        return replace(
+            layer,
+            **{name: change(s) for name, s in specs.items() if s and s.has_zero_point and not s.dynamic},
+        )
 
-    return replace(
-        settings,
-        layer=layer(settings.layer) or settings.layer,
-        by_name=tuple((scopes, layer(specs)) for scopes, specs in settings.by_name),
-        by_type=tuple((types, layer(specs)) for types, specs in settings.by_type),
-    )
+    return replace(settings, specs=settings.specs.with_layers(changed))
 
 
 def _observed(spec: TensorSpec, observer: str) -> TensorSpec:

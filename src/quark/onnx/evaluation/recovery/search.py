@@ -140,7 +140,7 @@ def recover(
     start = time.monotonic()
     if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
         raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
-    if settings.statistics is not None:
+    if settings.calibration.statistics is not None:
         raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
     check_algorithms(settings.algorithms)
     settings = prepare(model, settings)
