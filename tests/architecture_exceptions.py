@@ -43,7 +43,7 @@ NAMED_OTHERWISE = {
             "onnx/config/legacy.py", "onnx/config/presets.py", "onnx/config/serialized.py", "onnx/converters/half.py",
             "onnx/evaluation/ort_fusion_rules.py", "onnx/evaluation/recovery/search.py", "onnx/evaluation/score.py",
             "torch/calibration/distributed.py", "torch/flows/resume.py",
-            "torch/graph/saving.py", "torch/model/roles.py",
+            "torch/graph/saving.py",
         ],
         "until",
     ),

@@ -37,11 +37,11 @@ from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
 from quark.torch.checkpoint.loading import empty_params
 from quark.torch.config.algo_configs import ALGO_CONFIGS
 from quark.torch.config.observer_classes import OBSERVER_CLASSES
+from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS
-from quark.torch.model.roles import SELECTORS
 from quark.torch.quantization.config import config as config_address
 from tests.commands.program import quark
 from tests.models.torch_zoo import mlp

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,13 +11,15 @@ from torch import nn
 
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, ShapeError
+from quark.errors import ConfigError, NotSupportedError, ShapeError
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.lowering import lower_layer
+from quark.torch.config.lowering import lower_layer, lower_tensor
+from quark.torch.config.selectors import patterns_of, routers, selected_names
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
+from quark.torch.layers.attention import attention_modules
 from quark.torch.layers.kv_cache import require_cache_patterns, with_cache
+from quark.torch.model.passes import unconverted
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
-from quark.torch.model.roles import resolve_selectors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,11 +33,16 @@ class Plan:
         layers: Full module name -> spec, in the order of the model; only layers that change.
         excluded: Full names of the layers that could have been quantized and stay in float.
         unknown: Full names of layers derived from a supported class with a forward of their own; they stay in float.
+        probabilities: Full name of an attention module -> spec of its probabilities.
+        to_exclude: What a stored config must exclude, so that a runtime, which knows no selectors and may have layers
+            in place of what stays in float, quantizes what this plan does.
     """
 
     layers: dict[str, LayerSpec]
     excluded: tuple[str, ...]
     unknown: tuple[str, ...] = ()
+    probabilities: dict[str, TensorSpec] = field(default_factory=dict)
+    to_exclude: tuple[str, ...] = ()
 
     @property
     def needs_data(self) -> bool:
@@ -111,9 +118,7 @@ class Choice:
 
 def chooser(config: QConfig, model: nn.Module) -> Choice:
     """The choices that a config makes on a model."""
-    selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
-    patterns = tuple(pattern for pattern in config.exclude if not pattern.startswith("@"))
-    return Choice(config, patterns, frozenset(resolve_selectors(selectors, model)))
+    return Choice(config, tuple(patterns_of(config.exclude)), frozenset(selected_names(config.exclude, model)))
 
 
 def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
@@ -132,7 +137,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     candidates = {name: module for name, module in model.named_modules() if layer_class(module)}
     if any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ConfigError("The model holds quantized layers already; quantize the float model.")
-    patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
+    patterns = patterns_of(config.exclude)
     if strict:
         names = {name for name, _ in model.named_modules()}
         # Experts that are kept fused may be excluded by the names that their layers would have.
@@ -162,7 +167,39 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
             f"The leaf modules of this model are {', '.join(kinds)}; supported: Linear, Conv2d, ConvTranspose2d, and "
             "Embedding, EmbeddingBag where a layer or type entry names them."
         )
-    return Plan(layers, tuple(excluded), unknown)
+    probabilities = _probabilities(config, model)
+    to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
+    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude)
+
+
+def _probabilities(config: QConfig, model: nn.Module) -> dict[str, TensorSpec]:
+    """Name of an attention module -> spec of its probabilities, where they are quantized."""
+    spec = lower_tensor(config.softmax_quant_spec)
+    if spec is None:
+        return {}
+    patterns = patterns_of(config.exclude)
+    names = [name for name in attention_modules(model) if not matches_any(name, patterns)]
+    if not names:
+        raise NotSupportedError(f"softmax_quant_spec: {type(model).__name__} has no attention module.")
+    return dict.fromkeys(names, spec)
+
+
+def _to_exclude(
+    model: nn.Module,
+    choice: Choice,
+    layers: Mapping[str, LayerSpec],
+    excluded: Sequence[str],
+    probabilities: Mapping[str, TensorSpec],
+) -> tuple[str, ...]:
+    """See `Plan.to_exclude`."""
+    names = [name for name in excluded if not isinstance(model.get_submodule(name), ONLY_WHEN_NAMED)]
+    # Routers are linear layers in runtimes, whatever class transformers has for them.
+    names += sorted(routers(model) - layers.keys() - set(names))
+    # A layer without weights to quantize whose output feeds the cache is excluded and quantized at once.
+    names += [name for name in layers if choice.excludes(name)]
+    if probabilities:
+        names += [name for name in attention_modules(model) if name not in probabilities]
+    return (*names, *unconverted(model))
 
 
 def require_layers(patterns: list[str], names: set[str], candidates: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,29 +78,39 @@ class ModelQuantizer:
             algorithms = _algorithms(self.config)
             if algorithms and isinstance(dataloader, Iterator):
                 dataloader = list(dataloader)  # read more than once
-            with (
-                prepared(model, self.config),
-                replaced(model, make_plan(self.config, model)) as layers,
-                attention_quantized(model, self.config, layers),
-            ):
-                groups = sibling_groups(model, self.config.shared_scale_groups)
-                if self.config.quant_flow is QuantFlow.per_block:
-                    from quark.torch.flows.per_block import OnDevice, quantize_blocks
-
-                    weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
-                    quantize_blocks(model, layers, algorithms, dataloader, self.config, weights)
-                elif algorithms:
-                    from quark.torch.algorithms.block_sweep import sweep
-
-                    sync = self.config.sync_moe_expert_input_amax
-                    sweep(model, layers, algorithms, dataloader, groups, sync_experts=sync)
-                calibrate_weights(layers)
-                share_scales(layers, groups)
-                calibrate_activations(model, layers, dataloader, self.config)
+            with prepared(model, self.config):
+                plan = make_plan(self.config, model)
+                with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
+                    self._calibrate(model, layers, algorithms, dataloader)
             model.quant_config = self.config  # type: ignore[assignment]
+            model.quant_plan = plan  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
         return model
+
+    def _calibrate(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, QuantLayer],
+        algorithms: Sequence[Algorithm],
+        data: Iterable[Any] | None,
+    ) -> None:
+        """Run the algorithms; find the scales of weights and activations."""
+        groups = sibling_groups(model, self.config.shared_scale_groups)
+        # What works block by block costs half a second to import.
+        if self.config.quant_flow is QuantFlow.per_block:
+            from quark.torch.flows.per_block import OnDevice, quantize_blocks
+
+            weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
+            quantize_blocks(model, layers, algorithms, data, self.config, weights)
+        elif algorithms:
+            from quark.torch.algorithms.block_sweep import sweep
+
+            sync = self.config.sync_moe_expert_input_amax
+            sweep(model, layers, algorithms, data, groups, sync_experts=sync)
+        calibrate_weights(layers)
+        share_scales(layers, groups)
+        calibrate_activations(model, layers, data, self.config)
 
     @staticmethod
     def freeze(model: nn.Module, quantize: bool | None = None, runtime_options: object | None = None) -> nn.Module:
@@ -165,9 +175,10 @@ class ModelQuantizer:
 
 
 def _algorithms(config: QConfig) -> list[Algorithm]:
-    """What `algo_config` asks for; what runs block by block is loaded where it is used (half a second)."""
+    """The algorithms of `algo_config`."""
     if not config.algo_config:
         return []
+    # Half a second, which is not spent where no algorithm runs.
     from quark.torch.algorithms import algorithms_of
 
     return algorithms_of(config.algo_config)

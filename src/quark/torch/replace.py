@@ -11,10 +11,10 @@ from quark.errors import ConfigError
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import quantize_attention
+from quark.torch.layers.kv_cache import cached_after_rope
 from quark.torch.layers.online_rotation import undo_input_rotation
 from quark.torch.layers.replace import replace_layer, set_submodule
 from quark.torch.model.passes import prepare, undo
-from quark.torch.model.roles import attention_modules
 from quark.torch.plan import Plan, chooser
 
 
@@ -47,9 +47,11 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
 
 
 @contextmanager
-def attention_quantized(model: nn.Module, config: QConfig, layers: Mapping[str, QuantLayer]) -> Iterator[None]:
+def attention_quantized(
+    model: nn.Module, config: QConfig, plan: Plan, layers: Mapping[str, QuantLayer]
+) -> Iterator[None]:
     """Add what acts inside attention; take it away again if the body fails."""
-    undo_attention = quantize_attention(model, config, layers, attention_modules(model))
+    undo_attention = quantize_attention(model, cached_after_rope(config, layers), plan.probabilities)
     try:
         yield
     except BaseException:

@@ -22,7 +22,7 @@ from quark.torch.layers import ROLES, layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.meta_model import import_transformers
 from quark.torch.model.published_names import published_names
-from quark.torch.model.roles import tying_configs
+from quark.torch.model.tied_weights import tying_configs
 
 
 def import_model_from_safetensors(

@@ -23,10 +23,10 @@ from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import probability_quantizers, quantize_attention
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
+from quark.torch.layers.kv_cache import cached_after_rope
 from quark.torch.layers.online_rotation import hold_rotations
 from quark.torch.layers.replace import quantized_layers, replace_layer
 from quark.torch.model.passes import prepare, undo
-from quark.torch.model.roles import attention_modules
 from quark.torch.plan import Plan, chooser, make_plan
 
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
@@ -110,8 +110,10 @@ def map_to_stored(
     originals = prepare(model, chooser(config, model).wanted)
     try:
         real = weight_format == REAL_QUANTIZED
-        _hold_layers(model, make_plan(config, model, strict=False), form, pack_method, real, originals)
-        _hold_attention(model, config, form)
+        plan = make_plan(config, model, strict=False)
+        _hold_layers(model, plan, form, pack_method, real, originals)
+        quantize_attention(model, cached_after_rope(config, quantized_layers(model)), plan.probabilities)
+        _hold_probabilities(model, form)
         rotation = config.get_rotation_config()
         if rotation is not None:
             hold_rotations(model, rotation)
@@ -135,9 +137,8 @@ def _hold_layers(
             originals[name] = module
 
 
-def _hold_attention(model: nn.Module, config: QConfig, form: Format) -> None:
-    """Add what acts inside attention, with buffers for its scales."""
-    quantize_attention(model, config, quantized_layers(model), attention_modules(model))
+def _hold_probabilities(model: nn.Module, form: Format) -> None:
+    """Make buffers for the scales of attention probabilities."""
     for name, quantizer in probability_quantizers(model).items():
         device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
         params = empty_params(quantizer.spec, ())

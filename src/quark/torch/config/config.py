@@ -32,7 +32,8 @@ __all__ = [
     "QuantizationConfig",
 ]
 
-SELECTORS = ("@output_head", "@router", "@non_text")
+from quark.torch.config.selectors import SELECTORS
+
 """Entries of `exclude` that name a role instead of a pattern; they may match nothing."""
 
 

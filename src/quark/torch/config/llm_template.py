@@ -16,8 +16,9 @@ from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
-from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
+from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer, lower_layer
+from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.config.tensor_config import QTensorConfig
 

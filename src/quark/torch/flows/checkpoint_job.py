@@ -29,10 +29,11 @@ from quark.torch.checkpoint.shards import (
 )
 from quark.torch.checkpoint.source import Source, quantization_of
 from quark.torch.config.config import QConfig
-from quark.torch.model.meta_model import build_skeleton, read_config, tied_names
+from quark.torch.model.meta_model import build_skeleton, read_config
 from quark.torch.model.passes import prepare
 from quark.torch.model.passes.conv1d import is_conv1d
 from quark.torch.model.published_names import source_names
+from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
 from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
 
@@ -112,7 +113,7 @@ class CheckpointJob:
 
     def write_rest(self, output: Path) -> None:
         """Write what a checkpoint has beside its tensors: config.json, tokenizer, generation config."""
-        quantization = quantization_config(self.model, self.config, self.weight_format, self.pack_method)
+        quantization = quantization_config(self.model, self.config, self.plan, self.weight_format, self.pack_method)
         write_config(self.model, quantization, output)
         write_companions(self.model, self.folder, None, output)
 

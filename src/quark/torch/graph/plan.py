@@ -16,6 +16,7 @@ from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer
+from quark.torch.config.selectors import patterns_of, selected_names
 from quark.torch.graph.batch_norm import foldable
 from quark.torch.graph.operators import (
     ACTIVATIONS,
@@ -32,7 +33,6 @@ from quark.torch.graph.operators import (
     source_of,
     target_name,
 )
-from quark.torch.model.roles import resolve_selectors
 from quark.torch.plan import Plan, check_shapes, require_layers
 
 
@@ -95,7 +95,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         if why:
             reasons[name] = why
     operators = {name: operator for name, operator in operators.items() if name not in reasons}
-    patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
+    patterns = patterns_of(config.exclude)
     names = {*operators, *reasons, *(name for name, _ in model.named_modules())}
     require_matches(patterns, names, "exclude")
     require_layers(patterns, names, {*operators, *reasons})
@@ -119,7 +119,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
             f"Nothing to quantize: of {len(operators)} operators that can be ({', '.join(kinds) or 'none'}), all are "
             f"excluded or without a config. Others in the graph: {', '.join(sorted(set(reasons.values()))) or 'none'}."
         )
-    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators, reasons)
+    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators=operators, reasons=reasons)
 
 
 def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
@@ -238,9 +238,8 @@ def _selected(config: QConfig, model: fx.GraphModule, operators: dict[str, Quant
     """Names that the selectors of `exclude` stand for. A graph has no classes: the head is a linear layer at the top
     of the model with as many rows as an embedding.
     """
-    selectors = [pattern for pattern in config.exclude if pattern.startswith("@")]
-    found = resolve_selectors([s for s in selectors if s != "@output_head"], model)
-    if "@output_head" in selectors:
+    found = selected_names([entry for entry in config.exclude if entry != "@output_head"], model)
+    if "@output_head" in config.exclude:
         weights = {name: operator.weight for name, operator in operators.items() if operator.weight is not None}
         tables = {len(weights[name]) for name in weights if operators[name].kind.name == "embedding"}
         top = [name for name in weights if "." not in name and operators[name].kind.name == "linear"]

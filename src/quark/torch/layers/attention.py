@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.patterns import matches_any
+from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
-from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import lower_tensor
+from quark.torch.config.selectors import NON_TEXT
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
-from quark.torch.layers.kv_cache import CacheQuantize, feeds_cache, holds
+from quark.torch.layers.kv_cache import CacheQuantize, holds
 
 PREFIX = "quark_"
 PROBABILITIES = "prob_output_quantizer"
@@ -30,15 +29,14 @@ PROBABILITIES = "prob_output_quantizer"
 
 
 def quantize_attention(
-    model: nn.Module, config: QConfig, layers: Mapping[str, QuantLayer], attention: Mapping[str, nn.Module]
+    model: nn.Module, after_rope: Mapping[str, QuantLayer], probabilities: Mapping[str, TensorSpec]
 ) -> Callable[[], None]:
-    """Make the model's attention modules quantize what the config asks for.
+    """Make the model's attention modules quantize keys and values after RoPE, and probabilities.
 
     Args:
         model: A transformers model, on any device.
-        config: Of the model.
-        layers: Its quantized layers by name; those that feed the cache have an output quantizer.
-        attention: Its attention modules by name.
+        after_rope: The quantized layers whose outputs are quantized as the cache holds them, by name.
+        probabilities: Name of an attention module -> spec of its probabilities.
 
     Returns:
         The function that undoes it.
@@ -46,34 +44,35 @@ def quantize_attention(
     Raises:
         NotSupportedError: An attention module that calls no attention function by name, or none at all.
     """
-    cached = {n: layer for n, layer in layers.items() if config.kv_cache_post_rope and feeds_cache(config, n)}
-    weighed: dict[str, nn.Module] = {}
-    if config.softmax_quant_spec is not None:
-        patterns = [pattern for pattern in config.exclude if not pattern.startswith("@")]
-        weighed = {n: m for n, m in attention.items() if not matches_any(n, patterns)}
-        if not weighed:
-            raise NotSupportedError(f"softmax_quant_spec: {type(model).__name__} has no attention module.")
-    parents = {name.rpartition(".")[0] for name in cached}
-    places = weighed | {name: model.get_submodule(name) for name in sorted(parents)}
-    _require_interface(places)
-    for layer in cached.values():
+    parents = {name.rpartition(".")[0] for name in after_rope}
+    modules = {name: model.get_submodule(name) for name in [*probabilities, *sorted(parents)]}
+    _require_interface(modules)
+    for layer in after_rope.values():
         quantizer = layer.quantizer("output")
         assert isinstance(quantizer, FakeQuantize)
         quantizer.__class__ = CacheQuantize
-    spec = lower_tensor(config.softmax_quant_spec)
-    for module in weighed.values():
-        assert spec is not None
+    for name, spec in probabilities.items():
         quantizer = FakeQuantize(spec)
         quantizer.mode = Mode.off  # until it has a scale
-        module.add_module(PROBABILITIES, quantizer)
-    restore = _call_ours(places, eager=bool(weighed))
+        modules[name].add_module(PROBABILITIES, quantizer)
+    restore = _call_ours(modules, eager=bool(probabilities))
 
     def undo() -> None:
         restore()
-        for module in weighed.values():
-            module._modules.pop(PROBABILITIES, None)
+        for name in probabilities:
+            modules[name]._modules.pop(PROBABILITIES, None)
 
     return undo
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the text model that are called attention, the innermost where they are nested."""
+    named = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
+    return {
+        name: module
+        for name, module in named.items()
+        if not any(other.startswith(f"{name}.") for other in named) and not NON_TEXT.search(name)
+    }
 
 
 def probability_quantizers(model: nn.Module) -> dict[str, FakeQuantize]:
@@ -86,8 +85,8 @@ def probability_quantizers(model: nn.Module) -> dict[str, FakeQuantize]:
     return quantizers
 
 
-def _require_interface(places: dict[str, nn.Module]) -> None:
-    for name, module in places.items():
+def _require_interface(modules: dict[str, nn.Module]) -> None:
+    for name, module in modules.items():
         named = hasattr(getattr(module, "config", None), "_attn_implementation")
         if not named or not hasattr(sys.modules[type(module).__module__], "eager_attention_forward"):
             raise NotSupportedError(
@@ -97,9 +96,9 @@ def _require_interface(places: dict[str, nn.Module]) -> None:
             )
 
 
-def _call_ours(places: dict[str, nn.Module], eager: bool) -> Callable[[], None]:
+def _call_ours(modules: dict[str, nn.Module], eager: bool) -> Callable[[], None]:
     """Let the configs of the modules name our function; return what undoes it."""
-    configs: dict[int, Any] = {id(module.config): module.config for module in places.values()}
+    configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, name in before:
         base = "eager" if eager else (name or "eager").removeprefix(PREFIX)

@@ -23,6 +23,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_tensor
+from quark.torch.layers.base import QuantLayer
 from quark.torch.layers.fake_quant import Extras, FakeQuantize
 
 ELEMENTS = ("fp8_e4m3", "int8")
@@ -80,6 +81,13 @@ def with_cache(spec: LayerSpec, config: QConfig, name: str) -> LayerSpec:
 def feeds_cache(config: QConfig, name: str) -> bool:
     """Whether the layer makes keys or values of a quantized cache."""
     return matches_any(name, config.kv_cache_quant_config)
+
+
+def cached_after_rope(config: QConfig, layers: Mapping[str, QuantLayer]) -> dict[str, QuantLayer]:
+    """The layers whose keys or values are quantized in the attention function, after RoPE."""
+    if not config.kv_cache_post_rope:
+        return {}
+    return {name: layer for name, layer in layers.items() if feeds_cache(config, name)}
 
 
 def require_cache_patterns(config: QConfig, layers: Mapping[str, nn.Module]) -> None:

@@ -82,15 +82,6 @@ def fill_buffers(model: Any) -> None:
     model.initialize_weights()
 
 
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Name in the state dict -> all names of the same parameter, itself first."""
-    groups: dict[int, list[str]] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: [name, *(n for n in groups[id(tensor)] if n != name)] for name, tensor in state.items()}
-
-
 @contextmanager
 def as_format_error(folder: Path) -> Iterator[None]:
     """transformers, safetensors and tokenizers raise many kinds of error for a bad folder; here it is one."""

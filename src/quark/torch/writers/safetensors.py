@@ -32,6 +32,7 @@ from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.plan import Plan
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.onnx.export import export_onnx
@@ -74,11 +75,11 @@ def export_safetensors(
         OutputExistsError, OutputError: See there.
         ShapeError: A weight that the layout cannot pack; names it.
     """
-    config = _quantized_config(model)
+    config, plan = _quantized_as(model)
     weight_format = weight_format or REAL_QUANTIZED
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
     _require_transformers(model, "export_safetensors")
-    form, content = FORMATS[custom_mode], folder_of(model, config, weight_format, pack_method)
+    form, content = FORMATS[custom_mode], folder_of(model, config, plan, weight_format, pack_method)
     form.check(dict(model.named_modules()), content)
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
     source = _source_folder(model)
@@ -132,9 +133,9 @@ def export_gguf(
         NotSupportedError: A model, scheme or tokenizer that GGUF has no place for; names what is possible.
         ConfigError, FormatError, ShapeError, OutputExistsError, OutputError: See there.
     """
-    config = _quantized_config(model)
+    config, plan = _quantized_as(model)
     _require_transformers(model, "export_gguf")
-    GgufFormat().check(dict(model.named_modules()), folder_of(model, config))
+    GgufFormat().check(dict(model.named_modules()), folder_of(model, config, plan))
     file = Path(output_dir) / f"{model_type}.gguf"
     write_gguf(model, file, tokenizer_path, overwrite)
     return file
@@ -214,7 +215,8 @@ class ModelExporter:
         return export_gguf(model, self.export_dir, model_type, tokenizer_path)
 
 
-def _quantized_config(model: nn.Module) -> QConfig:
+def _quantized_as(model: nn.Module) -> tuple[QConfig, Plan]:
+    """The config of a quantized model, and the plan that it was quantized by."""
     config = getattr(model, "quant_config", None)
     layers = quantized_layers(model)
     if isinstance(model, fx.GraphModule):
@@ -223,7 +225,7 @@ def _quantized_config(model: nn.Module) -> QConfig:
         raise ConfigError("Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized.")
     if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):
         raise ConfigError("This model was loaded from a quantized checkpoint; copy that folder instead of exporting.")
-    return config
+    return config, model.quant_plan  # type: ignore[return-value]
 
 
 def _require_transformers(model: nn.Module, function: str) -> None:

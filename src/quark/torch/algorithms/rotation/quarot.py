@@ -42,7 +42,7 @@ from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.record_forward import is_linear
 from quark.torch.model.residual_stream import Residual
-from quark.torch.model.roles import tying_configs
+from quark.torch.model.tied_weights import tying_configs
 
 TOLERANCE = 1e-5
 """Largest relative change of what embeddings and head compute: their norm may compute in float32."""

@@ -1,18 +1,14 @@
-"""Finds parts of a model by what they are, not by a table of architectures.
+"""Selectors: "@output_head" in an exclude list stands for a part of the model, whatever its name.
 
-A selector ("@output_head") names such a part in an exclude list; it is resolved on the model at hand and, unlike a
-pattern, may select nothing.
+A part is found by what it is, not by a table of architectures. Unlike a pattern, a selector may select nothing.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import nn
-
-from quark.errors import ConfigError, did_you_mean
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_modal_projector|mm_projector|patch_embed", re.I)
@@ -49,16 +45,6 @@ def non_text(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if NON_TEXT.search(name) and not list(module.children())}
 
 
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the text model that are called attention, the innermost where they are nested."""
-    named = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
-    return {
-        name: module
-        for name, module in named.items()
-        if not any(other.startswith(f"{name}.") for other in named) and not NON_TEXT.search(name)
-    }
-
-
 SELECTORS: dict[str, Callable[[nn.Module], set[str]]] = {
     "@output_head": output_head,
     "@router": routers,
@@ -66,18 +52,11 @@ SELECTORS: dict[str, Callable[[nn.Module], set[str]]] = {
 }
 
 
-def resolve_selectors(selectors: Iterable[str], model: nn.Module) -> set[str]:
-    """Names of the modules that the selectors stand for."""
-    found: set[str] = set()
-    for selector in selectors:
-        if selector not in SELECTORS:
-            raise ConfigError(f"exclude: unknown selector {selector!r}. {did_you_mean(selector, SELECTORS)}")
-        found |= SELECTORS[selector](model)
-    return found
+def patterns_of(exclude: Iterable[str]) -> list[str]:
+    """The patterns of an exclude list, without its selectors."""
+    return [entry for entry in exclude if not entry.startswith("@")]
 
 
-def tying_configs(model: nn.Module) -> list[Any]:
-    """The transformers configs of a model that say whether embedding and head are tied."""
-    config = getattr(model, "config", None)
-    found = [config, getattr(config, "text_config", None)]
-    return [item for item in found if getattr(item, "tie_word_embeddings", None) is not None]
+def selected_names(exclude: Iterable[str], model: nn.Module) -> set[str]:
+    """Names of the modules that the selectors of an exclude list stand for."""
+    return {name for entry in exclude if entry.startswith("@") for name in SELECTORS[entry](model)}
