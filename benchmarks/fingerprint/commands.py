@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.fingerprint.outputs import MODELS, add
 from benchmarks.fingerprint.program import quark
@@ -15,6 +17,8 @@ DIGITS = "models/digits_cnn/model.onnx"
 LATENCY = re.compile(r"(?m)^(│ (?:float|quantized) │ .*) │ [^│]+ │$")
 """A row of the table whose last column is measured."""
 
+SECONDS = re.compile(r"(?m)│ \d+\.\d │ ([^│]*│)$")
+"""The last but one column of the table of trials."""
 COMMANDS = ("quantize", "evaluate", "inspect", "plan", "schemes")
 
 
@@ -40,6 +44,19 @@ def quantized(config: str, *options: str) -> str:
         "out/model.onnx",
         *options,
     )
+
+
+def recovered() -> str:
+    """The table of what was tried, without the seconds, and the model."""
+    return SECONDS.sub(r"│ \1", quantized("A8W8", "--recover", "--budget", "1h", "--target", "33.7"))
+
+
+def of_images(*options: str) -> str:
+    """The same from pictures in a folder."""
+    Path("pictures").mkdir()
+    for index, image in enumerate(np.load(MODELS / "digits_cnn" / "data.npz")["calibration_images"][:8]):
+        Image.fromarray(image[0] * 15).save(f"pictures/{index}.png")
+    return quark("quantize", DIGITS, "--config", "A8W8", "--calib", "pictures", "-o", "out/model.onnx", *options)
 
 
 def inspected(*arguments: str) -> str:
@@ -94,4 +111,7 @@ for _config in ("A8W8", "XINT8", "BF16", "UINT8_DYNAMIC_QUANT"):
 add("command/inspect/onnx/ort_x64", inspected_onnx, "U8S8_AAWS", "--target", "ort_x64", "--exclude", "/head/Gemm")
 for _config in ("A8W8", "U8S8_AAWS"):
     add(f"command/evaluate/onnx/{_config}", evaluated_onnx, _config)
+add("command/recover", recovered)
+add("command/images", of_images)
+add("command/images/scaled", of_images, "--mean", "0.5", "--std", "0.25")
 add("command/evaluate/mxfp4", evaluated, "mxfp4")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from benchmarks.fingerprint.onnx_models import NETWORKS, quantize
@@ -119,10 +121,24 @@ def older(flag: str, options: dict[str, Any]) -> None:
     ModelQuantizer(Config(global_quant_config=config)).quantize_model(model, str(OUT / "model.onnx"), feeds)
 
 
-def recovered(target: float, metric: str) -> str:
-    """What brings accuracy back: the steps that were tried, and the model. A target that is near ends the search."""
-    model, feeds = NETWORKS["digits"]()
-    quantizer = ModelQuantizer(QConfig(U8S8))
+def rotated_by_file() -> None:
+    """QuaRot told what to rotate: the embedding, and in each of the five blocks seven linear layers and two norms."""
+    pairs = []
+    writers = ["node_embedding"]
+    for block in range(5):
+        q, k, v, o, gate, up, down = (f"node_linear{f'_{i}' if i else ''}" for i in range(7 * block, 7 * block + 7))
+        for readers, norm, writer in (([q, k, v], 4 + 9 * block, o), ([gate, up], 10 + 9 * block, down)):
+            pairs.append({"prev_nodes": writers, "next_nodes": readers, "norm_node": f"node_mul_{norm}"})
+            writers = [writer]
+    pairs.append({"prev_nodes": writers, "next_nodes": ["node_linear_35"], "norm_node": "node_mul_49"})
+    Path("pairs.json").write_text(json.dumps({"R1_pairs": pairs}), encoding="utf-8")
+    solved("llama", S8S8, [QuarotConfig(r_config_path="pairs.json")], {})
+
+
+def recovered(network: str, layer: QLayerConfig, target: float, metric: str) -> str:
+    """What brings accuracy back: the steps that were tried, and the model. No step is left out for lack of time."""
+    model, feeds = NETWORKS[network]()
+    quantizer = ModelQuantizer(QConfig(layer))
     found = quantizer.recover(model, str(OUT / "model.onnx"), feeds, metric=metric, target=target, budget=None)
     return "\n".join(f"{trial.step} {trial.before} {trial.after} {trial.result}" for trial in found.trials)
 
@@ -137,5 +153,6 @@ for _flag, _options in {
     "include_auto_mp": {"AutoMixprecision": {"TargetLayerConfig": WIDE, "MetricThreshold": 0.5}},
 }.items():
     add(f"onnx/algorithms/older/{_flag}", older, _flag, _options)
-for _metric, _target in (("sqnr", 36.5), ("l2", 0.28)):
-    add(f"onnx/recovery/{_metric}", recovered, _target, _metric)
+add("onnx/algorithms/quarot_file", rotated_by_file)
+add("onnx/recovery/to_a_target", recovered, "digits", U8S8, 36.5, "sqnr")
+add("onnx/recovery/all_steps", recovered, "mlp", U8S4, 90.0, "psnr")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -105,6 +106,15 @@ def in_memory() -> str:
     return made.SerializeToString(deterministic=True).hex() if made else ""
 
 
+def serialized() -> str:
+    """All configurations as JSON, and read again."""
+    rows = {name: get_default_config(name) for name in NAMES} | {name: getattr(custom_config, name) for name in QNAMES}
+    return json.dumps(
+        {name: [row.to_dict(), type(row).from_dict(row.to_dict()).to_dict()] for name, row in rows.items()}
+    )
+
+
+add("onnx/presets", serialized)
 for _name in (*NAMES, *QNAMES):
     for _network in ("digits", "cnn", "mlp"):
         add(f"onnx/presets/{_name}/{_network}", preset, _name, _network)

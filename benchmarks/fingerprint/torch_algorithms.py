@@ -19,7 +19,14 @@ from benchmarks.fingerprint.torch_models import (
     quantized,
     tokens,
 )
-from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_gguf, export_safetensors
+from quark.torch import (
+    LLMTemplate,
+    ModelQuantizer,
+    QuantFlow,
+    export_gguf,
+    export_safetensors,
+    import_model_from_safetensors,
+)
 from quark.torch.quantization import (
     AlgoConfig,
     AutoRoundConfig,
@@ -37,6 +44,23 @@ from quark.torch.quantization import (
 SCHEMES = ("int3_wo_128", "int8", "nvfp4")
 NAMES = ("smooth", "awq", "gptq", "gptaq", "qronos", "importance", "rotation", "quarot")
 FOLDS = [{"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"], "inp": "mlp.down_proj"}]
+LAYER = "model.layers.layer_id"
+ATTENTION = [f"{LAYER}.self_attn.{part}_proj" for part in "qkv"]
+MLP = [f"{LAYER}.mlp.{part}_proj" for part in ("gate", "up")]
+INNER = {
+    "prev_modules": [f"{LAYER}.self_attn.o_proj"],
+    "norm_module": f"{LAYER}.post_attention_layernorm",
+    "next_modules": MLP,
+}
+OUTER = {"norm_module": f"{LAYER}.input_layernorm", "next_modules": ATTENTION}
+LAST = {"prev_modules": [f"{LAYER}.mlp.down_proj"], "norm_module": "model.norm", "next_modules": ["lm_head"]}
+STREAM: dict[str, list[dict[str, Any]]] = {
+    "first_layer": [{**OUTER, "prev_modules": ["model.embed_tokens"]}, INNER],
+    "middle_layers": [{**OUTER, "prev_modules": ["model.layers.pre_layer_id.mlp.down_proj"]}, INNER],
+    "last_layer": [LAST],
+}
+"""The residual stream by hand."""
+TARGETS: dict[str, list[dict[str, Any]]] = {"middle_layers": [{"target_modules": MLP}]}
 AUTOROUND = AutoRoundConfig(iters=3, batch_size=1)
 SETTINGS: dict[str, tuple[str, list[AlgoConfig]]] = {
     "gptq_in_order": ("int3_wo_128", [GPTQConfig(desc_act=False, refine_passes=0)]),
@@ -64,6 +88,8 @@ SETTINGS: dict[str, tuple[str, list[AlgoConfig]]] = {
     "rotation_r2_r4": ("int8", [RotationConfig(r2=True, r4=True)]),
     "rotation_random": ("int8", [RotationConfig(random_r1=True, random_r2=True, r2=True)]),
     "rotation_online": ("int8", [RotationConfig(online_r1_rotation=True)]),
+    "rotation_stream": ("int8", [RotationConfig(scaling_layers=STREAM)]),
+    "rotation_targets": ("int8", [RotationConfig(scaling_layers=TARGETS, online_r1_rotation=True)]),
     "rotation_online_layers": (
         "int8",
         [
@@ -94,7 +120,9 @@ def by_name(name: str, scheme: str) -> str:
 
 
 def by_config(scheme: str, algorithms: list[AlgoConfig]) -> str:
-    return solved(replace(LLAMA.get_config(scheme), algo_config=algorithms))
+    """As configured, and as read back: online rotations are part of a checkpoint."""
+    found = solved(replace(LLAMA.get_config(scheme), algo_config=algorithms))
+    return found + logits(import_model_from_safetensors(language_model(torch.float32), OUT / "model"))
 
 
 def per_block(scheme: str, algorithm: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from benchmarks.fingerprint.outputs import OUT, add, attempt, hash_arrays
 from benchmarks.fingerprint.torch_models import (
@@ -28,6 +29,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, load_pa
 from quark.torch.quantization import QConfig, QLayerConfig, QTensorConfig
 from quark.torch.quantization.config import config as specs
 from quark.torch.quantization.config.type import Dtype, QSchemeType, QuantizationMode, RoundType, ScaleType
+from quark.torch.quantization.graph.ops.quant_stubs import DeQuantStub, QuantStub
 from quark.torch.quantization.observer import observer as observers
 
 ARGUMENTS = {"ch_axis": -1, "group_size": 32, "block_size": 32, "is_dynamic": False}
@@ -113,6 +115,13 @@ def attention(form: str, options: dict[str, Any]) -> str:
     return logits(model)
 
 
+def loaded(scheme: str, cache: str | None) -> str:
+    """A checkpoint as transformers loads it."""
+    config = LLAMA.get_config(scheme, kv_cache_scheme=cache)
+    export_safetensors(quantized(config, language_model(), tokens()), OUT / "model")
+    return logits(AutoModelForCausalLM.from_pretrained(OUT / "model").eval())
+
+
 def cache_in_full(post_rope: bool) -> str:
     """The same in the words of QConfig."""
     cache = QLayerConfig(output_tensors=FP8)
@@ -139,15 +148,25 @@ LEARNED: dict[str, Any] = {"fixed": INT8} | {
 }  # fmt: skip
 
 
+class Marked(Convolutions):
+    """The same, quantized from one place to another."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Probabilities (n, 5)."""
+        x = QuantStub(self.stem(images))
+        x = DeQuantStub(torch.cat([self.norm(self.conv(x)) + x, x], dim=1))
+        return torch.softmax(self.head(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1)), dim=-1)
+
+
 def images() -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randn(8, 3, 8, 8)
 
 
-def convolutions(graph: bool) -> Any:
+def convolutions(graph: bool, kind: type[Convolutions] = Convolutions) -> Any:
     """The network, or its graph with a batch of any size."""
     torch.manual_seed(0)
-    model = Convolutions().eval()
+    model = kind().eval()
     if not graph:
         return model
     shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
@@ -170,25 +189,24 @@ def trained(layer: QLayerConfig, graph: bool, steps: int) -> str:
     return f"{names}\n{computed(model, images())}"
 
 
-def saved_graph(scheme: str) -> str:
+def saved_graph(scheme: str, kind: type[Convolutions] = Convolutions) -> str:
     """A quantized graph, saved and loaded; the file is a zip with times in it, so its values are hashed."""
     layer = LLMTemplate.get("auto").get_config(scheme).global_quant_config
     config = QConfig(global_quant_config=layer, quant_mode=QuantizationMode.fx_graph_mode)
-    model = quantized(config, convolutions(graph=True), [images()])
+    model = quantized(config, convolutions(True, kind), [images()])
     path = save_params(model, "graph", args=(images(),), export_dir="graph", quant_mode=config.quant_mode)
     again = load_params(pth_path=str(path), quant_mode=config.quant_mode)
     return computed(model, images()) + computed(again, images())
 
 
 def templates() -> str:
-    """What the templates say of their families."""
+    """What the templates say of their families, as JSON, and read again."""
     options: dict[str, Any] = {"kv_cache_scheme": "fp8", "attention_scheme": "fp8"}
-    return json.dumps(
-        {
-            model_type: LLMTemplate.get(model_type).get_config("uint4_wo_64", "awq", **options).to_dict()
-            for model_type in LLMTemplate.list_available()
-        }
-    )
+    said = []
+    for model_type in LLMTemplate.list_available():
+        config = LLMTemplate.get(model_type).get_config("uint4_wo_64", "awq", **options).to_dict()
+        said.append(json.dumps([model_type, config, QConfig.from_dict(config).to_dict()]))
+    return "\n".join(said)
 
 
 for _spec in SPECS:
@@ -201,10 +219,13 @@ for _scheme in SCHEMES:
     add(f"torch/layers/{_scheme}", layers, _scheme)
 for _scheme in ("int8", "fp8", "int8_wo", "int8_dynamic", "uint4_wo_per_channel", "mxfp4", "nvfp4"):
     add(f"torch/graph/{_scheme}", saved_graph, _scheme)
+add("torch/graph/region", saved_graph, "int8", Marked)
 for _form in ("quark", "fp8", "compressed-tensors"):
     add(f"torch/cache/fp8/{_form}", attention, _form, {"scheme": "fp8", "kv_cache_scheme": "fp8"})
 _both = {"scheme": "uint4_wo_32", "kv_cache_scheme": "int8", "attention_scheme": "fp8"}
 add("torch/cache/int8_attention/quark", attention, "quark", _both)
+for _scheme, _cache in (("int8", None), ("uint4_wo_64", "fp8"), ("mxfp4", None), ("nvfp4", "int8")):
+    add(f"torch/transformers/{_scheme}", loaded, _scheme, _cache)
 for _post_rope in (False, True):
     add(f"torch/cache/in_full/{'after' if _post_rope else 'before'}_rope", cache_in_full, _post_rope)
 for _name, _tensor_config in LEARNED.items():
