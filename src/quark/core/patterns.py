@@ -15,6 +15,14 @@ from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
+Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
+"""Of an ONNX graph: (start nodes, end nodes), the nodes on paths from one to the other."""
+
+Scope = str | Subgraph | frozenset[str]
+"""Nodes of an ONNX graph: a name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the
+names that these stood for in the float model.
+"""
+
 
 def matches(name: str, pattern: str) -> bool:
     """Whether the full name matches the pattern."""

@@ -7,14 +7,14 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
-from quark.core.patterns import require_matches
+from quark.core.patterns import Scope, require_matches
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import STANDS_FOR
 from quark.onnx.graph.model_file import infer_shapes, opset
-from quark.onnx.graph.scopes import Scope, nodes_of
+from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import run_passes
 from quark.onnx.passes.convert_opset_version import convert_opset_version

@@ -46,7 +46,7 @@ from quark.onnx.config.tensor_specs import (
     UInt8Spec,
     XInt8Spec,
 )
-from quark.onnx.passes import PASSES, default_arguments
+from quark.onnx.passes import PASSES
 
 MIN_MAX = CalibMethod.MinMax
 POF2 = CoreScale.pof2
@@ -58,7 +58,9 @@ def new(activation: Any = None, weight: Any = None, /, **options: Any) -> Settin
     return lower(QConfig(layer, **options))
 
 
-FOR_NPU = [name for name, row in PASSES.items() if row.for_npu]
+def on_for_npus(settings: Settings) -> set[object]:
+    """What the settings say of the passes that NPUs need."""
+    return {settings.passes[name] for name, row in PASSES.items() if row.for_npu}
 
 
 def old(options: dict[str, Any] | None = None, **values: Any) -> Settings:
@@ -78,7 +80,7 @@ def test_a8w8() -> None:
     assert named("A8W8") == Settings(
         SpecSettings(LayerSpec(weight=int8, input=int8, output=int8), int32_bias=True),
         qdq=QDQSettings(fold_relu=True, align=("Concat",), force_pass_through=True, contrib_domain=True, target="npu"),
-        passes={**default_arguments(), **dict.fromkeys(FOR_NPU, True)},
+        passes={name: row.for_npu or row.default for name, row in PASSES.items()},
     )
 
 
@@ -305,26 +307,26 @@ def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
         ({"EnableNPUTransformer": True}, "specs.op_types", ("Gemm", "MatMul")),
         ({"EnableNPUTransformer": True}, "specs.matmul_const_only", True),
         ({"MatMulConstBOnly": True}, "specs.matmul_const_only", True),
-        ({"FoldBatchNorm": False}, "passes.fold_batch_norm", None),
-        ({"OptimizeModel": False}, "passes.fold_batch_norm", None),
-        ({"SkipPreprocess": True}, "passes.fold_batch_norm", None),
+        ({"FoldBatchNorm": False}, "passes.fold_batch_norm", False),
+        ({"OptimizeModel": False}, "passes.fold_batch_norm", False),
+        ({"SkipPreprocess": True}, "passes.fold_batch_norm", False),
         ({"SkipPreprocess": True, "FoldBatchNorm": True}, "passes.fold_batch_norm", True),
-        ({"SkipPreprocess": True}, "passes.simplify", None),
-        ({"SkipPreprocess": True}, "passes.copy_bias_init", None),
+        ({"SkipPreprocess": True}, "passes.simplify", False),
+        ({"SkipPreprocess": True}, "passes.copy_bias_init", False),
         ({"SkipPreprocess": True, "CopyBiasInit": ["Conv"]}, "passes.copy_bias_init", ("Conv",)),
         ({"CopySharedInit": []}, "passes.copy_shared_init", ()),
         ({"ConvertOpsetVersion": 17}, "passes.convert_opset_version", 17),
         ({"FixShapes": "x:[1,3]"}, "passes.fix_shapes", "x:[1,3]"),
         ({"ConvertFP16ToFP32": True}, "passes.convert_fp16_to_fp32", True),
         ({"ConvertNCHWToNHWC": True}, "passes.convert_nchw_to_nhwc", True),
-        ({"FuseGelu": False}, "passes.fuse_gelu", None),
-        ({"RemoveInputInit": False}, "passes.remove_input_init", None),
+        ({"FuseGelu": False}, "passes.fuse_gelu", False),
+        ({"RemoveInputInit": False}, "passes.remove_input_init", False),
         ({"ReplaceClip6Relu": True}, "passes.replace_clip6_relu", True),
         ({"ConvertClipToRelu": True}, "passes.convert_clip_to_relu", True),
         ({"EnableNPUTransformer": True}, "passes.convert_split_to_slice", True),
         ({"EnableNPUCnn": True}, "passes.convert_bn_to_conv", True),
-        ({"EnableNPUCnn": True, "ConvertBNToConv": False}, "passes.convert_bn_to_conv", None),
-        ({"EnableNPUCnn": True, "SkipPreprocess": True}, "passes.split_large_pool", None),
+        ({"EnableNPUCnn": True, "ConvertBNToConv": False}, "passes.convert_bn_to_conv", False),
+        ({"EnableNPUCnn": True, "SkipPreprocess": True}, "passes.split_large_pool", False),
         ({"FoldRelu": True}, "qdq.fold_relu", True),
         ({"AlignPool": True, "AlignPad": True}, "qdq.align", ("Pool", "Pad")),
         ({"ForceQuantizeNoInputCheck": True}, "qdq.force_pass_through", True),
@@ -342,7 +344,7 @@ def test_options_reach_the_settings_of_both_generations(options: dict[str, Any],
     part, _, name = field.rpartition(".")
     for settings in (new(extra_options=options), old(options)):
         holder = getattr(settings, part) if part else settings
-        assert (holder.get(name) if part == "passes" else getattr(holder, name)) == value
+        assert (holder[name] if part == "passes" else getattr(holder, name)) == value
 
 
 def test_legacy_fields() -> None:
@@ -360,17 +362,17 @@ def test_legacy_fields() -> None:
     assert (specs.op_types, specs.extra_op_types, specs.nodes) == (("Conv",), ("Sin",), ("a",))
     assert settings.specs.exclude == ("b", "^c.*", (("d",), ("e",)))
     assert settings.calibration.providers == ("X",) and settings.external_data
-    assert "fold_batch_norm" not in settings.passes
+    assert settings.passes["fold_batch_norm"] is False
     assert old(enable_npu_transformer=True) == old({"EnableNPUTransformer": True})
     assert new(extra_options={}, use_external_data_format=True).external_data
 
 
 def test_passes_for_npus_are_on_by_default_where_documented() -> None:
-    assert {*FOR_NPU} <= {*named("A8W8").passes} & {*named("XINT8").passes}
-    assert not {*FOR_NPU} & {*named("INT8_CNN_DEFAULT").passes}
+    assert on_for_npus(named("A8W8")) == on_for_npus(named("XINT8")) == {True}
+    assert on_for_npus(named("INT8_CNN_DEFAULT")) == {False}
     extended = new(BFloat16Spec(), BFloat16Spec())
     written = new(BFloat16Spec(), BFloat16Spec(), BF16QDQToCast=True)
-    assert {*FOR_NPU} <= {*extended.passes} and not {*FOR_NPU} & {*written.passes}
+    assert (on_for_npus(extended), on_for_npus(written)) == ({True}, {False})
     converted = old(convert_fp16_to_fp32=True, convert_nchw_to_nhwc=True).passes
     assert converted["convert_fp16_to_fp32"] is converted["convert_nchw_to_nhwc"] is True
 

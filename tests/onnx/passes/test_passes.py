@@ -18,7 +18,7 @@ from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, opset, read, save, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
-from quark.onnx.passes import PASSES, default_arguments
+from quark.onnx.passes import PASSES
 from tests.models.onnx_zoo import (
     ZOO,
     Builder,
@@ -45,7 +45,7 @@ def types(model: onnx.ModelProto) -> list[str]:
 
 def with_pass(name: str, argument: object = True) -> Settings:
     """U8S8, and one more pass."""
-    return replace(U8S8, passes={**default_arguments(), name: argument})
+    return replace(U8S8, passes={name: argument})
 
 
 def passed(proto: onnx.ModelProto, name: str, *arguments: Any) -> onnx.ModelProto:
@@ -334,8 +334,7 @@ def test_shared_initializers_are_copied_for_the_op_types_that_are_named() -> Non
 
 def test_initializers_that_stay_inputs_are_no_constants() -> None:
     proto = legacy()
-    passes = {name: argument for name, argument in default_arguments().items() if name != "remove_input_init"}
-    settings = replace(U8S8, passes=passes)
+    settings = with_pass("remove_input_init", False)
     quantized = to_proto(quantize(load(proto), settings, Reader([feed(proto)])))
     assert "a_w" in {value.name for value in quantized.graph.input} & {i.name for i in quantized.graph.initializer}
     twice = {**feed(proto), "a_w": 2 * numpy_helper.to_array(proto.graph.initializer[0])}

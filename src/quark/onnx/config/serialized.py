@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from quark.core.patterns import Subgraph
 from quark.errors import ConfigError
 from quark.onnx.config import enums as types
 
 
-def as_scope(entry: Any) -> str | tuple[tuple[str, ...], tuple[str, ...]]:
+def as_scope(entry: Any) -> str | Subgraph:
     """A name, a regular expression, or ([starts], [ends]) as tuples.
 
     Raises:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+from quark.core.patterns import Scope
 from quark.core.spec import LayerSpec
-from quark.onnx.graph.scopes import Scope
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS
-from quark.onnx.passes import default_arguments
 
 FUSED = frozenset(product(FUSE_ACTIVATIONS, ACTIVATIONS))
 
@@ -187,7 +186,8 @@ class Settings:
 
     Attributes:
         specs: Which tensors are quantized, and to what.
-        passes: Name of each graph pass that runs -> its argument, or True.
+        passes: Name of a graph pass -> its argument, True, or False or None to leave it out. One without an entry has
+            the default of its row.
         qdq: Where Q/DQ stand, and how they are written.
         calibration: How the ranges of activations are found.
         npu: The NPU's operators and rules.
@@ -197,7 +197,7 @@ class Settings:
     """
 
     specs: SpecSettings
-    passes: Mapping[str, object] = field(default_factory=default_arguments)
+    passes: Mapping[str, object] = field(default_factory=dict)
     qdq: QDQSettings = QDQSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     npu: NPUSettings = NPUSettings()

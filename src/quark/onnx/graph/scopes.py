@@ -11,14 +11,8 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from quark.core.patterns import matches, require_matches
+from quark.core.patterns import Scope, Subgraph, matches, require_matches
 from quark.onnx.graph.edit import STANDS_FOR
-
-Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
-"""(start nodes, end nodes): the nodes on paths from one to the other."""
-
-Scope = str | Subgraph | frozenset[str]
-"""A node name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the names found."""
 
 
 def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:

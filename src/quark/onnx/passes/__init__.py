@@ -25,7 +25,7 @@ from quark.onnx.passes.remove_input_init import remove_input_init
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.split_large_pool import split_large_pool
 
-__all__ = ["PASSES", "Pass", "default_arguments", "run_passes"]
+__all__ = ["PASSES", "Pass", "run_passes"]
 
 
 @dataclass(frozen=True)
@@ -146,23 +146,19 @@ PASSES = {row.name: row for row in ROWS}
 """Name -> pass."""
 
 
-def default_arguments() -> dict[str, object]:
-    """The passes that run where no option says otherwise -> argument, or True."""
-    return {row.name: row.default for row in PASSES.values() if row.default not in (None, False)}
-
-
 def run_passes(model: ir.Model, arguments: Mapping[str, object], *, on_quantized: bool = False) -> None:
     """Run passes on a model.
 
     Args:
         model: The model, changed in place.
-        arguments: Name of each pass that runs -> its argument, or True.
+        arguments: Name of a pass -> its argument, True, or False or None to leave it out; by default that of its row.
         on_quantized: Run those of the quantized graph; else those of the float one.
     """
     for name, row in PASSES.items():
-        if name not in arguments or row.on_quantized is not on_quantized:
+        argument = arguments.get(name, row.default)
+        if row.on_quantized is not on_quantized or argument is None or argument is False:
             continue
-        if arguments[name] is True:
+        if argument is True:
             row(model)
         else:
-            row(model, arguments[name])
+            row(model, argument)

@@ -15,11 +15,12 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quark.core.patterns import Subgraph
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.scopes import Subgraph, nodes_of
+from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.placement.place import place
 
 UNGROUPED = "__ungrouped__"

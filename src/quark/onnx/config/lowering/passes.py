@@ -14,7 +14,7 @@ from quark.onnx.passes import PASSES, Pass
 
 
 def lower_passes(request: Request) -> dict[str, object]:
-    """Name of each pass that runs -> its argument, or True."""
+    """Name of every pass -> its argument, True, or False or None to leave it out."""
     options = request.options
     casts = value_of(options, "BF16QDQToCast") or value_of(options, "EnableVaimlBF16")
     for_npu = request.npu_cnn or request.npu_transformer or (request.extended and not casts)
@@ -22,9 +22,8 @@ def lower_passes(request: Request) -> dict[str, object]:
     for name, row in PASSES.items():
         value = options.get(row.option)
         if value is None:
-            value = None if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
-        if value is not None and value is not False:
-            arguments[name] = tuple(value) if isinstance(value, list) else value
+            value = False if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
     return arguments
 
 
