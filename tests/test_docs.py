@@ -132,6 +132,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @EVERY_PAGE
 @pytest.mark.usefixtures("clean", "workplace")
 def test_snippets_and_commands_run_as_printed(page: Path) -> None:
@@ -319,6 +320,7 @@ def test_the_guide_lists_every_scheme_in_order() -> None:
     assert [names(row[0]) for row in SCHEME_ROWS] == [[name] for name in SCHEMES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", SCHEME_ROWS, ids=lambda row: row[0].strip("`"))
 def test_the_row_of_a_scheme_is_true(row: list[str]) -> None:
     layer = SCHEMES[names(row[0])[0]]

@@ -97,6 +97,7 @@ def test_gguf_of_an_unknown_architecture_is_refused_before_weights_are_read(tmp_
     assert done.code == 1 and "'opt' models" in done.err
 
 
+@pytest.mark.slow
 def test_an_onnx_file_computes_sequences_of_any_length(folder: Path, tmp_path: Path) -> None:
     import onnxruntime
     from transformers import AutoModelForCausalLM

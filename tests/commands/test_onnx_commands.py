@@ -173,6 +173,7 @@ def test_the_damage_of_a_layer_is_that_of_its_tensor(name: str, places: dict[str
     assert report.layers == sorted(report.layers, key=lambda layer: layer.sqnr)
 
 
+@pytest.mark.slow
 def test_evaluation_holds_one_sample(places: dict[str, Path]) -> None:
     seen: list[Any] = []
 

@@ -73,6 +73,7 @@ def check(model: onnx.ModelProto) -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", NOW)
 def test_every_model_runs_near_float(preset: str) -> None:
     for model in ZOO:
@@ -98,6 +99,7 @@ def test_every_model_runs_near_float(preset: str) -> None:
             assert noise > FLOORS[preset], f"{preset} on {model}: {noise:.1f} dB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", TUNED)
 def test_presets_that_learn_run_with_their_own_iterations(preset: str) -> None:
     pytest.importorskip("torch")

@@ -73,6 +73,7 @@ def test_non_overflow_never_clips_and_is_minimal(kind: str, tensor: TensorSpec) 
         assert np.all(abs(x) <= step * tensor.dtype.max)
 
 
+@pytest.mark.slow
 @EVERY_DATA
 @POF2_GRIDS
 def test_min_mse_is_the_best_power_of_two(kind: str, tensor: TensorSpec) -> None:

@@ -16,6 +16,8 @@ from quark.core.metrics import cosine, sqnr
 from quark.onnx import Config, get_default_config
 from tests.models.onnx_zoo import Reader, cnn, images, run
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parent / "data"
 DIGITS = Path(__file__).parents[2] / "examples" / "models" / "digits_cnn"
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.models.torch_zoo import tiny_opt
 
+pytestmark = pytest.mark.slow
+
 GUIDE = Path(__file__).parent / "data" / "pytorch_guide.rst"
 MARKER = "# # 5. (Optional) Export onnx"
 

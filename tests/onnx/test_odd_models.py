@@ -53,6 +53,7 @@ LEFT["int4 weights"] = {"weights_that_are_inputs", "divisors_of_all_sizes"}
 """Scheme -> models without a node that it can quantize."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("make", odd.RIGHT, ids=lambda make: make.__name__)
 def test_a_right_result(make: odd.Make, scheme: str, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from quark.torch.layers.fake_quant import FakeQuantize
 from tests.models.graphs import exported
 from tests.models.torch_zoo import ROOT, mlp
 
+pytestmark = pytest.mark.slow
+
 LSQ = QConfig.from_dict(
     {
         "global_quant_config": {

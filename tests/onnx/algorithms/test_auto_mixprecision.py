@@ -493,6 +493,7 @@ def test_biases_are_learned_under_the_scales_of_the_mixture() -> None:
     assert found == {"one": "BFPQuantizeDequantize", **dict.fromkeys(LAYERS[1:], "ExtendedDequantizeLinear")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["S16S16_MIXED_S8S8", "BF16_MIXED_BFP16", "BF16_MIXED_MXINT8"])
 def test_presets(name: str, lines: list[str]) -> None:
     """All seven layers take the target; under a threshold the most sensitive is spared, and the outputs are closer."""

@@ -91,6 +91,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_never_hurts(name: str) -> None:
     held = {"image": np.concatenate([feed["image"] for feed in digits("heldout", 300)])}

@@ -47,6 +47,7 @@ def digits(settings: Settings) -> float:
     return sqnr(expected, run(proto, {"image": held_out}))
 
 
+@pytest.mark.slow
 def test_what_adaround_gives_at_four_bits_and_adaquant_at_eight_and_in_bfloat16() -> None:
     """AdaQuant at A8W8: 1.46 to 1.64 dB over four seeds; other kernels move it as a seed does."""
     short = AdaRoundConfig(num_iterations=150)

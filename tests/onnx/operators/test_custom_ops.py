@@ -105,6 +105,7 @@ def wrong(expected: Array, found: Array, signs: bool = True) -> int:
     return int((~(same | (np.isnan(expected) & np.isnan(found)))).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("rounding", [RoundType.half_even, RoundType.round], ids=str)
 @pytest.mark.parametrize("name", BLOCKS)

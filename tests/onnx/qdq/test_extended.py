@@ -80,6 +80,7 @@ def test_every_such_preset_is_here() -> None:
     assert set(LEAST) == {name for name in known if "_ADA" not in name and "_MIXED_" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zoo", MODELS)
 @pytest.mark.parametrize("name", LEAST)
 def test_presets_run_in_stock_sessions_and_with_the_library(name: str, zoo: str, compiled: str) -> None:

@@ -181,6 +181,7 @@ def test_each_solver_loses_less_than_rounding(name: str) -> None:
     assert damage(reference, solved, data) < 0.85 * damage(reference, plain, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("name", WEIGHT_SOLVERS)
 def test_solved_weights_lie_on_the_grid(name: str, kind: str) -> None:

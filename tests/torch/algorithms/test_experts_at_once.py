@@ -67,6 +67,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [INT3, spec("fp8_e4m3"), spec("int4", PerChannel(0))], ids=str)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_experts_are_solved_at_once_as_each_alone(

@@ -18,6 +18,8 @@ from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
+pytestmark = pytest.mark.slow
+
 W4A4 = config_of_layer(
     LayerSpec(
         weight=TensorSpec(DTYPES["int4"], PerChannel(0)), input=TensorSpec(DTYPES["int4"], PerToken(), dynamic=True)

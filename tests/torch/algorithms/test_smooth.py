@@ -53,6 +53,7 @@ def error(model: Any, reference: torch.Tensor) -> float:
 FAMILIES = ["llama", "gemma", "phi", "gpt_neox", "opt", "bert", "gpt2", "qwen3_moe", "falcon", "falcon_new"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", FOLDING, ids=lambda c: c.name)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_float_model_computes_what_it_did(name: str, algorithm: AlgoConfig) -> None:

@@ -27,6 +27,8 @@ from quark.torch.flows.resume import Manifest
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import contents, save_float
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 20.0
 
 

@@ -90,6 +90,7 @@ def shared_scales() -> QConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_siblings_share_a_scale_across_shards_and_workers(workers: int, tmp_path: Path) -> None:
     source = save_float(tmp_path / "float", torch.float32, "60KB")
@@ -147,6 +148,7 @@ def test_names_are_those_of_published_checkpoints(tmp_path: Path) -> None:
     assert contents(tmp_path / "streamed") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_are_layers_of_their_own_in_files(model_type: str, tmp_path: Path) -> None:
     """A checkpoint holds one tensor for each projection of each expert, which transformers fuses when it loads."""
@@ -236,6 +238,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert file_to_file(scheme("mxfp4"), source, tmp_path / "out", overwrite=True) != first
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quark.torch.flows import file2file
 

@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_model_in_memory(case: str, tmp_path: Path) -> None:
     config, needs_data = CASES[case]
@@ -102,6 +103,7 @@ def killed_after(blocks: int, monkeypatch: pytest.MonkeyPatch, before_manifest: 
     monkeypatch.setattr(Manifest, "finish", counting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["weights", "static activations", "GPTAQ, static activations"])
 @pytest.mark.parametrize(("blocks", "before_manifest"), [(1, False), (2, True), (3, False)])
 def test_a_killed_run_goes_on(

@@ -41,6 +41,7 @@ def same_weights(loaded: Any, model: Any, rtol: float = 0.0) -> None:
         torch.testing.assert_close(loaded.get_submodule(name).weight, weight, rtol=rtol, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("scheme", TAKEN)
 def test_transformers_decodes_the_weights_of_every_scheme(scheme: str, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_names_dtypes_and_shapes_of_a_bfloat16_checkpoint(scheme: str, tmp_path:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @pytest.mark.parametrize(
     ("weight_format", "dtype"),

@@ -219,6 +219,7 @@ def test_an_excluded_attention_module_keeps_its_probabilities(tmp_path: Path) ->
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_fp8_costs_at_most_half_a_percent_of_perplexity(late: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

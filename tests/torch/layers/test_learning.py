@@ -169,6 +169,7 @@ def test_training_and_settling() -> None:
     assert bool(torch.isfinite(restored(x)).all()) and float(restored.scale) > 0  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_compiled_and_exported_models_compute_the_same_and_a_compiled_one_trains() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     layer = LayerSpec(weight=spec("int4"), input=spec("int4"))

@@ -55,6 +55,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), PAIRS)
 def test_a_checkpoint_loads_through_transformers_and_the_importer(name: str, scheme: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -35,6 +35,8 @@ from tests.commands.program import quark
 from tests.models.onnx_sessions import exact_session, session
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 
+pytestmark = pytest.mark.slow
+
 
 def quantize(model: nn.Module, layer: LayerSpec, data: Any = None) -> nn.Module:
     """All layers of the model, embeddings too."""

@@ -156,6 +156,7 @@ def test_a_scale_beyond_float16_is_refused() -> None:
         GgufLayout(EXACT[0], F32).store(x, compute_qparams(x, spec("int4", PerGroup(-1, 32))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_a_scheme_is_read_back_or_refused(scheme: str, tmp_path: Path) -> None:
     if GgufFormat().refusal(SCHEMES[scheme]):
@@ -176,6 +177,7 @@ def test_a_scheme_is_read_back_or_refused(scheme: str, tmp_path: Path) -> None:
 # Architectures --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize(("scheme", "dtype"), [("int4_wo_32", F16), ("uint4_wo_32", F32)])
 def test_transformers_reads_equal_logits(kind: str, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
