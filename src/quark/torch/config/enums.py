@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, EnumMeta
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,37 +25,28 @@ __all__ = [
 ]
 
 
-class Dtype(Enum):
-    """Element types.
+NAME_OF_ROW = {"fp4_e2m1": "fp4", "mxint8": "mx"}
+"""The member of `Dtype` for a row of core/dtypes.py that is called otherwise there."""
+
+
+class _Rows(EnumMeta):
+    """Tells type checkers that the rows of core/dtypes.py are attributes of `Dtype`."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Dtype: ...
+
+
+class Dtype(Enum, metaclass=_Rows):
+    """Element types: one for each row of core/dtypes.py.
 
     `fp4` is E2M1 and `fp8_e5m3` is unsigned. `mx` is an OCP MX block whose element type is `mx_element_dtype`;
     `mx4 mx6 mx9` are micro-exponent formats; `bfp16` is a block of 8 with 8-bit mantissas.
     """
 
-    int8 = "int8"
-    uint8 = "uint8"
-    int16 = "int16"
-    uint16 = "uint16"
-    int32 = "int32"
-    uint32 = "uint32"
-    int4 = "int4"
-    uint4 = "uint4"
-    int3 = "int3"
-    int2 = "int2"
-    uint2 = "uint2"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    fp8_e5m2 = "fp8_e5m2"
-    fp8_e4m3 = "fp8_e4m3"
-    fp8_e5m3 = "fp8_e5m3"
-    fp6_e3m2 = "fp6_e3m2"
-    fp6_e2m3 = "fp6_e2m3"
-    fp4 = "fp4"
-    mx = "mx"
-    mx4 = "mx4"
-    mx6 = "mx6"
-    mx9 = "mx9"
-    bfp16 = "bfp16"
+    _ignore_ = "_name"
+    for _name in dtypes.DTYPES:
+        vars()[NAME_OF_ROW.get(_name, _name)] = NAME_OF_ROW.get(_name, _name)
 
     @property
     def row(self) -> dtypes.Dtype:
@@ -66,7 +58,7 @@ class Dtype(Enum):
     @staticmethod
     def from_row(row: dtypes.Dtype) -> Dtype:
         """The member of a row of core/dtypes.py; mxint8 is `mx`."""
-        return {"fp4_e2m1": Dtype.fp4, "mxint8": Dtype.mx}.get(row.name) or Dtype(row.name)
+        return Dtype(NAME_OF_ROW.get(row.name, row.name))
 
     @staticmethod
     def from_str(name: str) -> Dtype:
