@@ -10,6 +10,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "quark"
 FILES = sorted(SOURCE.rglob("*.py"))
+FOLDERS = sorted({file.parent for file in FILES})
 
 
 def relative(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""One pass over the data, graph optimisation on: the statistics of exactly those tensors that will be quantized.
+"""Calibration: one pass over the data, graph optimisation on, for exactly those tensors that will be quantized.
 
 Each sample's activations are reduced while the next sample runs; memory holds two samples.
 """

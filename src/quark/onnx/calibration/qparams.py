@@ -1,4 +1,4 @@
-"""Parameters: scale and zero point of everything that a placement quantizes, known before anything is written.
+"""Qparams: scale and zero point of everything that a placement quantizes, known before anything is written.
 
 Activations get theirs from statistics, weights from their own values. An int32 bias has none of its own:
 scale = input scale * weight scale, taken when it is written.

@@ -1,4 +1,4 @@
-"""The older config classes: QuantizationConfig (flat, in ONNX Runtime's terms) and Config, which holds one."""
+"""The legacy config classes: QuantizationConfig (flat, in ONNX Runtime's terms) and Config, which holds one."""
 
 from __future__ import annotations
 

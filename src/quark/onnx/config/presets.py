@@ -1,4 +1,4 @@
-"""The named configurations: `get_default_config("A8W8")`, `A8W8_QCONFIG` and the like make new objects of the rows."""
+"""The presets by name: `get_default_config("A8W8")`, `A8W8_QCONFIG` and the like make new objects of the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the config classes have in common: scopes, and values as JSON holds them."""
+"""How config classes are serialized: scopes, and values as JSON holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions to float16 and bfloat16, with or without Casts, and back."""
+"""Conversions to half precision, float16 and bfloat16, with or without Casts, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why ONNX Runtime's CPU provider leaves a quantized node in float: a row for each reason; the first that holds counts.
+"""Rules of ONNX Runtime's CPU provider: why it leaves a quantized node in float, the first reason that holds.
 
 Measured on ONNX Runtime 1.31 (x86): which ops have integer kernels, and what must surround them.
 """

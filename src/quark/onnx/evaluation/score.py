@@ -1,4 +1,4 @@
-"""How good a quantized model is: one number, from its outputs for samples that it was not made with."""
+"""The score of a quantized model: one number, from its outputs for samples that it was not made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes under torchrun: each takes a part of the calibration data, and what they saw is put together.
+"""Distributed calibration under torchrun: each process takes a part of the data, and what they saw is put together.
 
     torchrun --nproc-per-node 4 script.py       with `with processes(): ...` around the work in it
 

@@ -1,4 +1,4 @@
-"""The manifest of an unfinished run: with what settings it was begun, what it has finished, and what going on needs.
+"""What it takes to resume a run: the manifest of its settings, of what is finished, and of what going on needs.
 
     work/manifest.json           settings, finished blocks with the hashes of their bytes, the file of inputs
     work/inputs-3-0.safetensors  inputs of block 3 on rank 0, and the state of the random numbers there

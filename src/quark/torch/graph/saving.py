@@ -1,4 +1,4 @@
-"""Graph models as files of torch.export: `{model_type}_quantized.pth`."""
+"""Saving and loading of graph models as files of torch.export: `{model_type}_quantized.pth`."""
 
 from __future__ import annotations
 

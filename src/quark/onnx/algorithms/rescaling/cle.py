@@ -1,4 +1,4 @@
-"""Cross-layer equalization of an ONNX model: pairs of layers are found, and their channels rescaled.
+"""CLE, cross-layer equalization, of an ONNX model: pairs of layers are found, and their channels rescaled.
 
 A pair is a layer with constant weight, ops f with f(s x) = s f(x) for positive s of each channel, and another layer
 with constant weight, each read by the next alone: Conv (also depthwise), ConvTranspose, Gemm and MatMul, with Relu,

@@ -1,4 +1,4 @@
-"""A layer as a product: which rows of numbers, times its weight, give each of its outputs.
+"""A layer as a product: which rows (patches of an image), times its weight, give each of its outputs.
 
     Conv             the patch under an output position
     ConvTranspose    the same, of the input with zeros between its elements, under the kernel turned around

@@ -1,4 +1,4 @@
-"""Recovery: steps are tried one after another on top of the best model so far, until a target or the time is reached.
+"""The search of a recovery: steps are tried on top of the best model so far, until a target or the time is reached.
 
 What a step gives is measured on samples that are held out: each step is kept only where these gain by it. The plain
 config comes first, so the result is never worse by this measure. Whatever is tried is quantized from the float model by
