@@ -22,7 +22,7 @@ def lower_passes(request: Request) -> dict[str, object]:
     for name, row in PASSES.items():
         value = options.get(row.option)
         if value is None:
-            value = False if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
+            value = None if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return arguments
 
