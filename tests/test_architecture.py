@@ -40,6 +40,7 @@ ADDRESSES = (
     "onnx/quantization/",
     "onnx/tools/",
     "onnx/operators/custom_ops.py",
+    "onnx/custom_ops/",
 )
 
 # From the ground up: each imports itself and what stands further down, never what stands beside it, but on the ground.

@@ -24,24 +24,24 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.config.presets import *
     from quark.onnx.config.runtime_names import *
     from quark.onnx.config.tensor_specs import *
-    from quark.onnx.custom_ops import *
     from quark.onnx.evaluation.ort_fusion import *
     from quark.onnx.quantizer import *
+    from quark.onnx_ops.library import *
 
 HOMES = (
-    "custom_ops",
-    "config.enums",
-    "config.tensor_specs",
-    "config.algo_configs",
-    "config.config",
-    "config.presets",
-    "config.not_supported",
-    "config.runtime_names",
-    "calibration.data.readers",
-    "calibration.data.path_reader",
-    "calibration.data.random_reader",
-    "quantizer",
-    "evaluation.ort_fusion",
+    "quark.onnx_ops.library",
+    "quark.onnx.config.enums",
+    "quark.onnx.config.tensor_specs",
+    "quark.onnx.config.algo_configs",
+    "quark.onnx.config.config",
+    "quark.onnx.config.presets",
+    "quark.onnx.config.not_supported",
+    "quark.onnx.config.runtime_names",
+    "quark.onnx.calibration.data.readers",
+    "quark.onnx.calibration.data.path_reader",
+    "quark.onnx.calibration.data.random_reader",
+    "quark.onnx.quantizer",
+    "quark.onnx.evaluation.ort_fusion",
 )
 """Where the names of the ONNX flow are defined, cheap ones first; `__all__` of each says which."""
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("quark.onnx.config.presets"), name)
     if not name.startswith("_") or name.startswith("_COP_"):
         for home in HOMES:
-            module = import_module(f"quark.onnx.{home}")
+            module = import_module(home)
             if name in module.__all__:
                 return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {did_you_mean(name, __dir__())}")
@@ -62,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The names of all homes."""
-    return sorted({name for home in HOMES for name in import_module(f"quark.onnx.{home}").__all__})
+    return sorted({name for home in HOMES for name in import_module(home).__all__})

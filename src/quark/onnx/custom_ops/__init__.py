@@ -1,7 +1,4 @@
-"""The operators of `quark.onnx_ops` as a library that is compiled."""
+"""Address of the extended operators and of their compiled library."""
 
-from quark.onnx.custom_ops.library import get_library_path
-from quark.onnx_ops import DOMAIN as _COP_DOMAIN
-from quark.onnx_ops import VERSION as _COP_VERSION
-
-__all__ = ["_COP_DOMAIN", "_COP_VERSION", "get_library_path"]
+from quark.onnx_ops.library import *
+from quark.onnx_ops.library import __all__ as __all__

@@ -1,3 +1,3 @@
 """Address of the extended operators."""
 
-from quark.onnx.custom_ops import *
+from quark.onnx_ops.library import *

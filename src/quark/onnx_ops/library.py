@@ -6,6 +6,10 @@ from pathlib import Path
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.native import library
+from quark.onnx_ops.operators import DOMAIN as _COP_DOMAIN
+from quark.onnx_ops.operators import VERSION as _COP_VERSION
+
+__all__ = ["_COP_DOMAIN", "_COP_VERSION", "get_library_path"]
 
 SOURCE = Path(__file__).with_name("custom_ops.cpp")
 WITHOUT = (
