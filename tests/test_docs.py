@@ -19,6 +19,7 @@ import tests.contracts.test_dtypes as dtype_contracts
 import tests.contracts.test_observers as observer_contracts
 import tests.contracts.test_passes as pass_contracts
 import tests.contracts.test_schemes_numerics as scheme_contracts
+import tests.contracts.test_torch_algorithms as algorithm_contracts
 from quark import errors
 from quark.commands import COMMANDS
 from quark.core.dtypes import DTYPES
@@ -193,7 +194,21 @@ def pass_keeps_its_contracts() -> None:
     pass_contracts.test_bodies_of_if_stay_as_they_are("merge_relus")
 
 
+def algorithm_keeps_its_contracts() -> None:
+    kind = next(kind for kind in TORCH_ALGORITHMS if kind.__name__ == "CorrectBiasConfig")
+    row = algorithm_contracts.Row(kind(), share=0.5, loss=algorithm_contracts.mean_output_error)  # type: ignore[call-arg]
+    algorithm_contracts.ROWS[kind] = row
+    try:
+        algorithm_contracts.test_it_changes_the_model(kind)
+        algorithm_contracts.test_it_is_better_than_rounding_to_nearest(kind)
+        algorithm_contracts.test_what_keeps_the_float_model_keeps_what_it_computes(kind)
+        algorithm_contracts.test_its_result_survives_freeze_export_and_reload(kind, Path.cwd())
+    finally:
+        del algorithm_contracts.ROWS[kind]
+
+
 CONTRACTS: dict[str, Callable[[], None]] = {
+    "docs/add/algorithm.md": algorithm_keeps_its_contracts,
     "docs/add/dtype.md": dtype_keeps_its_contracts,
     "docs/add/pass.md": pass_keeps_its_contracts,
     "docs/add/observer.md": observers_keep_their_contracts,
