@@ -48,18 +48,12 @@ def code_type(dtype: Dtype, least_bits: int = 4) -> str:
     is_known = dtype.onnx in FIRST_OPSET or dtype.onnx in CAST_TYPES
     if is_known and (dtype.is_float or dtype.bits >= least_bits):
         return dtype.onnx
-    if dtype.is_float:
-        return _narrowest(0, (1 << dtype.bits) - 1, least_bits)
     steps = 2 if dtype.name in MICRO_EXPONENT else 1
-    return _narrowest(steps * dtype.min, steps * dtype.max, least_bits)
-
-
-def _narrowest(low: float, high: float, least_bits: int) -> str:
-    """The narrowest ONNX integer that holds low..high."""
+    low, high = (0, (1 << dtype.bits) - 1) if dtype.is_float else (steps * dtype.min, steps * dtype.max)
     for bits in INTEGER_BITS:
         largest = (1 << (bits - 1)) - 1 if low < 0 else (1 << bits) - 1
         if bits >= least_bits and high <= largest and low >= -largest - 1:
             return f"{'INT' if low < 0 else 'UINT'}{bits}"
     raise NotSupportedError(
-        f"No integer that ONNX can dequantize holds {low:.0f}..{high:.0f}; possible: up to 32 bits."
+        f"{dtype}: no integer that ONNX can dequantize holds {low:.0f}..{high:.0f}; possible: up to 32 bits."
     )

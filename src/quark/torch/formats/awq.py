@@ -57,8 +57,10 @@ class AwqFormat(FolderFormat):
         weight = only_weight(spec)
         if weight is None or weight.dtype.name not in ("int4", "uint4") or weight.float_zero_point:
             return f"anything but weights in int4 or uint4 groups; here {spec}"
-        grouped = isinstance(weight.granularity, PerGroup) and weight.granularity.axis in (-1, 1)
-        return None if grouped and weight.granularity.size > 0 else f"4-bit weights per {weight.granularity}"  # type: ignore[attr-defined]
+        split = weight.granularity
+        if not isinstance(split, PerGroup) or split.axis not in (-1, 1) or split.size < 1:
+            return f"{weight.dtype} weights per {split}"
+        return None
 
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
