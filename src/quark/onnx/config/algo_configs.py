@@ -55,8 +55,8 @@ class AlgoConfig:
         changed = {}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            made = entry.default_factory
-            if value != (entry.default if made is dataclasses.MISSING else made()):
+            factory = entry.default_factory
+            if value != (entry.default if factory is dataclasses.MISSING else factory()):
                 changed[entry.name] = value
         return {"name": self.name, **changed}
 

@@ -81,8 +81,8 @@ class QConfig:
         for name in direct:
             if name in options:
                 raise ConfigError(f"QConfig: option {name!r} is given twice: directly and in extra_options.")
-        kept = {name: value for name, value in kwargs.items() if name in names}
-        return args, {**kept, "extra_options": {**options, **direct}}
+        given = {name: value for name, value in kwargs.items() if name in names}
+        return args, {**given, "extra_options": {**options, **direct}}
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:

@@ -81,8 +81,8 @@ class QLayerConfig:
         activation = values.pop("activation", None)
         if values.get("input_tensors") == activation:
             values.pop("input_tensors", None)
-        made = {name: spec_from_dict(value) for name, value in known_keys(values, cls).items()}
-        return cls(activation=spec_from_dict(activation), **made)
+        specs = {name: spec_from_dict(value) for name, value in known_keys(values, cls).items()}
+        return cls(activation=spec_from_dict(activation), **specs)
 
 
 def layers_to_json(layers: Mapping[Any, Any]) -> list[list[Any]]:

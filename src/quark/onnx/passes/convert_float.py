@@ -6,7 +6,7 @@ Weights, constants, Casts, inputs, outputs and the bodies of If and Loop follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,24 +26,33 @@ def convert_fp16_to_fp32(model: ir.Model) -> int:
 
 def convert_fp32_to_fp16(model: ir.Model, keep_io_types: bool = False) -> int:
     """Turn float32 tensors into float16; inputs and outputs too, unless they are kept by a Cast."""
-    return _lower(model, ir.DataType.FLOAT16, keep_io_types)
+    return _to_half(model, ir.DataType.FLOAT16, keep_io_types)
 
 
 def convert_fp32_to_bf16(model: ir.Model) -> int:
     """Turn float32 tensors into bfloat16, inputs and outputs included."""
-    return _lower(model, ir.DataType.BFLOAT16, False)
+    return _to_half(model, ir.DataType.BFLOAT16, False)
 
 
-def _lower(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
-    ends = [v for v in (*model.graph.inputs, *model.graph.outputs) if keep_io_types and v.dtype == ir.DataType.FLOAT]
-    needed = _float32_inputs(model)
-    spared = {value for value in needed.values() if value.is_initializer() and _read_by(value) <= needed.keys()}
-    count = _convert(model, ir.DataType.FLOAT, target, spared)
-    if count:
-        for node, index in needed:
-            _cast_input(node, index)
-        for value in ends:
-            _keep(model.graph, value)
+def _to_half(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
+    graph = model.graph
+    ends = [value for value in (*graph.inputs, *graph.outputs) if value.dtype == ir.DataType.FLOAT]
+    float32_inputs = _float32_inputs(model)
+    unchanged = {
+        value
+        for value in float32_inputs.values()
+        if value.is_initializer() and _read_by(value) <= float32_inputs.keys()
+    }
+    count = _convert(model, ir.DataType.FLOAT, target, unchanged)
+    if not count:
+        return 0
+    for node, index in float32_inputs:
+        _cast_input(node, index)
+    for value in ends if keep_io_types else ():
+        if value.is_graph_input():
+            _keep_input_type(graph, value)
+        else:
+            _keep_output_type(graph, value)
     return count
 
 
@@ -62,10 +71,11 @@ def _read_by(value: ir.Value) -> set[tuple[ir.Node, int]]:
     return {(use.node, use.idx) for use in value.uses()}
 
 
-def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, spared: set[ir.Value] | None = None) -> int:
+def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchanged: Collection[ir.Value] = ()) -> int:
+    """Give every value of a type another, but for `unchanged`; return how many there were."""
     count = 0
     for value in _values(model):
-        if value.dtype != source or value in (spared or ()):
+        if value.dtype != source or value in unchanged:
             continue
         value.type = ir.TensorType(target)
         if value.const_value is not None:
@@ -133,27 +143,27 @@ def _cast_input(node: ir.Node, index: int) -> None:
     node.replace_input_with(index, cast.outputs[0])
 
 
-def _keep(graph: ir.Graph, value: ir.Value) -> None:
-    """Give an input or output back its type: a Cast stands between it and the model."""
-    low, name, uses = value.dtype, value.name, list(value.uses())
-    assert low is not None
-    if value.is_graph_input():
-        cast = ir.node("Cast", [value], {"to": int(low)}, name=f"{name}_cast")
-        value.type = ir.TensorType(ir.DataType.FLOAT)
-        graph.insert_before(graph[0], [cast])
-        cast.outputs[0].name, cast.outputs[0].type, cast.outputs[0].shape = (
-            f"{name}_low",
-            ir.TensorType(low),
-            value.shape,
-        )
-        for use in uses:
-            use.node.replace_input_with(use.idx, cast.outputs[0])
-        return
+def _keep_input_type(graph: ir.Graph, value: ir.Value) -> None:
+    """Make an input of the model float32 again: behind it stands a Cast to the type that its readers take."""
+    half, readers = value.dtype, list(value.uses())
+    assert half is not None
+    cast = ir.node("Cast", [value], {"to": int(half)}, name=f"{value.name}_cast")
+    graph.insert_before(graph[0], [cast])
+    result = cast.outputs[0]
+    result.name, result.type, result.shape = f"{value.name}_low", ir.TensorType(half), value.shape
+    value.type = ir.TensorType(ir.DataType.FLOAT)
+    for use in readers:
+        use.node.replace_input_with(use.idx, result)
+
+
+def _keep_output_type(graph: ir.Graph, value: ir.Value) -> None:
+    """Make an output of the model float32 again: before it stands a Cast, whose output takes its name."""
+    name = value.name
     cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}_cast")
     graph.append(cast)
     result = cast.outputs[0]
-    value.name, result.name, result.shape = f"{name}_low", name, value.shape
-    result.type = ir.TensorType(ir.DataType.FLOAT)
+    value.name = f"{name}_low"
+    result.name, result.type, result.shape = name, ir.TensorType(ir.DataType.FLOAT), value.shape
     for position, output in enumerate(graph.outputs):
         if output is value:
             graph.outputs[position] = result

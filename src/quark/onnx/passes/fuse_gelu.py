@@ -33,9 +33,9 @@ def fuse_gelu(model: ir.Model) -> int:
     count = 0
     for node in [node for node in model.graph if is_op(node, "Mul")]:
         for approximate, pattern in PATTERNS.items():
-            found = match(pattern, node)
-            if found is not None:
-                replace(node, "Gelu", [found["x"]], {"approximate": approximate})
+            matched = match(pattern, node)
+            if matched is not None:
+                replace(node, "Gelu", [matched["x"]], {"approximate": approximate})
                 count += 1
                 break
     return count

@@ -26,22 +26,22 @@ def fuse_l2_norm(model: ir.Model) -> int:
     """Fuse every L2 normalization over one axis; return how many there were."""
     count = 0
     for node in [node for node in model.graph if is_op(node, "Div", "Mul")]:
-        found = match(PATTERN, node)
-        if found is not None and _fuse(node, found):
+        matched = match(PATTERN, node)
+        if matched is not None and _fuse(node, matched):
             count += 1
     return count
 
 
-def _fuse(node: ir.Node, found: Match) -> bool:
-    (reduction,) = found.of_type("ReduceSum", "ReduceL2")
+def _fuse(node: ir.Node, matched: Match) -> bool:
+    (reduction,) = matched.of_type("ReduceSum", "ReduceL2")
     axes = axes_of(reduction)
     if axes is None or len(axes) != 1 or not reduction.attributes.get_int("keepdims", 1):
         return False
-    if any(not _is_tiny(bounding) for bounding in found.of_type("Max", "Clip")):
+    if any(not _is_tiny(bounding) for bounding in matched.of_type("Max", "Clip")):
         return False
-    if "shape" in found.values and constant(found["shape"]).tolist() != dims(found["x"]):
+    if "shape" in matched.values and constant(matched["shape"]).tolist() != dims(matched["x"]):
         return False
-    replace(node, "LpNormalization", [found["x"]], {"axis": axes[0], "p": 2})
+    replace(node, "LpNormalization", [matched["x"]], {"axis": axes[0], "p": 2})
     return True
 
 

@@ -34,29 +34,29 @@ def fuse_layer_norm(model: ir.Model) -> int:
     count = 0
     for pattern in NORMALIZED:
         for node in list(model.graph):
-            found = match(pattern, node) if node.op_type in ("Add", "Mul") else None
-            if found is not None and _fuse(node, found):
+            matched = match(pattern, node) if node.op_type in ("Add", "Mul") else None
+            if matched is not None and _fuse(node, matched):
                 count += 1
     return count
 
 
-def reduced_axes(found: Match) -> tuple[int, ...] | None:
+def reduced_axes(matched: Match) -> tuple[int, ...] | None:
     """The axes, counted from the front, that both means of a match run over; None where they differ or are unknown."""
-    shape = dims(found["x"])
-    axes = {axes_of(node) for node in found.of_type("ReduceMean")}
-    keeps = all(node.attributes.get_int("keepdims", 1) for node in found.of_type("ReduceMean"))
+    shape = dims(matched["x"])
+    axes = {axes_of(node) for node in matched.of_type("ReduceMean")}
+    keeps = all(node.attributes.get_int("keepdims", 1) for node in matched.of_type("ReduceMean"))
     only = axes.pop() if len(axes) == 1 else None
     if shape is None or not only or not keeps:
         return None
     return tuple(sorted(axis % len(shape) for axis in only))
 
 
-def _fuse(node: ir.Node, found: Match) -> bool:
-    axes, shape, epsilon = reduced_axes(found), dims(found["x"]), scalar(found["epsilon"])
+def _fuse(node: ir.Node, matched: Match) -> bool:
+    axes, shape, epsilon = reduced_axes(matched), dims(matched["x"]), scalar(matched["epsilon"])
     if axes is None or shape is None or math.isnan(epsilon) or axes != tuple(range(axes[0], len(shape))):
         return False
-    affine = [found[name] for name in ("gamma", "beta") if name in found.values]
+    affine = [matched[name] for name in ("gamma", "beta") if name in matched.values]
     if any(list(constant(value).shape) != shape[axes[0] :] for value in affine):
         return False
-    replace(node, "LayerNormalization", [found["x"], *affine], {"axis": axes[0] - len(shape), "epsilon": epsilon})
+    replace(node, "LayerNormalization", [matched["x"], *affine], {"axis": axes[0] - len(shape), "epsilon": epsilon})
     return True

@@ -10,10 +10,10 @@ FIRST_IR_VERSION = 4
 def remove_input_init(model: ir.Model) -> int:
     """Remove every initializer from the inputs; return how many there were."""
     inputs = model.graph.inputs
-    kept = [value for value in inputs if not value.is_initializer()]
-    count = len(inputs) - len(kept)
+    real = [value for value in inputs if not value.is_initializer()]
+    count = len(inputs) - len(real)
     if count:
         inputs.clear()
-        inputs.extend(kept)
+        inputs.extend(real)
         model.ir_version = max(model.ir_version, FIRST_IR_VERSION)
     return count

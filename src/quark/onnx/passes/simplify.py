@@ -105,8 +105,8 @@ def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
     graph = helper.make_graph([proto], "constant", infos, [result])
     single = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset(model))])
     try:
-        found = np.asarray(next(iter(ReferenceEvaluator(single).run(None, inputs))))
+        output = np.asarray(next(iter(ReferenceEvaluator(single).run(None, inputs))))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None  # The evaluator lacks a type or a form of the op: the node stays, for the runtime to compute.
     largest = max(LARGEST_GROWTH, *(array.size for array in inputs.values()))
-    return found if found.size <= largest else None
+    return output if output.size <= largest else None

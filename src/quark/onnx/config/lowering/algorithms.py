@@ -41,28 +41,30 @@ def lower_algorithms(
     Raises:
         ConfigError: an entry of an option is unknown or wrong.
     """
-    asked = _asked(options, flags)
-    kept = [_merged(algorithm, options) for algorithm in given]
-    classes = {type(algorithm) for algorithm in kept}
-    return (*(algorithm for algorithm in asked if type(algorithm) not in classes), *kept)
+    configured = [_merged(algorithm, options) for algorithm in given]
+    classes = {type(algorithm) for algorithm in configured}
+    by_options = [algorithm for algorithm in _of_options(options, flags) if type(algorithm) not in classes]
+    return (*by_options, *configured)
 
 
-def _asked(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoConfig]:
-    found: list[AlgoConfig] = []
+def _of_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoConfig]:
+    """The algorithms that options or legacy flags ask for."""
+    algorithms: list[AlgoConfig] = []
     for kind, flag in ((CLEConfig, ""), (SmoothQuantConfig, "include_sq"), (QuarotConfig, "include_rotation")):
         changed = {key: options[key] for key in kind.keys.values() if _changed(options, key)}
-        if flags.get(flag) or (changed and not (kind is CLEConfig and flags.get("include_cle") is False)):
-            found.append(kind.from_options(changed))
+        switched_off = kind is CLEConfig and flags.get("include_cle") is False
+        if flags.get(flag) or (changed and not switched_off):
+            algorithms.append(kind.from_options(changed))
     if value_of(options, "BiasCorrection"):
-        found.append(BiasCorrectionConfig())
+        algorithms.append(BiasCorrectionConfig())
     nbits = value_of(options, "UseMatMulNBits") and value_of(options, "MatMulNBitsParams").get("Algorithm") == "GPTQ"
     if value_of(options, "UseGPTQ") or nbits:
-        found.append(GPTQConfig.from_options(value_of(options, "GPTQParams")))
+        algorithms.append(GPTQConfig.from_options(value_of(options, "GPTQParams")))
     if flags.get("include_fast_ft", bool(value_of(options, "FastFinetune"))):
-        found.append(_finetune(value_of(options, "FastFinetune")))
+        algorithms.append(_finetune(value_of(options, "FastFinetune")))
     if flags.get("include_auto_mp", bool(value_of(options, "AutoMixprecision"))):
-        found.append(AutoMixprecisionConfig.from_options(value_of(options, "AutoMixprecision")))
-    return found
+        algorithms.append(AutoMixprecisionConfig.from_options(value_of(options, "AutoMixprecision")))
+    return algorithms
 
 
 def _finetune(entries: Mapping[str, Any]) -> AlgoConfig:
@@ -94,25 +96,30 @@ def targets(
     if not configs:
         return []
     target = target_layers(configs[0].target_layer_config)
+    entries: list[tuple[Any, tuple[str, ...] | None]]
     if isinstance(target, Mapping):
-        entries: list[tuple[Any, Any]] = [(own, tuple(names)) for own, names in target.items()]
+        entries = [(layer, tuple(names)) for layer, names in target.items()]
+    elif isinstance(target, (list, tuple)):
+        entries = [(layer, None) for layer in target]
     else:
-        entries = [(own, None) for own in (target if isinstance(target, (list, tuple)) else [target])]
+        entries = [(target, None)]
     named = [name for _, names in entries for name in names or ()]
-    if len(configs) > 1 or not entries or len(named) > len(set(named)) or [names for _, names in entries].count(()) > 1:
+    repeated = len(named) > len(set(named))
+    for_the_rest = [names for _, names in entries if names == ()]
+    if len(configs) > 1 or not entries or repeated or len(for_the_rest) > 1:
         raise ConfigError(
             "AutoMixprecisionConfig: one config, with at least one target_layer_config, each node in one of them at "
             f"most, and one that maps to [] at most. Got {len(configs)} configs and targets for {entries}."
         )
-    for own, _ in entries:
-        if not isinstance(own, QLayerConfig):
+    for layer, _ in entries:
+        if not isinstance(layer, QLayerConfig):
             raise ConfigError(
                 "AutoMixprecisionConfig.target_layer_config: expected a QLayerConfig, a list of them or "
-                f"{{QLayerConfig: [node names]}}, got {own!r}."
+                f"{{QLayerConfig: [node names]}}, got {layer!r}."
             )
     if value_of(options, "QuantizeBias"):
         return entries
-    return [(replace(own, bias=None), names) for own, names in entries]
+    return [(replace(layer, bias=None), names) for layer, names in entries]
 
 
 def _changed(options: Mapping[str, Any], key: str) -> bool:

@@ -169,29 +169,33 @@ def _op_types(request: Request) -> tuple[str, ...]:
 
 def _overrides(options: Mapping[str, Any]) -> tuple[tuple[str, Override], ...]:
     """What TensorQuantOverrides and MixedPrecisionTensor say of single tensors; the first wins."""
-    found = {
+    overrides = {
         name: Override(dtype=_integer(kind, options, "MixedPrecisionTensor"))
         for kind, names in value_of(options, "MixedPrecisionTensor").items()
         for name in names
     }
     for name, entries in value_of(options, "TensorQuantOverrides").items():
-        where = f"TensorQuantOverrides[{name!r}]"
-        if not isinstance(entries, (list, tuple)) or len(entries) != 1 or not isinstance(entries[0], dict):
-            raise ConfigError(f"{where}: expected a list of one dict, got {entries!r}.")
-        entry = dict(entries[0])
-        for key in ("reduce_range", "convert"):
-            if entry.pop(key, None):
-                raise NotSupportedError(f"{where}: {key!r} is not part of this version.")
-        if "quant_type" in entry:
-            entry["quant_type"] = _integer(entry["quant_type"], options, where)
-        unknown = sorted(set(entry) - set(OVERRIDE_KEYS))
-        if unknown:
-            raise ConfigError(f"{where}: unknown key {unknown[0]!r}. {did_you_mean(unknown[0], OVERRIDE_KEYS)}")
-        for pair in (("scale", "zero_point"), ("rmin", "rmax")):
-            if (pair[0] in entry) != (pair[1] in entry):
-                raise ConfigError(f"{where}: {pair[0]} and {pair[1]} go together.")
-        found[name] = Override(**{OVERRIDE_KEYS[key]: value for key, value in entry.items()})
-    return tuple(found.items())
+        overrides[name] = _override(f"TensorQuantOverrides[{name!r}]", entries, options)
+    return tuple(overrides.items())
+
+
+def _override(where: str, entries: Any, options: Mapping[str, Any]) -> Override:
+    """An entry of TensorQuantOverrides. Raises ConfigError and NotSupportedError."""
+    if not isinstance(entries, (list, tuple)) or len(entries) != 1 or not isinstance(entries[0], dict):
+        raise ConfigError(f"{where}: expected a list of one dict, got {entries!r}.")
+    entry = dict(entries[0])
+    for key in ("reduce_range", "convert"):
+        if entry.pop(key, None):
+            raise NotSupportedError(f"{where}: {key!r} is not part of this version.")
+    if "quant_type" in entry:
+        entry["quant_type"] = _integer(entry["quant_type"], options, where)
+    unknown = sorted(set(entry) - set(OVERRIDE_KEYS))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}. {did_you_mean(unknown[0], OVERRIDE_KEYS)}")
+    for one, other in (("scale", "zero_point"), ("rmin", "rmax")):
+        if (one in entry) != (other in entry):
+            raise ConfigError(f"{where}: {one} and {other} go together.")
+    return Override(**{OVERRIDE_KEYS[key]: value for key, value in entry.items()})
 
 
 def _integer(kind: Any, options: Mapping[str, Any], where: str) -> str:

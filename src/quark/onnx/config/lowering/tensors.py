@@ -144,12 +144,13 @@ def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> s
 
 def _weight_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
     _refuse_int16_scale(config.scale_type)
-    asked = value_of(options, "WeightCalibrateMethod")
-    name = config.calibration_method.name if asked is None else asked.name
-    if asked is not None and name not in ("MinMax", "MinMSE"):
-        raise ConfigError(f"WeightCalibrateMethod={asked}: possible: MinMax, MinMSE.")
+    given = value_of(options, "WeightCalibrateMethod")
+    if given is not None and given.name not in ("MinMax", "MinMSE"):
+        raise ConfigError(f"WeightCalibrateMethod={given}: possible: MinMax, MinMSE.")
+    name = (given or config.calibration_method).name
     method = CalibMethod.MinMSE if name == "MinMSE" else CalibMethod.MinMax
-    return (POWER_OF_TWO if config.scale_type is ScaleType.PowerOf2 else FLOAT_SCALE)[method]
+    observers = POWER_OF_TWO if config.scale_type is ScaleType.PowerOf2 else FLOAT_SCALE
+    return observers[method]
 
 
 def _refuse_int16_scale(scale: ScaleType) -> None:
