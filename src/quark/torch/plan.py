@@ -63,8 +63,8 @@ class Plan:
         rows: dict[tuple[str, ...], list[str]] = {}
         for name in [*self.layers, *self.excluded, *self.unknown]:
             spec = self.layers.get(name, LayerSpec())
-            kept, shape = self.kept(name), self.weight_shape(model, name)
-            key = (shape, *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
+            in_float, shape = self.float_label(name), self.weight_shape(model, name)
+            key = (shape, *(str(t or in_float) for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"
@@ -75,7 +75,7 @@ class Plan:
         """The shape of the weight of a layer, as the table shows it."""
         return str(tuple(cast(torch.Tensor, model.get_submodule(name).weight).shape))
 
-    def kept(self, name: str) -> str:
+    def float_label(self, name: str) -> str:
         """What the table says of a tensor that is not quantized."""
         return "float (own forward)" if name in self.unknown else "float"
 
@@ -205,11 +205,11 @@ def _to_exclude(
 def require_layers(patterns: list[str], names: set[str], candidates: Collection[str]) -> None:
     """Raise for an exclude pattern that names a block but none of the layers in it: it would exclude nothing."""
     for pattern in patterns:
-        found = [name for name in names if matches(name, pattern)]
-        inside = any(layer.startswith(f"{name}.") for name in found for layer in candidates)
-        if inside and not any(name in candidates for name in found):
+        matched = [name for name in names if matches(name, pattern)]
+        inside = any(layer.startswith(f"{name}.") for name in matched for layer in candidates)
+        if inside and not any(name in candidates for name in matched):
             raise ConfigError(
-                f"exclude: {pattern!r} matches the module {found[0]!r} but none of the layers in it. "
+                f"exclude: {pattern!r} matches the module {matched[0]!r} but none of the layers in it. "
                 f"Possible: {pattern + '.*'!r}."
             )
 

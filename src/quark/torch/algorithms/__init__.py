@@ -46,14 +46,14 @@ def algorithms_of(configs: Sequence[AlgoConfig]) -> list[Algorithm]:
     Raises:
         NotSupportedError: A documented algorithm that this version does not have; names the possible ones.
     """
-    found = []
+    algorithms = []
     for config in configs:
         cls = next((ALGORITHMS[kind] for kind in type(config).__mro__ if kind in ALGORITHMS), None)
         if cls is None:
             possible = ", ".join(kind.__name__ for kind in ALGORITHMS)
             raise NotSupportedError(f"{type(config).__name__} is not part of this version. Possible: {possible}.")
-        found.append(cls(config))
-    return found
+        algorithms.append(cls(config))
+    return algorithms
 
 
 __all__ = ["ALGORITHMS", "Algorithm", "Block", "algorithms_of"]

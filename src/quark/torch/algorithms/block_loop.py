@@ -101,13 +101,13 @@ def loop_over_blocks(
     """
     state = state or LoopState()
     for index, name in enumerate(progress(names, "blocks", total=len(names))):
-        own = [_on(call, weights.device) for call in calls.pop(name, [])]
+        own_calls = [_on(call, weights.device) for call in calls.pop(name, [])]
         if index < state.done:
             continue
         weights.bring(name)
         try:
             # Not bound to a name, so that its inputs are freed when its outputs are there.
-            state = LoopState(index + 1, *work(_block(model, name, own, state, shared_scale_groups)))
+            state = LoopState(index + 1, *work(_block(model, name, own_calls, state, shared_scale_groups)))
             if finish is not None:
                 finish(name, state)
         finally:

@@ -32,8 +32,8 @@ class InputGroup:
     @cached_property
     def count(self) -> int:
         """Tokens that reach the layers."""
-        own = sum(x.numel() // x.shape[-1] for x in self.inputs)
-        return int(summed(torch.tensor(own)))
+        tokens = sum(x.numel() // x.shape[-1] for x in self.inputs)
+        return int(summed(torch.tensor(tokens)))
 
     @cached_property
     def gram(self) -> torch.Tensor:
@@ -55,15 +55,15 @@ class InputGroup:
         """Largest magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
         none = self.inputs[0].new_zeros(self.inputs[0].shape[-1])
-        own = torch.stack([none, *(flat(x).abs().amax(0) for x in self.inputs if x.numel())]).amax(0)
-        return largest(own.float())
+        seen_here = torch.stack([none, *(flat(x).abs().amax(0) for x in self.inputs if x.numel())]).amax(0)
+        return largest(seen_here.float())
 
     @cached_property
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        own = torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0)
-        return summed(own) / self.count
+        sum_here = torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0)
+        return summed(sum_here) / self.count
 
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""

@@ -76,13 +76,13 @@ def merge_observers(quantizers: Mapping[str, FakeQuantize]) -> None:
     """Give every observing quantizer what the observers of all ranks saw."""
     if world() == 1 or not quantizers:
         return
-    own = {}
+    observed = {}
     for name, quantizer in quantizers.items():
         observer = quantizer.observer
         if observer is not None and observer.count:
-            own[name] = (observer.state(), observer.model_dtype)
+            observed[name] = (observer.state(), observer.model_dtype)
     gathered: list[dict[str, Any]] = [{} for _ in range(world())]
-    collective(lambda: dist.all_gather_object(gathered, own))
+    collective(lambda: dist.all_gather_object(gathered, observed))
     for name, quantizer in quantizers.items():
         observer = quantizer.observer
         assert observer is not None
@@ -156,10 +156,10 @@ def from_first(value: T) -> T:
 def shared_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
     """`atomic_folder` for all ranks: it becomes `path` when all of them are done."""
     if rank() > 0:
-        made = from_first(None)
-        if made is None:
+        folder_of_first = from_first(None)
+        if folder_of_first is None:
             raise QuarkError(f"Rank 0 could not make {path}.")
-        yield made
+        yield folder_of_first
         wait()
         return
     told = False

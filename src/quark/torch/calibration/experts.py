@@ -45,16 +45,16 @@ def reached_together(
         expert, _, leaf = inside.partition(".")
         if inside != group[0] and expert.isdigit():
             turns[leaf == mixture.names[2]][int(expert)] = index
-    found = {}
+    reached = {}
     for down, places in turns.items():
         experts = sorted(places)
         first = groups[places[experts[0]]] if experts else ()
         step = _fitting([mixture.get_submodule(leaf.removeprefix(f"{name}.")) for leaf in first])
         for start in range(0, len(experts), step):
-            some = experts[start : start + step]
-            if len(some) > 1:
-                found[down, some[0]] = {expert: places[expert] for expert in some}
-    return found
+            batch = experts[start : start + step]
+            if len(batch) > 1:
+                reached[down, batch[0]] = {expert: places[expert] for expert in batch}
+    return reached
 
 
 def _fitting(layers: Sequence[nn.Module]) -> int:
@@ -86,9 +86,9 @@ def share_expert_ranges(quantizers: Mapping[str, FakeQuantize]) -> None:
     """Let the experts of a block have one range for the inputs of each projection: the one that covers all."""
     families: dict[tuple[str, str], list[FakeQuantize]] = {}
     for name, quantizer in quantizers.items():
-        found = EXPERT.fullmatch(name)
-        if found and found["rest"].endswith(".input"):
-            families.setdefault((found["block"], found["rest"]), []).append(quantizer)
+        expert = EXPERT.fullmatch(name)
+        if expert and expert["rest"].endswith(".input"):
+            families.setdefault((expert["block"], expert["rest"]), []).append(quantizer)
     for members in families.values():
         FakeQuantize.share_observed(members)
 

@@ -90,8 +90,8 @@ def is_call(node: object, *targets: str) -> bool:
 
 def parameter_of(node: fx.Node, position: int | None) -> fx.Node | None:
     """The get_attr node at a position of the arguments, or None."""
-    found = node.args[position] if position is not None and position < len(node.args) else None
-    return found if isinstance(found, fx.Node) and found.op == "get_attr" else None
+    argument = node.args[position] if position is not None and position < len(node.args) else None
+    return argument if isinstance(argument, fx.Node) and argument.op == "get_attr" else None
 
 
 def activations_of(node: fx.Node) -> list[fx.Node]:
@@ -101,11 +101,11 @@ def activations_of(node: fx.Node) -> list[fx.Node]:
     positions = [*kind.inputs]
     if kind.weight is not None and parameter_of(node, kind.weight) is None:
         positions.append(kind.weight)
-    found: list[fx.Node] = []
+    tensors: list[fx.Node] = []
     for value in (node.args[position] for position in positions):
         members = value if isinstance(value, (list, tuple)) else [value]
-        found += [m for m in members if isinstance(m, fx.Node) and is_float(m)]
-    return found
+        tensors += [m for m in members if isinstance(m, fx.Node) and is_float(m)]
+    return tensors
 
 
 def is_float(node: fx.Node) -> bool:

@@ -73,7 +73,7 @@ class GraphPlan(Plan):
         weight = self.operators[name].weight if name in self.operators else None
         return "-" if weight is None else str(tuple(weight.shape))
 
-    def kept(self, name: str) -> str:
+    def float_label(self, name: str) -> str:
         return f"float ({self.reasons[name]})" if name in self.reasons else "float"
 
 
@@ -139,7 +139,7 @@ def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
 
 def unsupported(model: fx.GraphModule) -> dict[str, str]:
     """Operators without a row that give float tensors: name -> what they are."""
-    found = {}
+    reasons = {}
     for node in model.graph.nodes:
         if (
             node.op != "call_function"
@@ -148,10 +148,10 @@ def unsupported(model: fx.GraphModule) -> dict[str, str]:
         ):
             continue
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            found[node.name] = f"a graph of its own: {node.target}"
+            reasons[node.name] = f"a graph of its own: {node.target}"
         elif is_float(node) and isinstance(node.target, torch._ops.OpOverload) and foldable(node) is None:
-            found[node.name] = target_name(node)
-    return found
+            reasons[node.name] = target_name(node)
+    return reasons
 
 
 def _layer_name(node: fx.Node, kind: Kind) -> str | None:
@@ -238,10 +238,10 @@ def _selected(config: QConfig, model: fx.GraphModule, operators: dict[str, Quant
     """Names that the selectors of `exclude` stand for. A graph has no classes: the head is a linear layer at the top
     of the model with as many rows as an embedding.
     """
-    found = selected_names([entry for entry in config.exclude if entry != "@output_head"], model)
+    selected = selected_names([entry for entry in config.exclude if entry != "@output_head"], model)
     if "@output_head" in config.exclude:
         weights = {name: operator.weight for name, operator in operators.items() if operator.weight is not None}
         tables = {len(weights[name]) for name in weights if operators[name].kind.name == "embedding"}
         top = [name for name in weights if "." not in name and operators[name].kind.name == "linear"]
-        found |= {name for name in top if len(weights[name]) in tables}
-    return found
+        selected |= {name for name in top if len(weights[name]) in tables}
+    return selected

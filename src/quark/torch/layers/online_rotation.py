@@ -112,10 +112,10 @@ class StoredRotation:
         self.matrix = self.matrix / self.matrix[0].norm()
         self.signs: torch.Tensor | None = None
         if type(stored) is torch.Tensor:
-            own = torch.from_numpy(Rotation(len(stored)).matrix()).to(stored.device)
+            ours = torch.from_numpy(Rotation(len(stored)).matrix()).to(stored.device)
             # The first column of ours is positive. 2e-3: what bfloat16, to which a loader may have rounded, changes.
             signs = self.matrix[:, 0].sign()
-            if bool(((self.matrix - signs[:, None] * own).abs() <= 2e-3 * own.abs().amax()).all()):
+            if bool(((self.matrix - signs[:, None] * ours).abs() <= 2e-3 * ours.abs().amax()).all()):
                 self.signs = signs
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ alone, on the hidden state that the block before it returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,15 +65,15 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[str]:
     """
     if path:
         try:
-            found = model.get_submodule(path)
+            blocks = model.get_submodule(path)
         except AttributeError:
-            found = None
-        if not isinstance(found, (nn.ModuleList, nn.Sequential)):
+            blocks = None
+        if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
             lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
             raise StructureError(
                 f"model_decoder_layers={path!r} is no list of modules. Possible: {', '.join(lists) or 'none here'}."
             )
-        return [f"{path}.{index}" for index in range(len(found))]
+        return [f"{path}.{index}" for index in range(len(blocks))]
     stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if not outer:
@@ -103,8 +103,14 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
     """
     device = input_device(model)
     calls: dict[str, list[Call]] = {name: [] for name in names}
+
+    def note(name: str, call: Call) -> None:
+        calls[name].append(call)
+        if name == names[-1]:
+            raise _LastBlockReachedError
+
     count = 0
-    with torch.no_grad(), evaluating(model), _passing_through(model, names, calls):
+    with torch.no_grad(), evaluating(model), passing_through(model, names, note, BlockOutput()):
         for batch in data:
             with suppress(_LastBlockReachedError):
                 calibration_step(model, batch, device)
@@ -121,21 +127,42 @@ class _LastBlockReachedError(Exception):
     """Nothing behind the last block needs to run."""
 
 
+class BlockOutput:
+    """How the blocks of a model return their hidden state: alone, or first in a tuple or list.
+
+    Known when one block has really run.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.sequence: type | None = None
+
+    def learn(self, name: str, output: Any) -> None:
+        """See it from what a block returned. Raises StructureError for more than a hidden state."""
+        self.known, self.sequence = True, _sequence_around_hidden(name, output)
+
+    def of(self, hidden: torch.Tensor) -> Any:
+        """What a block returns that computes this hidden state."""
+        return hidden if self.sequence is None else self.sequence((hidden,))
+
+
 @contextmanager
-def _passing_through(model: nn.Module, names: list[str], calls: dict[str, list[Call]]) -> Iterator[None]:
-    """Within: blocks keep the arguments they are called with and return their hidden state as it came."""
+def passing_through(
+    model: nn.Module, names: Sequence[str], note: Callable[[str, Call], None], output: BlockOutput
+) -> Iterator[None]:
+    """Within: blocks return their hidden state as it came, and `note` gets their names and calls.
+
+    Unless `output` is known, the first block that is called really runs once.
+    """
     blocks = {name: model.get_submodule(name) for name in names}
-    form: list[type | None] = []
 
     def recorder(name: str, forward: Any) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
             call = _as_call(name, args, kwargs)
-            calls[name].append(call)
-            if name == names[-1]:
-                raise _LastBlockReachedError
-            if not form:
-                form.append(_form(name, forward(*args, **kwargs)))
-            return call.hidden if form[0] is None else form[0]((call.hidden,))
+            note(name, call)
+            if not output.known:
+                output.learn(name, forward(*args, **kwargs))
+            return output.of(call.hidden)
 
         return record
 
@@ -165,7 +192,7 @@ def _as_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return Call(args, kwargs, key)
 
 
-def _form(name: str, output: Any) -> type | None:
+def _sequence_around_hidden(name: str, output: Any) -> type | None:
     """None for a tensor, tuple or list for a sequence whose first item is the hidden state."""
     if isinstance(output, torch.Tensor):
         return None

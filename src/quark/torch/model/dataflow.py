@@ -168,19 +168,19 @@ class Trace:
         return self._nearest(self.readers(value), back=False)
 
     def _nearest(self, start: list[Node], back: bool) -> list[Node]:
-        found, seen, todo = {}, set(), list(start)
+        nearest, seen, todo = {}, set(), list(start)
         while todo:
             node = todo.pop()
             if node.index in seen:
                 continue
             seen.add(node.index)
             if self.has_parameter(node):
-                found[node.index] = node
+                nearest[node.index] = node
             elif back:
                 todo += self._producers(node.inputs)
             else:
                 todo += [reader for value in node.outputs for reader in self.readers(value)]
-        return [found[index] for index in sorted(found)]
+        return [nearest[index] for index in sorted(nearest)]
 
     def has_parameter(self, node: Node) -> bool:
         """Whether a node computes with a parameter of the model."""
@@ -249,5 +249,5 @@ class Trace:
         if node.move is None or not shape or self.values[output].shape[-1:] != shape[-1:]:
             return False
         channels = torch.arange(shape[-1])
-        made = tree_leaves(node.move(channels.expand(shape)))[node.outputs.index(output)]
-        return bool((made == channels).all())
+        moved = tree_leaves(node.move(channels.expand(shape)))[node.outputs.index(output)]
+        return bool((moved == channels).all())

@@ -55,12 +55,12 @@ def published_names(model: nn.Module) -> Callable[[str], str]:
     known = conversions(model)
     if core is None or not known:
         return lambda name: name
-    kept = [c for c in known if isinstance(c, core.WeightRenaming) and not isinstance(c, core.PrefixChange)]
-    reverse = [renaming.reverse_transform() for renaming in reversed(kept)]
+    renamings = [c for c in known if isinstance(c, core.WeightRenaming) and not isinstance(c, core.PrefixChange)]
+    reverse = [renaming.reverse_transform() for renaming in reversed(renamings)]
 
     def publish(name: str) -> str:
         out: str = core.apply_renamings(name, reverse)
-        return out if core.apply_renamings(out, kept) == name else name
+        return out if core.apply_renamings(out, renamings) == name else name
 
     return publish
 

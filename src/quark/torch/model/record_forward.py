@@ -93,18 +93,20 @@ class _Recorder(TorchFunctionMode):
         # What is like another tensor has its shape, not its values.
         inputs = () if name.endswith("_like") or name.startswith("new_") else self.read((args, kwargs))
         result = func(*args, **kwargs)
-        made = [written] if written is not None else tree_leaves(result)
-        made = [t for t in made if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        fresh = [t for t in made if written is not None or self.index.get(id(t)) not in inputs]
+        results = [written] if written is not None else tree_leaves(result)
+        results = [t for t in results if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        fresh = [t for t in results if written is not None or self.index.get(id(t)) not in inputs]
         if fresh and name != "__set__":
             self.add(name, None, inputs, fresh, _mover(func, args, kwargs) if name in MOVING_FUNCTIONS else None)
         return result
 
-    def add(self, kind: str, module: str | None, inputs: tuple[int, ...], made: list[torch.Tensor], move: Any) -> None:
+    def add(
+        self, kind: str, module: str | None, inputs: tuple[int, ...], tensors: list[torch.Tensor], move: Any
+    ) -> None:
         at = len(self.nodes)
         # Every view of a tensor that is written to holds a new value as well.
-        views = [t for t in self.alive if _same_storage(t, made[0])] if id(made[0]) in self.index else []
-        outputs = tuple(self.bind(t, RecordedTensor(tuple(t.shape), t.dtype, at)) for t in made)
+        views = [t for t in self.alive if _same_storage(t, tensors[0])] if id(tensors[0]) in self.index else []
+        outputs = tuple(self.bind(t, RecordedTensor(tuple(t.shape), t.dtype, at)) for t in tensors)
         self.index.update({id(view): outputs[0] for view in views})
         self.nodes.append(Node(at, kind, module, self.scope[-1], inputs, outputs, move))
 
@@ -144,19 +146,19 @@ class _Recorder(TorchFunctionMode):
 
     def leave_leaf(self, name: str, module: nn.Module, result: Any) -> None:
         """Replace what was recorded inside of a leaf module by one node."""
-        given, mark = self.started.pop()
+        entered, mark = self.started.pop()
         inside, self.nodes = self.nodes[mark:], self.nodes[:mark]
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        made = [t for t in made if self.index.get(id(t)) not in given]
-        if not made:
+        results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        results = [t for t in results if self.index.get(id(t)) not in entered]
+        if not results:
             return
         read = {value for node in inside for value in node.inputs}
-        if not any(self.index.get(id(t)) in node.outputs for node in inside for t in made):
+        if not any(self.index.get(id(t)) in node.outputs for node in inside for t in results):
             # An operation that no mode sees (a custom autograd function) may have read anything.
-            read = {*given, *self.read(list(module.parameters()))}
-        inputs = tuple(value for value in given if value in read)
+            read = {*entered, *self.read(list(module.parameters()))}
+        inputs = tuple(value for value in entered if value in read)
         held = tuple(value for value in sorted(read) if self.values[value].parameter and value not in inputs)
-        self.add(type(module).__name__, name, inputs + held, made, None)
+        self.add(type(module).__name__, name, inputs + held, results, None)
 
 
 def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -95,11 +95,11 @@ def find_residual(part: nn.Module, trace: Trace, start: int, end: int | None = N
 
 def hidden_values(trace: Trace, name: str, shape: torch.Size) -> tuple[int, int]:
     """The values of the hidden state that the module `name` was called with and that it returned."""
-    given, made = trace.spans[name]
-    found = [next((v for v in side if trace.values[v].shape == shape), None) for side in (given, made)]
-    if found[0] is None or found[1] is None:
+    inputs, outputs = trace.spans[name]
+    hidden = [next((v for v in side if trace.values[v].shape == shape), None) for side in (inputs, outputs)]
+    if hidden[0] is None or hidden[1] is None:
         raise StructureError(f"No hidden state of shape {tuple(shape)} enters and leaves {name or 'the block'}.")
-    return found[0], found[1]
+    return hidden[0], hidden[1]
 
 
 def reads_linearly(module: nn.Module | None, width: int) -> bool:
@@ -125,11 +125,11 @@ def _norm(part: nn.Module, trace: Trace, node: Node) -> StreamNorm:
     measured = measure_norm(module) if module is not None else None
     if node.module is None or measured is None:
         raise StructureError(f"{_what(node)} reads the residual stream; only norms and linear layers are understood.")
-    (made,) = node.outputs
+    (normed,) = node.outputs
     readers = []
-    for reader in _consumers(trace, made):
+    for reader in _consumers(trace, normed):
         inner = part.get_submodule(reader.module) if reader.module else None
-        if reader.module is None or not reads_linearly(inner, trace.values[made].shape[-1]):
+        if reader.module is None or not reads_linearly(inner, trace.values[normed].shape[-1]):
             raise StructureError(f"{_what(reader)} reads the result of {node.module}; only linear layers may.")
         readers.append(reader.module)
     return StreamNorm(node.module, tuple(dict.fromkeys(readers)), *measured)
@@ -156,10 +156,10 @@ def _refuse_constants(trace: Trace, stream: AdditionChain, start: int) -> None:
 
 def _refuse_results(trace: Trace, stream: AdditionChain, norms: list[StreamNorm]) -> None:
     """Raise where the part returns the stream or a normalised copy of it: the caller would get rotated values."""
-    made = {norm.name for norm in norms}
+    names = {norm.name for norm in norms}
     for value in trace.spans[""][1]:
         origin = trace.producer(trace.origin(value))
-        if value in stream.values or (origin is not None and origin.module in made):
+        if value in stream.values or (origin is not None and origin.module in names):
             raise StructureError(
                 "The model returns its residual stream (it has no output head): R1 would rotate what it returns."
             )

@@ -19,5 +19,5 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 def tying_configs(model: nn.Module) -> list[Any]:
     """The transformers configs of a model that say whether embedding and head are tied."""
     config = getattr(model, "config", None)
-    found = [config, getattr(config, "text_config", None)]
-    return [item for item in found if getattr(item, "tie_word_embeddings", None) is not None]
+    configs = [config, getattr(config, "text_config", None)]
+    return [item for item in configs if getattr(item, "tie_word_embeddings", None) is not None]

@@ -138,8 +138,8 @@ def prove_block(block: nn.Module, many: Call, plan: BlockPlan) -> None:
                 assert plan.stream is not None
                 x, y = plan.stream.apply(x), plan.stream.apply(y)
                 call = call.with_hidden(x)
-            made = _exact(twin, call)
-            error = float((made - y).norm() / (y - x).norm().clamp(min=1e-300))
+            rotated = _exact(twin, call)
+            error = float((rotated - y).norm() / (y - x).norm().clamp(min=1e-300))
             if not error <= TOLERANCE:
                 raise StructureError(
                     f"{what} would change what the block computes, by {error:.1e} of it: its structure is not what was "

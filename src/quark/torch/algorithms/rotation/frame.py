@@ -6,8 +6,7 @@ taken from `RotationConfig.scaling_layers`, whose names hold `layer_id` and `pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +19,8 @@ from quark.errors import ConfigError, QuarkError, StructureError, did_you_mean
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.batches import evaluating, forward_batch
-from quark.torch.model.blocks import WHOLE, Call, _as_call, _form, find_blocks
+from quark.torch.model.batches import evaluating, forward_batch, input_device
+from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
 from quark.torch.model.dataflow import Trace
 from quark.torch.model.record_forward import record
 from quark.torch.model.residual_stream import Residual, StreamNorm, find_residual, hidden_values, measure_norm
@@ -43,7 +42,7 @@ class Frame:
         hidden: The value of that forward that passes through the blocks.
         results: What it returned, all floating-point tensors, before any rotation.
         given: The hidden state that the first block got.
-        form: What a block returns: [None] for a tensor, else the type of sequence around it.
+        output: What a block returns.
     """
 
     blocks: tuple[str, ...]
@@ -52,7 +51,7 @@ class Frame:
     hidden: int
     results: tuple[torch.Tensor, ...]
     given: torch.Tensor
-    form: list[type | None]
+    output: BlockOutput
 
     @property
     def width(self) -> int:
@@ -72,40 +71,37 @@ def find_frame(model: nn.Module, config: RotationConfig) -> Frame:
             "The model has no list of decoder blocks, which a rotation works through. "
             "Possible: RotationConfig(model_decoder_layers=...), the name of one."
         )
-    single = _Passing(model, names)
+    single = _PassingRun(model, names, BlockOutput())
     single.run(1)
-    many = _Passing(model, names, single.form)
+    many = _PassingRun(model, names, single.output)
     trace = record(model, lambda: many.run(TOKENS))
     given = many.calls[names[0]].hidden
     calls = {name: (_with_random(many.calls[name]), _with_random(single.calls[name])) for name in names}
     hidden, _ = hidden_values(trace, names[0], given.shape)
-    return Frame(tuple(names), calls, trace, hidden, many.result, given, single.form)
+    return Frame(tuple(names), calls, trace, hidden, many.result, given, single.output)
 
 
 def rerun_frame(model: nn.Module, frame: Frame) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The hidden state that the first block gets and what the model returns, now, its blocks passing through."""
-    passing = _Passing(model, list(frame.blocks), frame.form)
+    passing = _PassingRun(model, list(frame.blocks), frame.output)
     passing.run(TOKENS)
     return passing.calls[frame.blocks[0]].hidden, passing.result
 
 
-class _Passing:
-    """Runs a model on token ids while its blocks pass their input through, and keeps their calls.
+class _PassingRun:
+    """Runs a model on token ids while its blocks pass their input through, and keeps their calls."""
 
-    Without `form` the first block really runs once, to see what a block returns.
-    """
-
-    def __init__(self, model: nn.Module, names: list[str], form: list[type | None] | None = None) -> None:
-        self.model, self.names = model, names
+    def __init__(self, model: nn.Module, names: list[str], output: BlockOutput) -> None:
+        self.model, self.names, self.output = model, names, output
         self.calls: dict[str, Call] = {}
-        self.form = [] if form is None else form
         self.result: tuple[torch.Tensor, ...] = ()
 
     def run(self, tokens: int) -> None:
         ids = torch.randint(0, self._vocabulary(), (1, tokens), generator=torch.Generator().manual_seed(0))
-        device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
+        device = input_device(self.model)
         quiet = quantizers_off(quantized_layers(self.model).values())
-        with torch.no_grad(), evaluating(self.model), quiet, self._passing():
+        passing = passing_through(self.model, self.names, self.calls.__setitem__, self.output)
+        with torch.no_grad(), evaluating(self.model), quiet, passing:
             try:
                 output = forward_batch(self.model, ids, device)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -123,29 +119,8 @@ class _Passing:
         if not sizes:
             raise StructureError("The model has no nn.Embedding: rotations are for models that read token ids.")
         get = getattr(self.model, "get_input_embeddings", None)
-        found = get() if callable(get) else None
-        return found.num_embeddings if isinstance(found, nn.Embedding) else max(sizes)
-
-    @contextmanager
-    def _passing(self) -> Iterator[None]:
-        blocks = {name: self.model.get_submodule(name) for name in self.names}
-        try:
-            for name, block in blocks.items():
-                block.forward = self._recorder(name, block.forward)
-            yield
-        finally:
-            for block in blocks.values():
-                block.__dict__.pop("forward", None)
-
-    def _recorder(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def record_call(*args: Any, **kwargs: Any) -> Any:
-            call = self.calls[name] = _as_call(name, args, kwargs)
-            if not self.form:
-                self.form.append(_form(name, forward(*args, **kwargs)))
-            form = self.form[0]
-            return call.hidden if form is None else form((call.hidden,))
-
-        return record_call
+        embedding = get() if callable(get) else None
+        return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else max(sizes)
 
 
 def _with_random(call: Call) -> Call:
@@ -205,11 +180,11 @@ def given_targets(model: nn.Module, config: RotationConfig, blocks: tuple[str, .
     if not config.scaling_layers:
         return None
     resolver = _Resolver(model)
-    found = []
+    targets = []
     for _, index, item in _items(config.scaling_layers, len(blocks)):
-        found += resolver.names(item.get("target_modules", item.get("next_modules", [])), index)
+        targets += resolver.names(item.get("target_modules", item.get("next_modules", [])), index)
     resolver.check()
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(targets))
 
 
 def _items(layers: Mapping[str, list[dict[str, Any]]], count: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -229,20 +204,20 @@ class _Resolver:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [name for name, _ in model.named_modules()]
-        self.found: dict[str, bool] = {}
+        self.matched: dict[str, bool] = {}
 
     def names(self, templates: list[str], index: int) -> list[str]:
         out = []
         for template in templates:
             pattern = template.replace("pre_layer_id", str(index - 1)).replace("layer_id", str(index))
-            found = [name for name in self.modules if matches(name, pattern)]
-            self.found[template] = self.found.get(template, False) or bool(found)
-            out += found
+            names = [name for name in self.modules if matches(name, pattern)]
+            self.matched[template] = self.matched.get(template, False) or bool(names)
+            out += names
         return out
 
     def check(self) -> None:
-        for template, found in self.found.items():
-            if not found:
+        for template, matched in self.matched.items():
+            if not matched:
                 raise ConfigError(
                     f"scaling_layers: {template!r} names no module. {did_you_mean(template, self.modules)}"
                 )

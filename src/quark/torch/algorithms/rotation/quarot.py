@@ -139,9 +139,9 @@ class ModelRotation:
         given, results = rerun_frame(self.model, self.frame)
         pairs = [("embeddings", given, self.stream.apply(self.frame.given.double()))]
         pairs += [("output head", a, b.double()) for a, b in zip(results, self.frame.results, strict=True)]
-        for what, made, expected in pairs:
-            tolerance = max(TOLERANCE, 64 * torch.finfo(made.dtype).eps)
-            error = float((made.double() - expected).norm() / expected.norm().clamp(min=1e-300))
+        for what, rotated, expected in pairs:
+            tolerance = max(TOLERANCE, 64 * torch.finfo(rotated.dtype).eps)
+            error = float((rotated.double() - expected).norm() / expected.norm().clamp(min=1e-300))
             if not error <= tolerance:
                 raise StructureError(
                     f"R1 would change what the {what} of the model compute, by {error:.1e} of it: the structure is not "

@@ -65,19 +65,19 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
     finally:
         for handle in handles:
             handle.remove()
-    found = []
-    for output, given in inputs.items():
-        for value, made in outputs.items():
-            rows = _places(made, given) if value != output else None
+    paths = []
+    for output, read in inputs.items():
+        for value, source in outputs.items():
+            rows = _places(source, read) if value != output else None
             if rows is not None:
-                found.append(ValuePath(value, output, rows))
-    return found
+                paths.append(ValuePath(value, output, rows))
+    return paths
 
 
-def _places(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor | None:
+def _places(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
     """Where each of `given` stands in `made`; None if one is not there."""
-    ordered, order = made.sort()
-    at = torch.searchsorted(ordered, given).clamp(max=len(made) - 1)
-    at = torch.where((ordered[at] - given).abs() <= (ordered[at - 1] - given).abs(), at, at - 1)
-    near = (ordered[at] - given).abs() <= 1e-9 * given.abs()
-    return order[at].cpu() if bool(near.all()) and bool((given != 0).all()) else None
+    ordered, order = outputs.sort()
+    at = torch.searchsorted(ordered, inputs).clamp(max=len(outputs) - 1)
+    at = torch.where((ordered[at] - inputs).abs() <= (ordered[at - 1] - inputs).abs(), at, at - 1)
+    near = (ordered[at] - inputs).abs() <= 1e-9 * inputs.abs()
+    return order[at].cpu() if bool(near.all()) and bool((inputs != 0).all()) else None

@@ -113,7 +113,7 @@ class LearnedWeight:
         self.second = second_level(first, self.parameter.detach(), self.spec).second
         self.offset = torch.zeros_like(self.weight)
         self.low_share, self.high_share = torch.ones_like(self.low), torch.ones_like(self.high)
-        self.kept = (self.offset, self.low_share, self.high_share)
+        self.best = (self.offset, self.low_share, self.high_share)
 
     def attach(self) -> None:
         """Let the layer compute with the learned weight."""
@@ -127,7 +127,7 @@ class LearnedWeight:
 
     def remember(self) -> None:
         """Keep the values of now as the best ones."""
-        self.kept = (self.offset.clone(), self.low_share.clone(), self.high_share.clone())
+        self.best = (self.offset.clone(), self.low_share.clone(), self.high_share.clone())
 
     def step(self, rate: float, clip_rate: float) -> None:
         """One step against the sign of the gradient.
@@ -157,7 +157,7 @@ class LearnedWeight:
 
     def freeze(self) -> None:
         """Write the best values found into the layer."""
-        self.offset, self.low_share, self.high_share = self.kept
+        self.offset, self.low_share, self.high_share = self.best
         params = self._params()
         freeze_weight(self.layer, self._quantized(params).to(self.parameter.dtype), params)
 

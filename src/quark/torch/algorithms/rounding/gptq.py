@@ -56,8 +56,8 @@ class GPTQ(Algorithm):
             importance = torch.empty_like(diagonal).scatter_(-1, order, diagonal).float()
             layers = {name: layer for problem in problems for name, layer in problem.layers.items()}
             of_layers: dict[str, torch.Tensor] = {}
-            for problem, own in zip(problems, _unstacked(importance, problems), strict=True):
-                of_layers |= dict.fromkeys(problem.layers, own)
+            for problem, of_columns in zip(problems, _unstacked(importance, problems), strict=True):
+                of_layers |= dict.fromkeys(problem.layers, of_columns)
             fix_scales(layers, block, of_layers)
             drift = self._drift(problems, upper)
             upper = upper.float()
@@ -234,7 +234,7 @@ def _qparams(layer: QuantLayer) -> QParams:
 
 def _by_spec(layers: dict[str, QuantLayer]) -> list[dict[str, QuantLayer]]:
     """The layers, those of one spec together."""
-    found: dict[TensorSpec, dict[str, QuantLayer]] = {}
+    by_spec: dict[TensorSpec, dict[str, QuantLayer]] = {}
     for name, layer in layers.items():
-        found.setdefault(weight_spec(layer), {})[name] = layer
-    return list(found.values())
+        by_spec.setdefault(weight_spec(layer), {})[name] = layer
+    return list(by_spec.values())

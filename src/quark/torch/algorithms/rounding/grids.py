@@ -50,8 +50,8 @@ class StaticGrid:
 
 def _columns(parts: list[list[torch.Tensor]], orders: Sequence[torch.Tensor]) -> torch.Tensor:
     """(rows, columns) of each layer of each expert -> (experts, columns, rows); without the first axis for one."""
-    found = [torch.cat(own).T[order].contiguous() for own, order in zip(parts, orders, strict=True)]
-    return found[0] if len(found) == 1 else torch.stack(found)
+    columns = [torch.cat(of_expert).T[order].contiguous() for of_expert, order in zip(parts, orders, strict=True)]
+    return columns[0] if len(columns) == 1 else torch.stack(columns)
 
 
 class DynamicGrid:
@@ -67,25 +67,25 @@ class DynamicGrid:
     ) -> None:
         self.spec, self.group_size, self.dtype, self.importance = spec, group_size, dtype, importance
         self.places = [(order[::group_size] // group_size).argsort() for order in orders]
-        self.found: list[QParams] = []
+        self.of_groups: list[QParams] = []
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
-        if index // self.group_size == len(self.found):
+        if index // self.group_size == len(self.of_groups):
             columns = slice(index, index + self.group_size)
             weight = work[..., columns, :].mT.to(self.dtype)
             importance = self.importance[..., None, columns].expand(weight.shape)
             weight, importance = (x.reshape(-1, self.group_size).contiguous() for x in (weight, importance))
-            self.found.append(weighted_qparams(weight, importance, self.spec))
-        params, now = self.found[-1], work[..., index, :]
+            self.of_groups.append(weighted_qparams(weight, importance, self.spec))
+        params, now = self.of_groups[-1], work[..., index, :]
         zero = None if params.zero_point is None else params.zero_point.reshape(now.shape)
         return quantize_elements(now, params.scale.reshape(now.shape), zero, self.spec)
 
     def params(self, rows: list[int]) -> list[list[QParams]]:
         """The scales of the layers of each expert, which have so many rows each."""
-        scales = self._of_layers([p.scale for p in self.found], rows)
-        if self.found[0].zero_point is None:
+        scales = self._of_layers([p.scale for p in self.of_groups], rows)
+        if self.of_groups[0].zero_point is None:
             return [[QParams(scale) for scale in own] for own in scales]
-        zeros = self._of_layers([cast(torch.Tensor, p.zero_point) for p in self.found], rows)
+        zeros = self._of_layers([cast(torch.Tensor, p.zero_point) for p in self.of_groups], rows)
         return [[QParams(s, z) for s, z in zip(*own, strict=True)] for own in zip(scales, zeros, strict=True)]
 
     def _of_layers(self, found: list[torch.Tensor], rows: list[int]) -> list[list[torch.Tensor]]:

@@ -42,8 +42,8 @@ class AWQ(Folding):
         self.waiting = {}
         super().enter(block)
 
-    def _found(self, block: Block) -> list[Fold]:
-        folds = super()._found(block)
+    def _find_folds(self, block: Block) -> list[Fold]:
+        folds = super()._find_folds(block)
         if self.config.scaling_layers:
             return folds
         # Rows of very different sizes under one scale lose more than the readers gain.

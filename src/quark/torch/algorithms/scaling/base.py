@@ -56,8 +56,8 @@ class InputStatistics:
     @classmethod
     def of(cls, group: InputGroup, needs: Sequence[str]) -> InputStatistics:
         """The statistics of one input group."""
-        found = {name: _sample(group) if name == "sample" else getattr(group, name) for name in needs}
-        return cls(group.count, **found)
+        statistics = {name: _sample(group) if name == "sample" else getattr(group, name) for name in needs}
+        return cls(group.count, **statistics)
 
     def merged(self, other: InputStatistics) -> InputStatistics:
         """The statistics of both inputs together."""
@@ -104,7 +104,7 @@ class Folding(Algorithm):
         """Find the folds; do those that reach beyond one input group."""
         # No quantizer may observe the inputs of these forwards, which are not the final ones.
         with quantizers_off(quantized_layers(block.module).values()):
-            folds = self._found(block)
+            folds = self._find_folds(block)
             groups = {frozenset(group) for group in block.groups}
             wide = [fold for fold in folds if fold.others or frozenset(fold.layers) not in groups]
             self.folds = {layer: fold for fold in folds if fold not in wide for layer in fold.layers}
@@ -129,15 +129,15 @@ class Folding(Algorithm):
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         """The scale of the input of the quantized layers of a fold, feasible for it; None to leave it."""
 
-    def _found(self, block: Block) -> list[Fold]:
+    def _find_folds(self, block: Block) -> list[Fold]:
         call = small_call(block.module, block.calls[0])
         items = self.config.scaling_layers
         if items:
-            found = self.discovery.explicit(block.module, call.args, call.kwargs, items)
+            candidates = self.discovery.explicit(block.module, call.args, call.kwargs, items)
         else:
-            found = self.discovery.folds(block.module, call.args, call.kwargs)
+            candidates = self.discovery.folds(block.module, call.args, call.kwargs)
         folds = []
-        for item in found:
+        for item in candidates:
             reason = item.reason if isinstance(item, Refusal) else self._tied(item, block)
             if reason:
                 logger.info(f"{block.full(item.layers[0])}: its input keeps its scale: {reason}.")
@@ -148,8 +148,8 @@ class Folding(Algorithm):
     def _tied(self, fold: Fold, block: Block) -> str:
         """Why a fold would change more than its block."""
         for name in (fold.producer, *fold.layers, *fold.others):
-            own = block.module.get_submodule(name).named_parameters(block.full(name), recurse=False)
-            if any(parameter in self.tied for parameter, _ in own):
+            parameters = block.module.get_submodule(name).named_parameters(block.full(name), recurse=False)
+            if any(parameter in self.tied for parameter, _ in parameters):
                 return f"{name!r} shares a parameter with another module"
         return ""
 
@@ -181,8 +181,8 @@ def relative(name: str, block: Block) -> str:
 
 
 def _quantized(fold: Fold, block: Block) -> dict[str, QuantLayer]:
-    found = {leaf: block.layer(leaf) for group in block.groups for leaf in group}
-    return {leaf: found[leaf] for leaf in fold.layers if leaf in found}
+    layers = {leaf: block.layer(leaf) for group in block.groups for leaf in group}
+    return {leaf: layers[leaf] for leaf in fold.layers if leaf in layers}
 
 
 def small_call(module: nn.Module, call: Call, tokens: int = TOKENS) -> Call:

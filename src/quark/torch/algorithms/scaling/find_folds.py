@@ -45,7 +45,7 @@ class Discovery:
         """
         search = _Search(block, args, kwargs)
         if search.structure not in self._known:
-            self._known[search.structure] = search.found()
+            self._known[search.structure] = search.candidates()
         return search.proved(self._known[search.structure])
 
     def explicit(
@@ -63,8 +63,8 @@ class Discovery:
         search = _Search(block, args, kwargs)
         for item in scaling_layers:
             search.check(item)
-        found = [search.candidate(tuple(item["layers"]), item["prev_op"]) for item in scaling_layers]
-        proved = search.proved(found)
+        candidates = [search.candidate(tuple(item["layers"]), item["prev_op"]) for item in scaling_layers]
+        proved = search.proved(candidates)
         for item, result in zip(scaling_layers, proved, strict=True):
             if isinstance(result, Refusal):
                 raise ConfigError(f"scaling_layers: {item['prev_op']!r} into {item['layers']}: {result.reason}.")
@@ -100,7 +100,7 @@ class _Search:
 
     # Candidates
 
-    def found(self) -> list[Fold | Refusal]:
+    def candidates(self) -> list[Fold | Refusal]:
         """A candidate for each group, layers that saw no token included."""
         groups = self.graph.groups()
         found = [self.candidate(group) for group in groups]
@@ -168,12 +168,12 @@ class _Search:
 
     # Proof
 
-    def proved(self, found: Sequence[Fold | Refusal]) -> list[Fold | Refusal]:
+    def proved(self, candidates: Sequence[Fold | Refusal]) -> list[Fold | Refusal]:
         """Refuse every fold under which the block's float64 output changes."""
-        folds = [item for item in found if isinstance(item, Fold)]
+        folds = [item for item in candidates if isinstance(item, Fold)]
         if not folds or difference(self.before[0], self.folded(folds)) <= TOLERANCE:
-            return list(found)
-        return [self.alone(item) if isinstance(item, Fold) else item for item in found]
+            return list(candidates)
+        return [self.alone(item) if isinstance(item, Fold) else item for item in candidates]
 
     def alone(self, fold: Fold) -> Fold | Refusal:
         change = difference(self.before[0], self.folded([fold]))
@@ -254,21 +254,21 @@ def _offsets(norm: nn.Module, channels: int) -> dict[str, float]:
 
     Empty if the module is nothing of the kind. Measured: LayerNorm and most RMSNorms have c = 0, Gemma's c = 1.
     """
-    own = dict(norm.named_parameters(recurse=False))
-    if not own or any(p.shape != (channels,) for p in own.values()):
+    parameters = dict(norm.named_parameters(recurse=False))
+    if not parameters or any(p.shape != (channels,) for p in parameters.values()):
         return {}
     x = torch.randn(4, channels, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    zeros = {name: torch.zeros(channels, dtype=torch.float64) for name in own}
+    zeros = {name: torch.zeros(channels, dtype=torch.float64) for name in parameters}
     try:
         start = in_float64(norm, zeros, x)
-        moved = {name: in_float64(norm, zeros | {name: zeros[name] + 1}, x) - start for name in own}
+        moved = {name: in_float64(norm, zeros | {name: zeros[name] + 1}, x) - start for name in parameters}
     except (TypeError, RuntimeError, IndexError):  # takes more than one tensor
         return {}
     gains = [name for name, change in moved.items() if bool((change - change[0]).abs().amax() > FOLLOWS)]
     if len(gains) != 1:
         return {}
     offset = float((start / moved[gains[0]]).nanmedian())
-    return dict.fromkeys(own, 0.0) | {gains[0]: round(offset, 6) + 0.0}
+    return dict.fromkeys(parameters, 0.0) | {gains[0]: round(offset, 6) + 0.0}
 
 
 # Experts that no token of the recorded forward reached
@@ -301,10 +301,10 @@ def _like_sibling(item: Fold | Refusal, sibling: str, name: str) -> list[Fold | 
     return [item, replace(item, layers=layers)]
 
 
-def _merged(found: Sequence[Fold | Refusal]) -> list[Fold | Refusal]:
+def _merged(candidates: Sequence[Fold | Refusal]) -> list[Fold | Refusal]:
     """Without items whose layers are all in an earlier one."""
-    kept: list[Fold | Refusal] = []
-    for item in found:
-        if not any(set(item.layers) <= set(other.layers) for other in kept):
-            kept.append(item)
-    return kept
+    merged: list[Fold | Refusal] = []
+    for item in candidates:
+        if not any(set(item.layers) <= set(other.layers) for other in merged):
+            merged.append(item)
+    return merged

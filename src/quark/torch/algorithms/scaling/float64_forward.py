@@ -84,8 +84,8 @@ class Exact:
             stack.enter_context(_default_float64())
             stack.enter_context(Float64())
             result = functional_call(self.module, dict(parameters or {}), args, kwargs)
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        return made, {name: torch.cat(rows) for name, rows in seen.items() if rows}
+        returned = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return returned, {name: torch.cat(rows) for name, rows in seen.items() if rows}
 
 
 def in_float64(module: nn.Module, parameters: Tensors, x: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable
 def _grouped_mm(x: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, **options: Any) -> torch.Tensor:
     """x[offs[i - 1] : offs[i]] @ matrices[i], one below the other: experts that are kept in one tensor."""
     rows = [end - start for start, end in zip([0, *offs.tolist()], offs.tolist(), strict=False)]
-    made = [part @ matrix for part, matrix in zip(torch.split(x[: sum(rows)], rows), matrices, strict=True)]
-    return torch.cat([*made, x.new_zeros(len(x) - sum(rows), matrices.shape[-1])])
+    products = [part @ matrix for part, matrix in zip(torch.split(x[: sum(rows)], rows), matrices, strict=True)]
+    return torch.cat([*products, x.new_zeros(len(x) - sum(rows), matrices.shape[-1])])
 
 
 def _widened(x: Any) -> Any:

@@ -12,10 +12,10 @@ from quark.torch.model.passes.base import Wanted, linear_of
 
 def conv1d_to_linear(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     """Replace the Conv1D layers that are to be quantized; the weights are views of the old ones."""
-    found = {name: module for name, module in model.named_modules() if is_conv1d(module) and wanted(name)}
-    for name, layer in found.items():
+    layers = {name: module for name, module in model.named_modules() if is_conv1d(module) and wanted(name)}
+    for name, layer in layers.items():
         set_submodule(model, name, _linear(layer))
-    return found
+    return layers
 
 
 def is_conv1d(module: nn.Module) -> bool:

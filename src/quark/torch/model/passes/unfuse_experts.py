@@ -122,10 +122,10 @@ def unfuse_experts(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
         NotSupportedError: A block is to be quantized whose form is not known; names it.
     """
     blocks = fused_blocks(model)
-    found = {name: names for name, names in blocks.items() if any(map(wanted, layer_names(model, name, names)))}
+    chosen = {name: names for name, names in blocks.items() if any(map(wanted, layer_names(model, name, names)))}
     _refuse_others(model, wanted)
-    originals = {name: model.get_submodule(name) for name in found}
-    unfused = {name: UnfusedExperts(originals[name], names) for name, names in found.items()}
+    originals = {name: model.get_submodule(name) for name in chosen}
+    unfused = {name: UnfusedExperts(originals[name], names) for name, names in chosen.items()}
     for name, block in unfused.items():
         _prove(name, originals[name], block)
     for name, block in unfused.items():
@@ -218,8 +218,8 @@ def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
         with torch.no_grad():
             # Unwrapped: the plain loop over experts, not the kernel that a config names.
             expected = inspect.unwrap(type(fused).forward)(probe, x, index, weights)
-            found = UnfusedExperts(probe, unfused.names)(x, index, weights)
-        difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=1e-300))
+            actual = UnfusedExperts(probe, unfused.names)(x, index, weights)
+        difference = float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-300))
     except (TypeError, RuntimeError, AttributeError, IndexError, ValueError) as error:
         raise _unknown(name, fused, f"its forward on random tokens failed: {error}") from error
     if not difference <= TOLERANCE:
@@ -228,15 +228,15 @@ def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
 
 def other_experts(model: nn.Module) -> dict[str, str]:
     """Modules that hold several experts in one parameter in a form that no pass knows, and that parameter's name."""
-    found = {}
+    others = {}
     for name, module in model.named_modules():
         if _is_fused(module) or layer_class(module) or isinstance(module, QuantLayer):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             stacked = parameter.ndim == 3 and "expert" in f"{name}.{leaf}.{type(module).__name__}".lower()
             if stacked or (parameter.ndim == 2 and IN_EXPERTS.search(name)):
-                found[name] = leaf
-    return found
+                others[name] = leaf
+    return others
 
 
 def _refuse_others(model: nn.Module, wanted: Wanted) -> None:
