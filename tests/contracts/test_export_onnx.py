@@ -1,11 +1,13 @@
 """Every scheme as ONNX: the file holds integers, and stock ONNX Runtime computes what the torch model computes.
 
-One model has a Linear of each scheme, all on the same input, so that one export serves all tests and nothing that is
-rounded before a quantizer blurs the comparison.
+A model has a Linear of each scheme of one element type, all on the same input, so that one export serves several tests,
+nothing that is rounded before a quantizer blurs the comparison, and a test that fails names the type.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from onnx import TensorProto
 from torch import nn
 
+from quark.core.dtypes import Dtype
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.torch import ModelQuantizer, export_onnx
@@ -23,10 +26,9 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from tests.models.onnx_sessions import exact_session, session
 
-NAMES = sorted(SCHEMES)
 INPUTS, OUTPUTS = 128, 40
 # Codes of a type that opset 21 does not have, in the one that holds them.
-KINDS = {
+STORED_AS = {
     "int2": "INT4",
     "int3": "INT4",
     "mx4": "INT4",
@@ -34,59 +36,67 @@ KINDS = {
     "mx9": "INT16",
     "mxint8": "INT8",
     "bfp16": "INT8",
+    "fp4_e2m1": "UINT4",
+    "fp6_e3m2": "UINT8",
+    "fp6_e2m3": "UINT8",
 }
-KINDS |= {"bfp16": "INT8", "fp4_e2m1": "UINT4", "fp6_e3m2": "UINT8", "fp6_e2m3": "UINT8"}
+
+
+def element(scheme: str) -> Dtype:
+    """The element type of the codes of a scheme's weights."""
+    weight = SCHEMES[scheme].weight
+    assert weight is not None
+    return (weight.code_spec or weight).dtype
+
+
+ELEMENTS = sorted({element(scheme).name for scheme in SCHEMES})
 
 
 class Branches(nn.Module):
     """A Linear for each scheme; all read the input (..., 128)."""
 
-    def __init__(self) -> None:
+    def __init__(self, schemes: Iterable[str]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleDict({f"as_{name}": nn.Linear(INPUTS, OUTPUTS) for name in NAMES})
+        self.layers = nn.ModuleDict({f"as_{name}": nn.Linear(INPUTS, OUTPUTS) for name in schemes})
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(layer(x) for layer in self.layers.values())
 
 
 class Export:
-    """The branches, quantized and exported, unfrozen and frozen."""
+    """A Linear of each of the schemes, quantized and exported."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, schemes: list[str], folder: Path) -> None:
         random = torch.Generator().manual_seed(1)
         data = [torch.randn(2, 9, INPUTS, generator=random) for _ in range(2)]
+        self.schemes, self.folder = schemes, folder
         self.x = torch.randn(2, 9, INPUTS, generator=random) * 3
-        by_name = {f"layers.as_{name}": config_of_layer(SCHEMES[name]) for name in NAMES}
-        quantizer = ModelQuantizer(QConfig(config_of_layer(LayerSpec()), layer_quant_config=by_name))
-        model = quantizer.quantize_model(Branches().eval(), data)
+        by_name = {f"layers.as_{name}": config_of_layer(SCHEMES[name]) for name in schemes}
+        self.quantizer = ModelQuantizer(QConfig(config_of_layer(LayerSpec()), layer_quant_config=by_name))
+        self.model = self.quantizer.quantize_model(Branches(schemes).eval(), data)
         with torch.no_grad():
-            self.wanted = dict(zip(NAMES, model(self.x), strict=True))
-            layers = {name: model.layers[f"as_{name}"] for name in NAMES}
+            self.wanted = dict(zip(schemes, self.model(self.x), strict=True))
+            layers = {name: self.model.layers[f"as_{name}"] for name in schemes}
             self.weights = {name: layer.quantized("weight", layer.weight) for name, layer in layers.items()}
-        self.file = export_onnx(model, folder / "quantized", self.x, output_names=NAMES)
-        self.frozen = export_onnx(quantizer.freeze(model), folder / "frozen", self.x, output_names=NAMES)
+        self.file = export_onnx(self.model, folder / "quantized", self.x, output_names=schemes)
         self.proto = onnx.load(self.file)
         self.stored = {tensor.name: tensor for tensor in self.proto.graph.initializer}
 
     def found(self, make: Any = exact_session) -> dict[str, np.ndarray]:
-        return dict(zip(NAMES, make(self.file).run(NAMES, {"x": self.x.numpy()}), strict=True))
+        return dict(zip(self.schemes, make(self.file).run(self.schemes, {"x": self.x.numpy()}), strict=True))
 
 
-@pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    return Export(tmp_path_factory.mktemp("export"))
+@pytest.fixture(scope="module", params=ELEMENTS)
+def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    schemes = [scheme for scheme in sorted(SCHEMES) if element(scheme).name == request.param]
+    return Export(schemes, tmp_path_factory.mktemp("export"))
 
 
-@pytest.fixture(scope="module")
-def found(export: Export) -> dict[str, np.ndarray]:
-    return export.found()
-
-
-@pytest.mark.parametrize("scheme", NAMES)
-def test_outputs_are_those_of_the_torch_model(scheme: str, export: Export, found: dict[str, np.ndarray]) -> None:
-    wanted = export.wanted[scheme].numpy()
-    assert np.abs(found[scheme] - wanted).max() < 2e-6 * np.abs(wanted).max()
+def test_outputs_are_those_of_the_torch_model(export: Export) -> None:
+    for scheme, values in export.found().items():
+        wanted = export.wanted[scheme].numpy()
+        assert np.abs(values - wanted).max() < 2e-6 * np.abs(wanted).max(), scheme
 
 
 def test_a_session_of_its_own_choice_stays_near(export: Export) -> None:
@@ -102,25 +112,26 @@ def test_a_session_of_its_own_choice_stays_near(export: Export) -> None:
 
 
 def test_frozen_and_not_frozen_models_give_the_same_file(export: Export) -> None:
-    assert export.file.read_bytes() == export.frozen.read_bytes()
+    frozen = export.quantizer.freeze(copy.deepcopy(export.model))
+    file = export_onnx(frozen, export.folder / "frozen", export.x, output_names=export.schemes)
+    assert export.file.read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_weights_are_stored_as_codes(scheme: str, export: Export) -> None:
-    weight = SCHEMES[scheme].weight
-    assert weight is not None
-    dtype = (weight.code_spec or weight).dtype
-    codes = export.stored[f"layers.as_{scheme}.weight_quantized"]
-    assert TensorProto.DataType.Name(codes.data_type) == KINDS.get(dtype.name, dtype.onnx)
-    assert np.prod(codes.dims) == INPUTS * OUTPUTS
+def test_weights_are_stored_as_codes(export: Export) -> None:
+    for scheme in export.schemes:
+        dtype = element(scheme)
+        codes = export.stored[f"layers.as_{scheme}.weight_quantized"]
+        assert TensorProto.DataType.Name(codes.data_type) == STORED_AS.get(dtype.name, dtype.onnx), scheme
+        assert np.prod(codes.dims) == INPUTS * OUTPUTS, scheme
     large = [t for t in export.stored.values() if np.prod(t.dims) >= INPUTS * OUTPUTS]
     assert not [t.name for t in large if t.data_type == TensorProto.FLOAT]
 
 
-def test_the_file_says_little_about_the_machine_and_nothing_twice(export: Export) -> None:
-    assert {(o.domain, o.version) for o in export.proto.opset_import} == {("", 21), ("com.amd.quark", 1)}
-    used = {(node.op_type, node.overload) for node in export.proto.graph.node if node.domain}
-    assert used == {(f.name, f.overload) for f in export.proto.functions}
-    assert not any(node.metadata_props or node.doc_string for node in export.proto.graph.node)
+def test_the_file_says_little_about_the_machine_and_nothing_twice(tmp_path: Path) -> None:
+    proto = Export(sorted(SCHEMES), tmp_path).proto
+    assert {(o.domain, o.version) for o in proto.opset_import} == {("", 21), ("com.amd.quark", 1)}
+    used = {(node.op_type, node.overload) for node in proto.graph.node if node.domain}
+    assert used == {(f.name, f.overload) for f in proto.functions}
+    assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
     # int4_wo_32 and its like read x as it is; the two int4_wa_64, nvfp4 and fp4_block16_scale_e4m3 are the same.
-    assert sum(node.op_type == "QuantizeLinear" for node in export.proto.graph.node) == 2
+    assert sum(node.op_type == "QuantizeLinear" for node in proto.graph.node) == 2
