@@ -16,6 +16,9 @@ import numpy as np
 Array = Any
 """A `numpy.ndarray` or a `torch.Tensor`."""
 
+NumpyArray = np.ndarray[Any, Any]
+"""A `numpy.ndarray` of any type and shape."""
+
 
 def is_torch(x: Array) -> bool:
     """Whether `x` is a torch tensor."""

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from quark.core.scales import QParams
 from quark.onnx.calibration.calibrate import activation_params
 from quark.onnx.calibration.overrides import override_params, override_specs
-from quark.onnx.calibration.qparams import Parameters, fit_int32_biases, weight_params, widen_softmax
+from quark.onnx.calibration.qparams import ModelQParams, fit_int32_biases, weight_params, widen_softmax
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.reserved_names import make_way
@@ -32,19 +32,19 @@ class Decision:
         model: The float model; after `write`, the quantized one.
         settings: What was asked for.
         placement: Which tensors, with which spec.
-        parameters: Their scales and zero points.
+        qparams: Their scales and zero points.
     """
 
     model: ir.Model
     settings: Settings
     placement: Placement
-    parameters: Parameters
+    qparams: ModelQParams
 
 
 def decide(
     model: ir.Model, settings: Settings, reader: Any, identity: str = "", statistics: Statistics | None = None
 ) -> Decision:
-    """Placement and parameters of a float model, which is not changed but for Relus that the range makes needless.
+    """Placement and qparams of a float model, which is not changed but for Relus that the range makes needless.
 
     Args:
         model: The float model, passes and simulation done.
@@ -57,14 +57,14 @@ def decide(
     override_specs(placement, settings)
     activations = activation_params(model, placement, settings, reader, identity, statistics)
     widen_softmax(placement, activations)
-    parameters = Parameters(activations, weight_params(placement, settings))
-    override_params(placement, parameters, settings)
+    qparams = ModelQParams(activations, weight_params(placement, settings))
+    override_params(placement, qparams, settings)
     if settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu:
-        fold_relu(model, placement, parameters.activations)
-    parameters = adjust(placement, parameters, settings)
+        fold_relu(model, placement, qparams.activations)
+    qparams = adjust(placement, qparams, settings)
     if settings.qdq.fit_int32_bias and not settings.qdq.int16_bias:
-        fit_int32_biases(placement, parameters)
-    return Decision(model, settings, placement, parameters)
+        fit_int32_biases(placement, qparams)
+    return Decision(model, settings, placement, qparams)
 
 
 def write(decision: Decision) -> dict[ir.Node, ir.Node]:
@@ -77,7 +77,7 @@ def write(decision: Decision) -> dict[ir.Node, ir.Node]:
         Each node that another stands for now -> that one.
     """
     make_way(decision.model.graph)
-    return write_qdq(decision.model, decision.settings, decision.placement, decision.parameters)
+    return write_qdq(decision.model, decision.settings, decision.placement, decision.qparams)
 
 
 def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QParams]) -> int:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.errors import ConfigError
 from quark.onnx_ops.operators import DOMAIN, MINIMUM_IR, VERSION, Operator, function
 
-Array = np.ndarray[Any, Any]
-Values = Array | Callable[[], Array]
+Values = NumpyArray | Callable[[], NumpyArray]
 """An array, or what computes it each time that it is read: memory holds one at a time, and it may change till then."""
 
 
@@ -42,7 +42,7 @@ def fixed_shape(tensor: ir.TensorProtocol) -> ir.Shape:
     return ir.Shape([int(size) for size in tensor.shape.numpy()])
 
 
-def add_constant(graph: ir.Graph, name: str, content: Array | ir.TensorProtocol) -> ir.Value:
+def add_constant(graph: ir.Graph, name: str, content: NumpyArray | ir.TensorProtocol) -> ir.Value:
     """A new initializer of an array, or of a tensor, which may be another's: it is neither copied nor renamed."""
     tensor = ir.tensor(content) if isinstance(content, (np.ndarray, np.generic)) else content
     name, shape = free_name(name, graph.initializers), fixed_shape(tensor)

@@ -8,20 +8,18 @@ sqrt(r1_i * r2_i), and the two layers together compute what they did, as long as
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from quark.core.array import NumpyArray
 
 
-def channel_range(weight: Array, axis: int) -> Array:
+def channel_range(weight: NumpyArray, axis: int) -> NumpyArray:
     """Largest magnitude of each slice along `axis`; float64."""
     others = tuple(i for i in range(weight.ndim) if i != axis % weight.ndim)
     return np.abs(weight).max(axis=others).astype(np.float64)
 
 
-def equalizing_scale(first: Array, second: Array, threshold: float = 0.0) -> Array:
+def equalizing_scale(first: NumpyArray, second: NumpyArray, threshold: float = 0.0) -> NumpyArray:
     """The scale of each channel, to multiply the first layer by.
 
     Args:

@@ -12,14 +12,14 @@ from typing import overload
 
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.log import progress
 from quark.onnx.algorithms.quantized_layers import Job, Layer
 from quark.onnx.algorithms.sliced_run import Walk
-from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
 
 
-class Column(Sequence[Array]):
+class Column(Sequence[NumpyArray]):
     """One tensor, sample by sample; read where it waits."""
 
     def __init__(self, walk: Walk, value: ir.Value) -> None:
@@ -29,10 +29,10 @@ class Column(Sequence[Array]):
         return self._walk.count
 
     @overload
-    def __getitem__(self, index: int) -> Array: ...
+    def __getitem__(self, index: int) -> NumpyArray: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Array]: ...
-    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+    def __getitem__(self, index: slice) -> Sequence[NumpyArray]: ...
+    def __getitem__(self, index: int | slice) -> NumpyArray | Sequence[NumpyArray]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -52,13 +52,13 @@ class Visit:
     """
 
     layer: Layer
-    inputs: Sequence[Array]
-    float_inputs: Sequence[Array]
-    outputs: Sequence[Array]
+    inputs: Sequence[NumpyArray]
+    float_inputs: Sequence[NumpyArray]
+    outputs: Sequence[NumpyArray]
     _walk: Walk
     _output: ir.Value
 
-    def quantized_outputs(self) -> Iterator[Array]:
+    def quantized_outputs(self) -> Iterator[NumpyArray]:
         """What it gives in the quantized model now, before its activation, sample by sample."""
         return self._walk.peek(self._output)
 

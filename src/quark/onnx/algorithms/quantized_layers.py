@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.quantize import QParams, compute_qparams, dequantize, quantize
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.data.samples import Samples
@@ -18,8 +18,6 @@ from quark.onnx.graph.channels import matmul_bias
 from quark.onnx.graph.edit import set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import ACTIVATIONS, rule_of
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(eq=False)
@@ -34,7 +32,7 @@ class Layer:
         bias: The float bias that codes are computed from, if there is one of the node's own, or of the Add behind a
             MatMul.
         spec, params: Of the weight.
-        output: Spec and parameters of the tensor that the node or its activation writes, where that has a scale.
+        output: Spec and qparams of the tensor that the node or its activation writes, where that has a scale.
         shared: Whether another node reads the same weight or bias, so that neither may be changed for this one.
     """
 
@@ -54,21 +52,21 @@ class Layer:
         return self.twin.name or self.twin.op_type
 
     @property
-    def weight(self) -> Array:
+    def weight(self) -> NumpyArray:
         """The float weight as it is now, float32."""
         return np.asarray(constant(self.source), np.float32)
 
     @weight.setter
-    def weight(self, array: Array) -> None:
+    def weight(self, array: NumpyArray) -> None:
         set_initializer(self.source, np.ascontiguousarray(array, constant(self.source).dtype))
 
     @property
-    def offset(self) -> Array | None:
+    def offset(self) -> NumpyArray | None:
         """The float bias as it is now, float32."""
         return None if self.bias is None else np.asarray(constant(self.bias), np.float32)
 
     @offset.setter
-    def offset(self, array: Array) -> None:
+    def offset(self, array: NumpyArray) -> None:
         assert self.bias is not None
         set_initializer(self.bias, np.ascontiguousarray(array, constant(self.bias).dtype))
 
@@ -78,7 +76,7 @@ class Layer:
         return self.twin.attributes.get_float("beta", 1.0) if self.twin.op_type == "Gemm" else 1.0
 
     @property
-    def rounded(self) -> Array:
+    def rounded(self) -> NumpyArray:
         """The weight that the quantized model computes with."""
         return decoded(self.weight, self.params, self.spec)
 
@@ -140,10 +138,10 @@ class Job:
         if source is not None and offset is not None and integers:
             least = scale_for_bias(offset, params.scale, constant(source.inputs[1]))
             params = rescaled(params, layer.spec, np.maximum(params.scale, least))
-        layer.params = self.decision.parameters.weights[layer.node, layer.index] = params
+        layer.params = self.decision.qparams.weights[layer.node, layer.index] = params
 
     def _find_layers(self, twins: Mapping[ir.Node, ir.Node]) -> None:
-        placement, parameters = self.decision.placement, self.decision.parameters
+        placement, qparams = self.decision.placement, self.decision.qparams
         for (node, index), spec in placement.weights.items():
             if index != rule_of(node.op_type).weight or node in placement.dynamic:
                 continue
@@ -151,24 +149,24 @@ class Job:
             bias = _own_input(node, rule_of(node.op_type).bias) or _added(node)
             assert source is not None
             shared = any(len(value.uses()) > 1 for value in (source, bias) if value is not None)
-            params = parameters.weights[node, index]
+            params = qparams.weights[node, index]
             output = self._output(node)
             self.layers.append(Layer(node, twins[node], index, source, bias, spec, params, output, shared))
         order = {node: position for position, node in enumerate(self.reference.graph)}
         self.layers.sort(key=lambda layer: order[layer.twin])
 
     def _output(self, node: ir.Node) -> tuple[TensorSpec, QParams] | None:
-        """Spec and parameters of what a node, or the activation fused into it, writes."""
+        """Spec and qparams of what a node, or the activation fused into it, writes."""
         placement, value = self.decision.placement, node.outputs[0]
         uses = list(value.uses())
         if value not in placement.activations and len(uses) == 1 and uses[0].node.op_type in ACTIVATIONS:
             value = uses[0].node.outputs[0]
         spec, root = placement.activations.get(value), placement.root(value)
-        params = self.decision.parameters.activations.get(root, CAST)
+        params = self.decision.qparams.activations.get(root, CAST)
         return None if spec is None else (spec, params)
 
 
-def decoded(array: Array, params: QParams, spec: TensorSpec) -> Array:
+def decoded(array: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:
     """What the codes of an array stand for; blocks find their scales themselves."""
     params = compute_qparams(array, spec) if spec.is_block else params
     return np.asarray(dequantize(quantize(array, params, spec), params, spec))

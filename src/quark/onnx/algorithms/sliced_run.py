@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from quark.onnx.calibration.data.inputs import Array
+from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.sessions import open_session, run_sample
 
@@ -57,7 +57,7 @@ class Walk:
         self._todo = later | again
         self._forget()
 
-    def peek(self, goal: ir.Value) -> Iterator[Array]:
+    def peek(self, goal: ir.Value) -> Iterator[NumpyArray]:
         """A tensor of each sample in turn, with the weights of now; nothing is kept of it."""
         for (array,) in self._compute(self._slice(goal, set(self._reads)), [goal]):
             yield array
@@ -67,7 +67,7 @@ class Walk:
         self.goals.discard(goal)
         self._forget()
 
-    def value(self, sample: int, value: ir.Value) -> Array:
+    def value(self, sample: int, value: ir.Value) -> NumpyArray:
         """A goal that was reached."""
         if value.is_graph_input():
             return self.data[sample][value.name or ""]
@@ -113,7 +113,7 @@ class Walk:
                 self.store.pop((self, sample, value))
         self._held &= needed
 
-    def _compute(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> Iterator[list[Array]]:
+    def _compute(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> Iterator[list[NumpyArray]]:
         """The outputs of a slice, sample by sample."""
         made = {value for node in nodes for value in node.outputs}
         read = dict.fromkeys(value for node in nodes for value in self._reads[node] if value not in made)

@@ -12,7 +12,7 @@ from quark.core.granularity import PerChannel
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean
-from quark.onnx.calibration.qparams import Parameters, onnx_range
+from quark.onnx.calibration.qparams import ModelQParams, onnx_range
 from quark.onnx.config.settings import Override, Settings
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.weight_spec import weight_spec
@@ -48,17 +48,17 @@ def override_specs(placement: Placement, settings: Settings) -> None:
             placement.weights[node, index] = spec
 
 
-def override_params(placement: Placement, parameters: Parameters, settings: Settings) -> None:
+def override_params(placement: Placement, qparams: ModelQParams, settings: Settings) -> None:
     """Put the given scales and ranges in the place of those found."""
     for name, override in settings.specs.overrides:
         if override.scale is None and override.low is None:
             continue
         roots, constants = _named(placement, name)
         for root in roots:
-            found = parameters.activations[root]
-            parameters.activations[root] = _given(override, found, placement.activations[root])
+            found = qparams.activations[root]
+            qparams.activations[root] = _given(override, found, placement.activations[root])
         for key in constants:
-            parameters.weights[key] = _given(override, parameters.weights[key], placement.weights[key])
+            qparams.weights[key] = _given(override, qparams.weights[key], placement.weights[key])
 
 
 def _named(placement: Placement, name: str) -> tuple[set[ir.Value], list[Constant]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.array import row_chunks
+from quark.core.array import NumpyArray, row_chunks
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.observers import OBSERVERS, Observer
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
@@ -25,15 +25,14 @@ from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import constant
 from quark.onnx.placement.placement import Placement
 
-Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 1 << 22
 CAST = QParams(np.ones((), np.float32))
 """Of a plain cast, and in the place of what a block format finds for each block."""
 
 
 @dataclass
-class Parameters:
-    """The numbers of one model.
+class ModelQParams:
+    """Scale and zero point of all that one model has quantized.
 
     Attributes:
         activations: The tensor that stands for a class -> its scale and zero point.
@@ -92,8 +91,8 @@ def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:
     return replace(spec, dtype=replace(spec.dtype, min=-spec.dtype.max))
 
 
-def rescaled(params: QParams, spec: TensorSpec, scale: Array) -> QParams:
-    """Parameters with another scale; an asymmetric zero point goes where the smallest value stays in the range."""
+def rescaled(params: QParams, spec: TensorSpec, scale: NumpyArray) -> QParams:
+    """QParams with another scale; an asymmetric zero point goes where the smallest value stays in the range."""
     scale, zero = np.asarray(scale, np.float32), params.zero_point
     if np.array_equal(scale, params.scale):
         return params
@@ -122,7 +121,7 @@ def widen_softmax(placement: Placement, activations: dict[ir.Value, QParams]) ->
         activations[root] = rescaled(activations[root], spec, np.maximum(activations[root].scale, least))
 
 
-def channel_bias(bias: Array, scale: Array) -> tuple[Array, Array]:
+def channel_bias(bias: NumpyArray, scale: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
     """A bias (..., channels) in float32 and the scale of its weight, one for all or one for each channel.
 
     A bias that is one for all channels is repeated; so are scales that the groups of a ConvTranspose share.
@@ -135,12 +134,12 @@ def channel_bias(bias: Array, scale: Array) -> tuple[Array, Array]:
     return np.broadcast_to(bias, np.broadcast_shapes(bias.shape, scale.shape)), scale
 
 
-def largest_bias(bias: Array, scale: Array) -> Any:
+def largest_bias(bias: NumpyArray, scale: NumpyArray) -> Any:
     """The largest magnitude under each scale."""
     return np.abs(bias).max(axis=tuple(range(bias.ndim - np.ndim(scale))), initial=0)
 
 
-def scale_for_bias(bias: Array, scale: Array, data_scale: Array) -> Array:
+def scale_for_bias(bias: NumpyArray, scale: NumpyArray, data_scale: NumpyArray) -> NumpyArray:
     """The smallest scale of a weight, in the shape of the one it has, under which an int32 bias fits."""
     largest = largest_bias(*channel_bias(bias, scale))
     if np.ndim(scale):
@@ -149,23 +148,23 @@ def scale_for_bias(bias: Array, scale: Array, data_scale: Array) -> Array:
     return np.asarray(np.asarray(largest, np.float64) / ((2**31 - 2**8) * np.asarray(data_scale, np.float64)))
 
 
-def fit_int32_biases(placement: Placement, parameters: Parameters) -> None:
+def fit_int32_biases(placement: Placement, qparams: ModelQParams) -> None:
     """Enlarge the scale of every weight under which its int32 bias would not fit: |bias| <= (2^31 - 1) s_in s_w."""
     owners = {place: (place[0], weight) for place, weight in placement.biases.items()}
     owners |= {place: (matmul, 1) for place, matmul in placement.added_biases.items()}
     for (node, index), weight in owners.items():
         data = weight[0].inputs[0]
-        source = None if data is None else parameters.activations.get(placement.root(data))
-        if source is None or weight not in parameters.weights:
+        source = None if data is None else qparams.activations.get(placement.root(data))
+        if source is None or weight not in qparams.weights:
             continue
-        params = parameters.weights[weight]
+        params = qparams.weights[weight]
         needed = scale_for_bias(constant(node.inputs[index]), params.scale, source.scale)
         if placement.weights[weight].scale_type is ScaleType.pof2:
             needed = np.exp2(np.ceil(np.log2(np.maximum(needed, params.scale))))
-        parameters.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
+        qparams.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
 
 
-def encode(weight: Array, params: QParams, spec: TensorSpec, kind: Any) -> Array:
+def encode(weight: NumpyArray, params: QParams, spec: TensorSpec, kind: Any) -> NumpyArray:
     """Codes of a weight in the numpy type `kind`; besides the result, memory for a few rows only."""
     axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
     if weight.ndim < 2 or not isinstance(spec.granularity, (PerTensor, PerChannel)):

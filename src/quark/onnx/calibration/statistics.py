@@ -11,18 +11,17 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError
 from quark.files import atomic_file
 
-Array = np.ndarray[Any, Any]
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")
 BINS = 1 << 16
 FORMAT = "quark statistics 1"
@@ -43,7 +42,7 @@ class Statistics:
         states: Tensor name -> `EverythingObserver.state()`.
     """
 
-    def __init__(self, fingerprint: str, states: Mapping[str, Mapping[str, Array]] | None = None) -> None:
+    def __init__(self, fingerprint: str, states: Mapping[str, Mapping[str, NumpyArray]] | None = None) -> None:
         self.fingerprint = fingerprint
         self.states = dict(states or {})
 
@@ -55,7 +54,7 @@ class Statistics:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a .npz, whole or not at all; counts are stored sparsely. Raises OutputError."""
-        arrays: dict[str, Array] = {"format": np.array(FORMAT), "fingerprint": np.array(self.fingerprint)}
+        arrays: dict[str, NumpyArray] = {"format": np.array(FORMAT), "fingerprint": np.array(self.fingerprint)}
         states = self.states.values()
         arrays["names"] = np.array(list(self.states), dtype=str)
         for key in SCALARS:
@@ -89,7 +88,7 @@ class Statistics:
                 "QuaRot, BiasCorrection) or the simulation of an NPU (SimulateDPU, on in XINT8) changed it, or after. "
                 "Possible: another file name, or the same settings."
             )
-        states: dict[str, dict[str, Array]] = {}
+        states: dict[str, dict[str, NumpyArray]] = {}
         ends = arrays["ends"].tolist()
         for index, name in enumerate(arrays["names"].tolist()):
             part = slice(ends[index - 1] if index else 0, ends[index])

@@ -5,17 +5,15 @@ float = (code - zero point) * scale        in float32, as the runtime computes i
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.errors import ConfigError
 from quark.onnx.graph.edit import prune, remove_unused
 from quark.onnx.graph.model_file import constant
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
-Array = np.ndarray[Any, Any]
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear", "VitisQuantizeLinear")
 DEQUANTIZE = ("DequantizeLinear", "ExtendedDequantizeLinear", "VitisDequantizeLinear")
 BOTH_IN_ONE = ("BFPQuantizeDequantize", "MXQuantizeDequantize", "BFPFixNeuron", "MXFixNeuron")
@@ -77,7 +75,7 @@ def _decode(graph: ir.Graph, node: ir.Node) -> bool:
     return True
 
 
-def decode(codes: Array, scale: Array, zero: Array | None, axis: int, block: int = 0) -> Array:
+def decode(codes: NumpyArray, scale: NumpyArray, zero: NumpyArray | None, axis: int, block: int = 0) -> NumpyArray:
     """Codes to float32.
 
     Args:
@@ -88,7 +86,7 @@ def decode(codes: Array, scale: Array, zero: Array | None, axis: int, block: int
         block: Size of a block along it; 0 for none.
     """
 
-    def spread(parameter: Array) -> Array:
+    def spread(parameter: NumpyArray) -> NumpyArray:
         if block:
             return np.repeat(parameter, block, axis).take(np.arange(codes.shape[axis]), axis)
         if parameter.size == 1:
@@ -96,7 +94,7 @@ def decode(codes: Array, scale: Array, zero: Array | None, axis: int, block: int
         return parameter.reshape([-1 if i == axis % codes.ndim else 1 for i in range(codes.ndim)])
 
     wide = np.int64 if codes.dtype.kind in "iu" else np.float32
-    shifted: Array = codes.astype(wide)
+    shifted: NumpyArray = codes.astype(wide)
     if zero is not None:
         shifted = shifted - spread(zero).astype(wide)
     return shifted.astype(np.float32) * spread(scale).astype(np.float32)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from quark.command_line import program, run
+from quark.core.array import NumpyArray
 from quark.core.metrics import Comparison
 from quark.errors import ConfigError, FormatError
-from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.data.sample_files import IMAGES, read_array, read_image
 
 KINDS = IMAGES | {".npy"}
@@ -61,7 +61,7 @@ def _names(folder: Path) -> set[str]:
     return names
 
 
-def _read(path: Path) -> Array:
+def _read(path: Path) -> NumpyArray:
     array = read_image(path) if path.suffix.lower() in IMAGES else read_array(path)
     if array.dtype.kind not in "biuf":
         raise FormatError(f"{path} holds {array.dtype}, not numbers.")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
+from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
 from quark.log import progress
-from quark.onnx.calibration.data.inputs import Array, Feed, model_inputs, read_header
+from quark.onnx.calibration.data.inputs import Feed, model_inputs, read_header
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.sessions import open_session, run_sample
 
@@ -49,7 +50,7 @@ class Layer:
     damage: Comparison = field(default_factory=Comparison)
     fits: tuple[ChannelFit, ...] = field(default_factory=lambda: (ChannelFit(1), ChannelFit(-1)))
 
-    def update(self, x: Array, y: Array) -> None:
+    def update(self, x: NumpyArray, y: NumpyArray) -> None:
         """Add the values of a sample."""
         self.damage.update(x, y)
         for fit in self.fits if x.ndim > 1 else ():
@@ -200,7 +201,11 @@ def _instrumented(
 
 
 def _update(
-    comparisons: Iterable[Comparison | Layer], before: Sequence[Array], after: Sequence[Array], *, unlike: set[int]
+    comparisons: Iterable[Comparison | Layer],
+    before: Sequence[NumpyArray],
+    after: Sequence[NumpyArray],
+    *,
+    unlike: set[int],
 ) -> None:
     """Add a sample to each comparison; those whose two tensors differ in shape are noted in `unlike`, by id."""
     for comparison, x, y in zip(comparisons, before, after, strict=True):

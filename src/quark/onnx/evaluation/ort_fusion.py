@@ -15,8 +15,8 @@ from pathlib import Path
 import onnx
 
 from quark.onnx.calibration.data.inputs import read_header
+from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, QuantizedGraph
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
-from quark.onnx.evaluation.ort_fusion_sites import DECODERS, ENCODERS, Sites
 from quark.onnx.graph.sessions import open_session
 
 __all__ = ["Fusion", "inspect_fusion"]
@@ -71,8 +71,8 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
     """
     file = Path(path)
     model = read_header(file)
-    sites = Sites(model.graph, file.parent)
-    quantized = [i for i, node in enumerate(model.graph.node) if _is_quantized(node, sites)]
+    graph = QuantizedGraph(model.graph, file.parent)
+    quantized = [i for i, node in enumerate(model.graph.node) if _is_quantized(node, graph)]
     if not quantized:
         return []
     fates = _Fates(model.graph, _optimized(model, file.parent))
@@ -83,7 +83,7 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
         if node.op_type == "MatMulNBits":
             kernel, integer, *why = _nbits(node)
         else:
-            why = ["", ""] if integer else list(explain(sites.site(node)))
+            why = ["", ""] if integer else list(explain(graph.quantized_node(node)))
         found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
     return found
 
@@ -104,10 +104,10 @@ def _is_integer(op_type: str) -> bool:
     return op_type.startswith("QLinear") or op_type in INTEGER_KERNELS
 
 
-def _is_quantized(node: onnx.NodeProto, sites: Sites) -> bool:
+def _is_quantized(node: onnx.NodeProto, graph: QuantizedGraph) -> bool:
     if _is_qdq(node):
         return False
-    return _is_integer(node.op_type) or any(sites.decoder(name) is not None for name in node.input)
+    return _is_integer(node.op_type) or any(graph.decoder(name) is not None for name in node.input)
 
 
 def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:

@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx import TensorProto
 
-from quark.onnx.evaluation.ort_fusion_sites import PRODUCTS, Site
+from quark.onnx.evaluation.ort_fusion_nodes import PRODUCTS, QuantizedNode
 
 BYTES = frozenset({"MaxPool", "Resize"})
 MOVES = BYTES | {"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather"}
@@ -29,22 +29,22 @@ class Reason:
 
     Attributes:
         holds: Whether it explains a node that was left in float.
-        text: What is wrong; a format over the site.
+        text: What is wrong; a format over the node.
         advice: What to do.
     """
 
-    holds: Callable[[Site], Any]
+    holds: Callable[[QuantizedNode], Any]
     text: str
     advice: str
 
 
-def _narrow_weight(site: Site) -> bool:
-    return bool(site.decoders) and any(site.graph.kind(d) in NARROW for d in site.stored.values())
+def _narrow_weight(node: QuantizedNode) -> bool:
+    return bool(node.decoders) and any(node.graph.kind(d) in NARROW for d in node.stored.values())
 
 
 REASONS: dict[str, Reason] = {
     "no_kernel": Reason(
-        lambda s: s.op not in FUSES, "There is no integer {site.op}.", "Exclude it: Q/DQ around it only costs."
+        lambda s: s.op not in FUSES, "There is no integer {node.op}.", "Exclude it: Q/DQ around it only costs."
     ),
     "wide": Reason(
         lambda s: s.types & WIDE and s.op not in MOVES - BYTES,
@@ -79,14 +79,14 @@ REASONS: dict[str, Reason] = {
     ),
     "float_input": Reason(
         lambda s: s.float_input,
-        "The input {site.float_input} is not quantized.",
+        "The input {node.float_input} is not quantized.",
         "Quantize the node that makes it, or exclude this one.",
     ),
     "float_constant": Reason(
-        lambda s: s.float_constant, "The constant {site.float_constant} is in float.", "Quantize it."
+        lambda s: s.float_constant, "The constant {node.float_constant} is in float.", "Quantize it."
     ),
     "bias": Reason(
-        lambda s: s.bias, "The bias {site.bias}.", "Store it as int32 under input scale * weight scale (Int32Bias)."
+        lambda s: s.bias, "The bias {node.bias}.", "Store it as int32 under input scale * weight scale (Int32Bias)."
     ),
     "mixed": Reason(
         lambda s: s.mixed, "Its inputs have different integer types.", "Quantize constants like the activations."
@@ -98,7 +98,7 @@ REASONS: dict[str, Reason] = {
     ),
     "relu": Reason(
         lambda s: s.activation in ("Relu", "Clip") and not s.clips_by_itself,
-        "A {site.activation} stands between it and a QuantizeLinear whose zero point is not the smallest code.",
+        "A {node.activation} stands between it and a QuantizeLinear whose zero point is not the smallest code.",
         "Asymmetric activations with FoldRelu, or Q/DQ on both sides of it.",
     ),
     "clip": Reason(
@@ -108,26 +108,26 @@ REASONS: dict[str, Reason] = {
     ),
     "activation": Reason(
         lambda s: s.activation and s.op not in FLOAT_OUTPUT,
-        "A {site.activation} stands between it and the QuantizeLinear.",
+        "A {node.activation} stands between it and the QuantizeLinear.",
         "Quantize its output directly.",
     ),
     "float_reader": Reason(
         lambda s: s.op not in FLOAT_OUTPUT and s.float_reader,
-        "Its output is read without QuantizeLinear by {site.float_reader}.",
+        "Its output is read without QuantizeLinear by {node.float_reader}.",
         "Let every reader read the DequantizeLinear.",
     ),
     "branch": Reason(
         lambda s: s.branch,
-        "More than one node reads the int8 tensor {site.branch}; the runtime computes in uint8, and converts only "
+        "More than one node reads the int8 tensor {node.branch}; the runtime computes in uint8, and converts only "
         "tensors with one reader.",
         "Use uint8 activations.",
     ),
 }
 
 
-def explain(site: Site) -> tuple[str, str]:
+def explain(node: QuantizedNode) -> tuple[str, str]:
     """The first reason that holds, and what to do about it."""
     for reason in REASONS.values():
-        if reason.holds(site):
-            return reason.text.format(site=site), reason.advice
+        if reason.holds(node):
+            return reason.text.format(node=node), reason.advice
     return "No known reason; the runtime's rules may have changed.", "Report the model."

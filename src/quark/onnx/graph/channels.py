@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.array import row_chunks
+from quark.core.array import NumpyArray, row_chunks
 from quark.onnx.graph.edit import is_op, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators.axes import input_axis, output_axis
 from quark.onnx_ops.graph_writer import add_constant
 
-Array = np.ndarray[Any, Any]
 LINEAR = ("Gemm", "MatMul")
 CHUNK_BYTES = 1 << 26
 
@@ -56,7 +54,7 @@ class ChannelConstant:
         return value
 
     @property
-    def array(self) -> Array:
+    def array(self) -> NumpyArray:
         """The constant, with at least one axis."""
         return np.atleast_1d(constant(self.value))
 
@@ -65,13 +63,13 @@ class ChannelConstant:
         """How many channels it has; 1 for one value that serves all."""
         return int(self.array.shape[self.axis])
 
-    def along(self, vector: Array) -> Array:
+    def along(self, vector: NumpyArray) -> NumpyArray:
         """A vector over the channels, (channels,), in the shape that broadcasts over the constant."""
         shape = [1] * self.array.ndim
         shape[self.axis] = -1
         return vector.reshape(shape)
 
-    def multiply(self, scale: Array) -> None:
+    def multiply(self, scale: NumpyArray) -> None:
         """Multiply each channel by a scale, (channels,); one value for all channels becomes one for each.
 
         Other nodes that read the constant keep theirs.
@@ -79,7 +77,7 @@ class ChannelConstant:
         array = self.array
         set_initializer(unshared(self.node, self.index), (array * self.along(scale)).astype(array.dtype))
 
-    def change(self, function: Callable[[Array], Array], channels: int) -> None:
+    def change(self, function: Callable[[NumpyArray], NumpyArray], channels: int) -> None:
         """Let a function map rows of channels, (rows, channels) in float64; a single value stands for all channels."""
         array = self.array
         if array.shape[self.axis] == 1:

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
+from quark.core.array import NumpyArray
 from quark.onnx.graph.model_file import constant
 
-Array = np.ndarray[Any, Any]
 ONNX_DOMAINS = ("", "ai.onnx")
 KNOWN_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
@@ -92,7 +92,7 @@ def remove_unused(model: ir.Model) -> None:
         step(model)
 
 
-def set_initializer(value: ir.Value, array: Array) -> None:
+def set_initializer(value: ir.Value, array: NumpyArray) -> None:
     """Give an initializer new values under its name."""
     value.const_value = ir.tensor(array, name=value.name)
     value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from quark.core.array import NumpyArray
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
-from quark.onnx.calibration.qparams import Parameters, rescaled
+from quark.onnx.calibration.qparams import ModelQParams, rescaled
 from quark.onnx.config.settings import Settings
 from quark.onnx.npu.positions import Positions
 from quark.onnx.npu.rules import RULES
 from quark.onnx.placement.placement import Placement
 
-Array = np.ndarray[Any, Any]
 
-
-def adjust(placement: Placement, parameters: Parameters, settings: Settings) -> Parameters:
-    """Move positions until the rules that the settings name hold; returns new parameters.
+def adjust(placement: Placement, qparams: ModelQParams, settings: Settings) -> ModelQParams:
+    """Move positions until the rules that the settings name hold; returns new qparams.
 
     Raises:
         ConfigError: A scale is no power of two; or, where it is checked, a limit of any rule does not hold in the end:
             names each node, rule and sum.
     """
     if not settings.npu.rules and not settings.npu.check:
-        return parameters
-    positions = Positions(placement, parameters)
+        return qparams
+    positions = Positions(placement, qparams)
     for _ in range(settings.npu.rounds):
         moves = [
             positions.enforce(limit)
@@ -40,9 +37,9 @@ def adjust(placement: Placement, parameters: Parameters, settings: Settings) -> 
     if settings.npu.check:
         _check(positions)
     specs, weights = placement.activations, placement.weights
-    return Parameters(
-        {key: _moved(p, specs[key], positions[key]) for key, p in parameters.activations.items() if key in specs},
-        {key: _moved(p, weights[key], positions[key]) for key, p in parameters.weights.items()},
+    return ModelQParams(
+        {key: _moved(p, specs[key], positions[key]) for key, p in qparams.activations.items() if key in specs},
+        {key: _moved(p, weights[key], positions[key]) for key, p in qparams.weights.items()},
     )
 
 
@@ -61,5 +58,5 @@ def _check(positions: Positions) -> None:
         )
 
 
-def _moved(params: QParams, spec: TensorSpec, position: Array) -> QParams:
+def _moved(params: QParams, spec: TensorSpec, position: NumpyArray) -> QParams:
     return rescaled(params, spec, np.exp2(-position.astype(np.float64)))

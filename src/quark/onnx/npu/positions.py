@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.scales import QParams
 from quark.errors import ConfigError
-from quark.onnx.calibration.qparams import Parameters
+from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.placement.placement import Placement
 
-Array = np.ndarray[Any, Any]
 Key = Any
 """The tensor that stands for a class of activations, or (node, input index) of a weight or bias."""
 
@@ -50,18 +50,18 @@ class Positions:
 
     Args:
         placement: What is quantized.
-        parameters: Scales; not changed.
+        qparams: Scales; not changed.
 
     Raises:
         ConfigError: A scale is no power of two.
     """
 
-    def __init__(self, placement: Placement, parameters: Parameters) -> None:
+    def __init__(self, placement: Placement, qparams: ModelQParams) -> None:
         self.placement, self.nodes = placement, set(placement.nodes)
-        params: dict[Key, QParams] = {**parameters.activations, **parameters.weights}
-        self.values: dict[Key, Array] = {key: self._position(key, value) for key, value in params.items()}
+        params: dict[Key, QParams] = {**qparams.activations, **qparams.weights}
+        self.values: dict[Key, NumpyArray] = {key: self._position(key, value) for key, value in params.items()}
 
-    def _position(self, key: Key, params: QParams) -> Array:
+    def _position(self, key: Key, params: QParams) -> NumpyArray:
         position = -np.log2(np.asarray(params.scale, np.float64))
         if not np.array_equal(position, np.rint(position)):
             raise ConfigError(
@@ -70,7 +70,7 @@ class Positions:
             )
         return position.astype(np.int64)
 
-    def __getitem__(self, key: Key) -> Array:
+    def __getitem__(self, key: Key) -> NumpyArray:
         return self.values[key]
 
     def input(self, node: ir.Node, index: int) -> Key:
@@ -97,7 +97,7 @@ class Positions:
             return None
         return uses[0].node
 
-    def sum(self, limit: Limit) -> Array:
+    def sum(self, limit: Limit) -> NumpyArray:
         """The sum that a limit bounds."""
         total = sum(self.values[key] for key in limit.plus) - sum(self.values[key] for key in limit.minus)
         return np.asarray(total + limit.constant)

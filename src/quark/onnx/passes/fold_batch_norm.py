@@ -7,18 +7,16 @@ Not folded: a convolution whose output or whose weight anything else reads (its 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.onnx.graph.channels import output_channels, weight_by_output
 from quark.onnx.graph.edit import is_op, prune, read_once, set_initializer
 from quark.onnx.graph.model_file import constant
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
-Array = np.ndarray[Any, Any]
-Affine = tuple[Array, Array]
+Affine = tuple[NumpyArray, NumpyArray]
 """Factor and shift of each channel, in float64."""
 
 FOLDS_INTO = ("Conv", "ConvTranspose", "Gemm")
@@ -82,7 +80,7 @@ def _can_fold(node: ir.Node) -> bool:
     return node.op_type != "Gemm" or node.attributes.get_float("beta", 1.0) == 1.0
 
 
-def _fold(graph: ir.Graph, node: ir.Node, factor: Array, shift: Array) -> None:
+def _fold(graph: ir.Graph, node: ir.Node, factor: NumpyArray, shift: NumpyArray) -> None:
     bias_value = node.inputs[2] if len(node.inputs) > 2 else None
     weight, bias = weight_by_output(node), constant(bias_value)
     weight.multiply(factor)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
@@ -21,7 +22,7 @@ from quark.onnx.graph.model_file import constant
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.qdq_nodes import QdqNodes, onnx_type, stored_qparams
 from quark.onnx_ops.element_types import code_type
-from quark.onnx_ops.graph_writer import Array, GraphWriter
+from quark.onnx_ops.graph_writer import GraphWriter
 
 
 class ConstantStore:
@@ -56,14 +57,14 @@ class ConstantStore:
         source, name, dtype = _source(operand), self.name(operand, spec, transpose), onnx_type(spec)
         shape = constant(source).shape
 
-        def codes() -> Array:
+        def codes() -> NumpyArray:
             array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
             return array.T if transpose else array
 
-        def scale() -> Array:
+        def scale() -> NumpyArray:
             return stored_qparams(self.qparams[operand], spec, self.settings)[0]
 
-        def zero_point() -> Array:
+        def zero_point() -> NumpyArray:
             return stored_qparams(self.qparams[operand], spec, self.settings)[1]
 
         first = scale()
@@ -106,7 +107,7 @@ class ConstantStore:
         source, data_scale = _source(operand), np.asarray(data.scale, np.float64)
         dtype = DTYPES["int16" if self.settings.qdq.int16_bias else "int32"]
 
-        def bias_and_scale() -> tuple[Array, Array]:
+        def bias_and_scale() -> tuple[NumpyArray, NumpyArray]:
             bias, scale = channel_bias(constant(source), self.qparams[weight].scale)
             scale = np.asarray(data_scale * scale, np.float32)
             if self.settings.qdq.int16_bias:
@@ -114,7 +115,7 @@ class ConstantStore:
                 scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / dtype.max), np.float32)
             return bias, scale
 
-        def codes() -> Array:
+        def codes() -> NumpyArray:
             bias, scale = bias_and_scale()
             rounded = np.rint(bias.astype(np.float64) / scale)
             return np.asarray(np.clip(rounded, dtype.min, dtype.max), dtype.name)

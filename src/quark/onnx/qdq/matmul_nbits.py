@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.array import pad_axis
+from quark.core.array import NumpyArray, pad_axis
 from quark.core.granularity import PerGroup
 from quark.core.packing import pack_bits
 from quark.core.quantize import quantize
 from quark.core.spec import TensorSpec
 from quark.onnx.graph.model_file import constant
 from quark.onnx.qdq.constants import ConstantStore
-from quark.onnx_ops.graph_writer import Array, GraphWriter, producer_of
+from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 
 DOMAIN = "com.microsoft"
 
@@ -44,16 +44,16 @@ def write_nbits(
     blocks = -(-rows // size)
     offset = 1 << (bits - 1) if spec.dtype.signed else 0
 
-    def codes() -> Array:
+    def codes() -> NumpyArray:
         signed = np.asarray(quantize(np.asarray(constant(source), np.float32), qparams[operand], spec))
         by_column = np.ascontiguousarray((signed + offset).astype(np.uint8).T)
         packed = pack_bits(pad_axis(by_column, 1, blocks * size - rows), bits)
         return np.asarray(packed).reshape(columns, blocks, size * bits // 8)
 
-    def scales() -> Array:
+    def scales() -> NumpyArray:
         return np.asarray(qparams[operand].scale, np.float32).T
 
-    def zero_points() -> Array:
+    def zero_points() -> NumpyArray:
         by_column = np.ascontiguousarray((np.asarray(qparams[operand].zero_point) + offset).astype(np.uint8).T)
         return np.asarray(pack_bits(pad_axis(by_column, 1, -blocks % (8 // bits)), bits))
 

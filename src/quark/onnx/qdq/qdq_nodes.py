@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
@@ -25,7 +26,7 @@ from quark.errors import NotSupportedError
 from quark.onnx.config.settings import Settings
 from quark.onnx_ops import Operator, block, linear
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type
-from quark.onnx_ops.graph_writer import Array, GraphWriter
+from quark.onnx_ops.graph_writer import GraphWriter
 
 EXTENDED = {"bfloat16": "bfloat16", "bfloat16_scaled": "bfloat16", "float16": "float16"}
 EXTENDED |= {"int32": "int32", "uint32": "uint32"}
@@ -38,7 +39,7 @@ def onnx_type(spec: TensorSpec) -> ir.DataType:
     return ir.DataType[code_type(spec.dtype)]
 
 
-def stored_qparams(params: QParams, spec: TensorSpec, settings: Settings) -> tuple[Array, Array]:
+def stored_qparams(params: QParams, spec: TensorSpec, settings: Settings) -> tuple[NumpyArray, NumpyArray]:
     """Scale and zero point as they are stored; the decoded tensor has the type of the scale."""
     scale = np.asarray(params.scale, np.float16 if settings.qdq.quantize_fp16 else np.float32)
     zero = np.zeros(scale.shape) if params.zero_point is None else params.zero_point

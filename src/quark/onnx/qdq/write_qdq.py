@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.onnx.calibration.qparams import Parameters
+from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.config.settings import Settings
 from quark.onnx.placement.dual_pairs import drop_borders
 from quark.onnx.placement.placement import Operand, Placement
@@ -16,7 +16,7 @@ from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 
 
 def write_qdq(
-    model: ir.Model, settings: Settings, placement: Placement, parameters: Parameters
+    model: ir.Model, settings: Settings, placement: Placement, qparams: ModelQParams
 ) -> dict[ir.Node, ir.Node]:
     """Write everything that a placement says, drop what nothing uses any more, and sort.
 
@@ -24,13 +24,13 @@ def write_qdq(
         model: Changed in place.
         settings: Domain and cast options.
         placement: What to write.
-        parameters: Scales and zero points.
+        qparams: Scales and zero points.
 
     Returns:
         Each node that another stands for now -> that one.
     """
     writer = GraphWriter(model)
-    store = ConstantStore(writer, settings, parameters.weights)
+    store = ConstantStore(writer, settings, qparams.weights)
     dynamic, replaced = set(placement.dynamic), dict[ir.Node, ir.Node]()
     for operand, spec in placement.weights.items():
         node = operand[0]
@@ -43,10 +43,10 @@ def write_qdq(
     for operand, weight in _biases(placement).items():
         data = weight[0].inputs[0]
         assert data is not None
-        params = parameters.activations.get(placement.root(data))
-        if data in placement.activations and params is not None and weight in parameters.weights:
+        params = qparams.activations.get(placement.root(data))
+        if data in placement.activations and params is not None and weight in qparams.weights:
             store.write_bias(operand, weight, placement.weights[weight], params)
-    activations = ActivationWriter(writer, settings, placement, parameters.activations)
+    activations = ActivationWriter(writer, settings, placement, qparams.activations)
     for value, spec in placement.activations.items():
         activations.write(value, spec)
     drop_borders(model.graph)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
 from quark.core.metrics import cosine, kl, l2, psnr, sqnr
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
-from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
@@ -28,10 +28,10 @@ from quark.onnx.graph.model_file import constant, to_proto, weight_bytes
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.placement.place import place
 
-Distance = Callable[[Iterator[Array], Iterator[Array]], float]
+Distance = Callable[[Iterator[NumpyArray], Iterator[NumpyArray]], float]
 """(float outputs, quantized outputs), one of each sample -> distance; less is better."""
 
-DISTANCES: dict[str, Callable[[Array, Array], float]] = {
+DISTANCES: dict[str, Callable[[NumpyArray, NumpyArray], float]] = {
     "l2": l2,
     "kl": kl,
     "cosine": lambda x, y: 1 - cosine(x, y),
@@ -43,7 +43,7 @@ DISTANCES: dict[str, Callable[[Array, Array], float]] = {
 def mean_distance(name: str) -> Distance:
     """The mean over samples of a distance by name; infinite where an output is not finite."""
 
-    def measure(before: Iterator[Array], after: Iterator[Array]) -> float:
+    def measure(before: Iterator[NumpyArray], after: Iterator[NumpyArray]) -> float:
         found = [
             DISTANCES[name](x, y) if np.isfinite(y).all() else math.inf for x, y in zip(before, after, strict=True)
         ]
@@ -93,7 +93,7 @@ class Trials:
             raise ConfigError(f"The metric of the outputs gave {found!r}, and must give one number.") from None
         return math.inf if math.isnan(score) else score
 
-    def _run(self, model: ir.Model) -> Iterator[Array]:
+    def _run(self, model: ir.Model) -> Iterator[NumpyArray]:
         session = open_session(to_proto(model), threads=self.threads, in_float=True)
         for sample in range(self.count):
             yield run_sample(session, [self.output], self.data[sample])[0]
@@ -123,7 +123,7 @@ def _bits(spec: TensorSpec) -> float:
 def distance_of(distance_fn: Any, evaluate_fn: Any, default: str) -> Distance:
     """The distance that a config asks for."""
 
-    def listed(outputs: Iterator[Array]) -> list[list[Array]]:
+    def listed(outputs: Iterator[NumpyArray]) -> list[list[NumpyArray]]:
         return [[np.asarray(array)] for array in outputs]
 
     if distance_fn is not None:

@@ -6,11 +6,10 @@ zeros first. The formula is in `core/solvers/bias_correction.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.solvers.bias_correction import certain_mean
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
@@ -25,7 +24,6 @@ from quark.onnx.operators.axes import result_axis
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import add_constant
 
-Array = np.ndarray[Any, Any]
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 
 
@@ -68,7 +66,7 @@ def _qualifies(layer: Layer) -> bool:
     return own and not layer.shared and layer.factor != 0
 
 
-def _differences(visit: Visit) -> Array:
+def _differences(visit: Visit) -> NumpyArray:
     """Of each example the mean over positions, float output less quantized one, shape (examples, channels)."""
     axis = result_axis(visit.layer.node)
     assert axis is not None
@@ -80,9 +78,9 @@ def _differences(visit: Visit) -> Array:
     return np.concatenate(means)
 
 
-def _rounding(job: Job, layer: Layer) -> Array | float:
+def _rounding(job: Job, layer: Layer) -> NumpyArray | float:
     """What rounding the bias itself adds to the output: no error that another bias could make up for."""
     spec, offset = job.decision.placement.weights.get((layer.node, 2)), layer.offset
     if spec is None or offset is None:
         return 0.0
-    return layer.factor * (decoded(offset, job.decision.parameters.weights[layer.node, 2], spec) - offset)
+    return layer.factor * (decoded(offset, job.decision.qparams.weights[layer.node, 2], spec) - offset)

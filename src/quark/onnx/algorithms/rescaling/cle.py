@@ -8,7 +8,6 @@ LeakyRelu, PRelu, pooling, a mean over positions, zero padding, a bias, or Flatt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +22,6 @@ from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators.axes import result_axis
 
-Array = np.ndarray[Any, Any]
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 SCALES_WITH_INPUT = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 MOST_STEPS = 100

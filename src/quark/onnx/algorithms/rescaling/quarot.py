@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, StructureError
 from quark.log import logger
@@ -28,7 +29,6 @@ from quark.onnx.graph.channels import ChannelConstant, bias_of
 from quark.onnx.graph.norms import Normalization
 from quark.onnx.graph.residual_stream import ResidualStream, find_streams
 
-Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-3
 """Largest change of an output, relative to its largest value, that float32 arithmetic explains."""
 SEED = 1
@@ -74,7 +74,7 @@ def _rotation(stream: ResidualStream, config: QuarotConfig) -> Rotation:
 
 
 def _rotate(stream: ResidualStream, rotation: Rotation) -> None:
-    gains: dict[ChannelConstant, Array] = {}
+    gains: dict[ChannelConstant, NumpyArray] = {}
     for norm, weights in stream.norms.items():
         gain = _taken_gain(norm, weights, rotation, stream.width)
         gains |= dict.fromkeys(weights, gain)
@@ -82,12 +82,14 @@ def _rotate(stream: ResidualStream, rotation: Rotation) -> None:
         part.change(partial(_turned, rotation=rotation, gain=gains.get(part)), stream.width)
 
 
-def _turned(rows: Array, rotation: Rotation, gain: Array | None) -> Array:
-    turned: Array = rotation.apply(rows if gain is None else rows * gain)
+def _turned(rows: NumpyArray, rotation: Rotation, gain: NumpyArray | None) -> NumpyArray:
+    turned: NumpyArray = rotation.apply(rows if gain is None else rows * gain)
     return turned
 
 
-def _taken_gain(norm: Normalization, weights: tuple[ChannelConstant, ...], rotation: Rotation, width: int) -> Array:
+def _taken_gain(
+    norm: Normalization, weights: tuple[ChannelConstant, ...], rotation: Rotation, width: int
+) -> NumpyArray:
     """The gain of a norm, which keeps 1; its bias goes into the layers behind, or stays, rotated."""
     gain = np.ones(width) if norm.gain is None else np.broadcast_to(norm.gain.array.reshape(-1), width)
     gain = gain.astype(np.float64)
@@ -112,7 +114,7 @@ def _taken_gain(norm: Normalization, weights: tuple[ChannelConstant, ...], rotat
     return gain
 
 
-def _move(shift: Array, weight: ChannelConstant, bias: ChannelConstant) -> None:
+def _move(shift: NumpyArray, weight: ChannelConstant, bias: ChannelConstant) -> None:
     """Let the bias of a layer take over what its weight makes of the shift; a Gemm has factors on both."""
     attributes = weight.node.attributes
     factor = attributes.get_float("alpha", 1.0)
@@ -128,19 +130,19 @@ def _move(shift: Array, weight: ChannelConstant, bias: ChannelConstant) -> None:
 class _Kept:
     """The last value of a tensor."""
 
-    def update(self, x: Array) -> None:
+    def update(self, x: NumpyArray) -> None:
         """See a value."""
         self.value = np.asarray(x)
 
 
-def _outputs(model: ir.Model, sample: Any, settings: Settings) -> dict[str, Array]:
+def _outputs(model: ir.Model, sample: Any, settings: Settings) -> dict[str, NumpyArray]:
     """The float outputs for a sample."""
     kept = {value.name or "": _Kept() for value in model.graph.outputs}
     collect(model, kept, [sample], settings)
     return {name: output.value for name, output in kept.items() if output.value.dtype.kind == "f"}
 
 
-def _prove(before: dict[str, Array], after: dict[str, Array]) -> None:
+def _prove(before: dict[str, NumpyArray], after: dict[str, NumpyArray]) -> None:
     """Raise StructureError where an output is not what it was."""
     for name, array in before.items():
         largest = float(np.abs(array).max(initial=0.0))

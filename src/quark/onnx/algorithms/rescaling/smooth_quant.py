@@ -9,11 +9,11 @@ the tensor or a value on that way, one Mul for all linear layers takes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import qparams_from_range
 from quark.core.solvers.equalize import channel_range
@@ -35,7 +35,6 @@ from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import FACTOR, Placement
 from quark.onnx_ops.graph_writer import add_constant
 
-Array = np.ndarray[Any, Any]
 COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
 """Ops f(x, ...) with f(s x) = s f(x) for positive s."""
 DYNAMIC = spec("uint8", symmetric=False)
@@ -48,7 +47,7 @@ class ChannelStatistics:
     def __init__(self) -> None:
         self.count, self.low, self.high, self.squares = 0, np.inf, -np.inf, np.zeros(())
 
-    def update(self, x: Array) -> None:
+    def update(self, x: NumpyArray) -> None:
         """See one more tensor."""
         rows = x.reshape(-1, x.shape[-1]).astype(np.float32, copy=False)
         if len(rows):
@@ -57,7 +56,7 @@ class ChannelStatistics:
             self.squares = self.squares + np.einsum("ij,ij->j", rows, rows, dtype=np.float64)
 
     @property
-    def power(self) -> Array:
+    def power(self) -> NumpyArray:
         """Mean squares."""
         return np.asarray(self.squares / max(1, self.count))
 
@@ -209,7 +208,7 @@ def _smooth(group: Group, statistics: ChannelStatistics, alpha: float) -> bool:
     return True
 
 
-def _noise(group: Group, statistics: ChannelStatistics, s: Array) -> float | None:
+def _noise(group: Group, statistics: ChannelStatistics, s: NumpyArray) -> float | None:
     """The noise of the outputs under a scale; None where the input has no one step."""
     if not group.input.has_zero_point:
         return None
@@ -226,7 +225,7 @@ def _noise(group: Group, statistics: ChannelStatistics, s: Array) -> float | Non
     return output_noise(step, weight_power, error_power, statistics.power / s**2)
 
 
-def _insert_mul(group: Group, factor: Array) -> None:
+def _insert_mul(group: Group, factor: NumpyArray) -> None:
     """Let the layers read value * factor."""
     value, graph = group.value, group.layers[0].graph
     assert graph is not None

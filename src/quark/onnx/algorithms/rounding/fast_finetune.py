@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.array import to_numpy
+from quark.core.array import NumpyArray, to_numpy
 from quark.core.scales import QParams
 from quark.core.solvers.adaround import AdaQuant, AdaRound
 from quark.core.solvers.reconstruct import Activation, Outcome, OutputGrid, Rows, Training, Unit, train
@@ -33,7 +33,6 @@ from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.passes import run_passes
 
-Array = np.ndarray[Any, Any]
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
 """Most rows that a batch has, whatever its samples have: more positions of one image say little new.
 
@@ -262,7 +261,7 @@ class EndToEnd:
         better, self.best = now < self.best, min(now, self.best)
         return better
 
-    def _run(self, model: ir.Model) -> Iterator[Array]:
+    def _run(self, model: ir.Model) -> Iterator[NumpyArray]:
         session = open_session(to_proto(model))
         for position in range(self.count):
             (array,) = run_sample(session, [self.output], self.data[position])
@@ -312,7 +311,7 @@ def merged(data: Samples, count: int, model: ir.Model) -> Samples:
     return Samples([whole], inputs)
 
 
-def _bias(layer: Layer, outputs: int, learned: bool) -> Array | None:
+def _bias(layer: Layer, outputs: int, learned: bool) -> NumpyArray | None:
     """What is added to the product, (outputs,), or None: of a MatMul, whose bias another node adds, what is learned."""
     offset, inputs = layer.offset, layer.twin.inputs
     if layer.twin.op_type == "MatMul":
@@ -352,7 +351,7 @@ def _tensors(rows: Rows, pinned: bool) -> Rows:
     """Rows of numpy arrays as tensors that share their memory, or in pinned memory."""
     import torch  # loaded by `optimizer_device`
 
-    def convert(array: Array) -> Any:
+    def convert(array: NumpyArray) -> Any:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if pinned else tensor
 

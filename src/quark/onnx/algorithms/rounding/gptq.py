@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.granularity import PerGroup, PerTensor
 from quark.core.quantize import elementwise, quantize_elements
 from quark.core.scales import QParams, round_scale
@@ -28,7 +28,6 @@ from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.operators.axes import output_axis
 
-Array = np.ndarray[Any, Any]
 CONTINUOUS = (ScaleType.float32, ScaleType.float16)
 REFINEMENTS = 1
 """How often all columns are visited again."""
@@ -66,12 +65,12 @@ class Problem:
         hessian: Damped, in this order, float32.
     """
 
-    order: Array
-    upper: Array
-    hessian: Array
+    order: NumpyArray
+    upper: NumpyArray
+    hessian: NumpyArray
 
     @classmethod
-    def of(cls, inputs: Sequence[Array], config: GPTQConfig) -> Problem:
+    def of(cls, inputs: Sequence[NumpyArray], config: GPTQConfig) -> Problem:
         """The problem of a tensor, sample by sample. Raises CalibrationError for one without rows."""
         columns, rows = inputs[0].shape[-1], 0
         gram = np.zeros((columns, columns), np.float32)
@@ -105,14 +104,14 @@ def solve_layer(job: Job, layer: Layer, problem: Problem, fit: bool) -> None:
     layer.weight = _columns(layer, back)
 
 
-def _grid(layer: Layer, order: Array) -> gptq.Rounder:
+def _grid(layer: Layer, order: NumpyArray) -> gptq.Rounder:
     parts = elementwise(layer.params, layer.spec, layer.weight.shape)
     scale, zero = (None if part is None else _columns(layer, np.asarray(part))[order] for part in parts)
     assert scale is not None
     return lambda i, work: quantize_elements(work[i], scale[i], None if zero is None else zero[i], layer.spec)
 
 
-def _refit(job: Job, layer: Layer, problem: Problem, goal: Array, solved: Array) -> None:
+def _refit(job: Job, layer: Layer, problem: Problem, goal: NumpyArray, solved: NumpyArray) -> None:
     """Fit the scales to the codes of a solution, where each is of one output channel and fine enough."""
     split, scale = layer.spec.granularity, np.asarray(layer.params.scale)
     if isinstance(split, PerTensor) or layer.spec.scale_type not in CONTINUOUS:
@@ -137,7 +136,7 @@ def _rows_are_outputs(layer: Layer) -> bool:
     return output_axis(layer.twin) == 0
 
 
-def _columns(layer: Layer, matrix: Array) -> Array:
+def _columns(layer: Layer, matrix: NumpyArray) -> NumpyArray:
     """A matrix with a row for each input channel, from the layer's own layout; or back."""
     return np.ascontiguousarray(matrix.T if _rows_are_outputs(layer) else matrix)
 

@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.errors import NotSupportedError
 from quark.onnx.operators.axes import data_axis, output_axis
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,16 @@ class Dense:
         """Back."""
         return matrix[0] if self.transposed_weight else matrix[0].T
 
-    def shape(self, y: Array) -> tuple[int, ...]:
+    def shape(self, y: NumpyArray) -> tuple[int, ...]:
         """The positions of the outputs of a sample."""
         return tuple(y.shape[1:-1])
 
-    def rows(self, x: Array, sample: int, shape: Sequence[int], positions: Array) -> Array:
+    def rows(self, x: NumpyArray, sample: int, shape: Sequence[int], positions: NumpyArray) -> NumpyArray:
         """What the outputs at some of the positions are products of, (positions, columns)."""
         x = x.T if self.transposed_input else x
         return np.asarray(x[sample].reshape(-1, x.shape[-1])[positions] * np.float32(self.factor))
 
-    def outputs(self, y: Array, sample: int, positions: Array) -> Array:
+    def outputs(self, y: NumpyArray, sample: int, positions: NumpyArray) -> NumpyArray:
         """The outputs there, (positions, outputs)."""
         return np.asarray(y[sample].reshape(-1, y.shape[-1])[positions])
 
@@ -99,11 +98,11 @@ class Convolution:
         parts = matrix.reshape(groups, outputs, -1, math.prod(self.kernel)).swapaxes(1, 2)
         return parts.reshape(-1, outputs, *self.kernel)
 
-    def shape(self, y: Array) -> tuple[int, ...]:
+    def shape(self, y: NumpyArray) -> tuple[int, ...]:
         """The positions of the outputs of a sample."""
         return tuple(y.shape[2:])
 
-    def rows(self, x: Array, sample: int, shape: Sequence[int], positions: Array) -> Array:
+    def rows(self, x: NumpyArray, sample: int, shape: Sequence[int], positions: NumpyArray) -> NumpyArray:
         """What the outputs at some of the positions are products of, (positions, groups * columns)."""
         padded, reach = self._padded(x[sample], shape)
         windows = np.lib.stride_tricks.sliding_window_view(padded, reach, tuple(range(1, padded.ndim)))
@@ -116,11 +115,11 @@ class Convolution:
         # (channels, positions, *kernel) -> (positions, channels * kernel)
         return np.moveaxis(windows[taken][at], 0, 1).reshape(len(positions), -1)
 
-    def outputs(self, y: Array, sample: int, positions: Array) -> Array:
+    def outputs(self, y: NumpyArray, sample: int, positions: NumpyArray) -> NumpyArray:
         """The outputs there, (positions, outputs)."""
         return np.asarray(y[sample].reshape(y.shape[1], -1)[:, positions].T)
 
-    def _padded(self, x: Array, shape: Sequence[int]) -> tuple[Array, list[int]]:
+    def _padded(self, x: NumpyArray, shape: Sequence[int]) -> tuple[NumpyArray, list[int]]:
         """The input (channels, *spatial) under all windows, and the length of a window along each axis."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilations, self.kernel, strict=True)]
         begins, strides = self.begins, self.strides
@@ -144,7 +143,7 @@ class Convolution:
 Product = Dense | Convolution
 
 
-def product_of(node: ir.Node, weight: Array) -> Product:
+def product_of(node: ir.Node, weight: NumpyArray) -> Product:
     """How a node with a constant weight is a product.
 
     Raises:
@@ -160,7 +159,7 @@ def product_of(node: ir.Node, weight: Array) -> Product:
     return _convolution(node, weight)
 
 
-def _convolution(node: ir.Node, weight: Array) -> Convolution:
+def _convolution(node: ir.Node, weight: NumpyArray) -> Convolution:
     attributes, kernel, axes = node.attributes, tuple(weight.shape[2:]), weight.ndim - 2
     strides = tuple(attributes.get_ints("strides", (1,) * axes) or ())
     dilations = tuple(attributes.get_ints("dilations", (1,) * axes) or ())

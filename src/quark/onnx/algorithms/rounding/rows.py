@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.solvers.reconstruct import Activation, Rows
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit
 from quark.onnx.algorithms.rounding.patches import Product
 from quark.onnx.graph.model_file import constant, is_constant
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Space:
     rows: int | None = None
     folder: Path | None = None
 
-    def empty(self, name: str, shape: tuple[int, ...]) -> Array:
+    def empty(self, name: str, shape: tuple[int, ...]) -> NumpyArray:
         """An array to be filled, float32."""
         if self.folder is None:
             return np.empty(shape, np.float32)

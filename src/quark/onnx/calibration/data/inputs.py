@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError
 
-Array = np.ndarray[Any, Any]
-Feed = dict[str, Array]
+Feed = dict[str, NumpyArray]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Input:
         first = self.shape[0] if self.shape else None
         return first if isinstance(first, int) else None
 
-    def fits(self, array: Array) -> bool:
+    def fits(self, array: NumpyArray) -> bool:
         """Whether an array has this element type and shape."""
         if str(array.dtype) != self.dtype:
             return False

@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, FormatError
-from quark.onnx.calibration.data.inputs import Array, Feed, Input, check_feed, model_inputs
+from quark.onnx.calibration.data.inputs import Feed, Input, check_feed, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader
 from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image, rebatch
 
@@ -102,7 +103,7 @@ class PathDataReader(CalibrationDataReader):
             raise CalibrationError(f"{path} holds {', '.join(sorted(arrays))}; the model expects {expected}.")
         return arrays
 
-    def _fit(self, name: str, array: Array, path: Path) -> Array:
+    def _fit(self, name: str, array: NumpyArray, path: Path) -> NumpyArray:
         if name in self._shapes:
             try:
                 array = array.reshape(self._shapes[name])
@@ -111,7 +112,7 @@ class PathDataReader(CalibrationDataReader):
         shape = self._inputs[name].shape
         return array[None] if shape is not None and array.ndim == len(shape) - 1 else array
 
-    def _image(self, path: Path, entry: Input) -> Array:
+    def _image(self, path: Path, entry: Input) -> NumpyArray:
         """An image in the layout and the type of an input, without batch axis."""
         shape = (entry.shape or ())[-3:]
         first = len(shape) == 3 and shape[0] in (1, 3)

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.errors import ConfigError, did_you_mean
-from quark.onnx.calibration.data.inputs import Array, Feed, Input, model_inputs
+from quark.onnx.calibration.data.inputs import Feed, Input, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader
 
 __all__ = ["RandomDataReader"]
@@ -54,7 +55,7 @@ class RandomDataReader(CalibrationDataReader):
 
 def _noise(
     entry: Input, shape: Sequence[int] | None, bounds: Sequence[float] | None, generator: np.random.Generator
-) -> Array:
+) -> NumpyArray:
     if shape is None:
         if entry.shape is None:
             raise ConfigError(f"The input {entry.name} has no shape: give one in RandomDataReaderInputShape.")

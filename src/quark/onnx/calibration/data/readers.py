@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, NotSupportedError
-from quark.onnx.calibration.data.inputs import Array, Feed, Input, check_feed
+from quark.onnx.calibration.data.inputs import Feed, Input, check_feed
 
 __all__ = ["CachedDataReader", "CalibrationDataReader"]
 
@@ -67,7 +68,7 @@ class CachedDataReader(CalibrationDataReader):
         return next(self._rest, None)
 
 
-def _channels_last(array: Array) -> Array:
+def _channels_last(array: NumpyArray) -> NumpyArray:
     return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, require_packages
-from quark.onnx.calibration.data.inputs import Array, Feed
+from quark.onnx.calibration.data.inputs import Feed
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg"})
 SUFFIXES = frozenset({".npy", ".npz"}) | IMAGES
@@ -76,7 +77,7 @@ def rebatch(feeds: Iterable[Feed], size: int) -> Iterator[Feed]:
         yield rest
 
 
-def read_array(path: Path) -> Array:
+def read_array(path: Path) -> NumpyArray:
     """The array of an .npy file. Raises FormatError when it is none; pickled objects are not loaded."""
     try:
         return np.asarray(np.load(path, allow_pickle=False))
@@ -93,7 +94,7 @@ def read_arrays(path: Path) -> Feed:
         raise FormatError(f"{path} is not an .npz file: {error}.") from None
 
 
-def read_image(path: Path, mode: str | None = None) -> Array:
+def read_image(path: Path, mode: str | None = None) -> NumpyArray:
     """The pixels of an image: uint8 [height, width, colours], or [height, width] of a grey one.
 
     Args:

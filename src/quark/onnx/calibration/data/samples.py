@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from quark.core.array import NumpyArray
 from quark.errors import CalibrationError
-from quark.onnx.calibration.data.inputs import Array, Feed, Input
+from quark.onnx.calibration.data.inputs import Feed, Input
 from quark.onnx.calibration.data.readers import samples
 
 MEMORY = 1 << 30
@@ -36,18 +37,18 @@ class Store:
 
     def __init__(self, memory: int = MEMORY, folder: str | None = None) -> None:
         self._memory, self._parent = memory, folder
-        self._arrays: dict[Any, Array | Path] = {}
+        self._arrays: dict[Any, NumpyArray | Path] = {}
         self._used, self._count = 0, 0
         self._folder: Path | None = None
 
     def __contains__(self, key: Any) -> bool:
         return key in self._arrays
 
-    def __getitem__(self, key: Any) -> Array:
+    def __getitem__(self, key: Any) -> NumpyArray:
         held = self._arrays[key]
         return np.load(held, mmap_mode="r") if isinstance(held, Path) else held
 
-    def __setitem__(self, key: Any, array: Array) -> None:
+    def __setitem__(self, key: Any, array: NumpyArray) -> None:
         self.pop(key)
         if self._used + array.nbytes <= self._memory:
             self._used += array.nbytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.metrics import Comparison
@@ -16,7 +17,6 @@ from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
-from quark.onnx.calibration.data.inputs import Array
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
@@ -177,7 +177,7 @@ def raise_bits(settings: Settings, situation: Situation) -> Settings | str | Non
     if any(isinstance(one, AutoMixprecisionConfig) for one in settings.algorithms):
         return None
 
-    def distance(before: list[list[Array]], after: list[list[Array]]) -> float:
+    def distance(before: list[list[NumpyArray]], after: list[list[NumpyArray]]) -> float:
         found = Comparison()
         for (x,), (y,) in zip(before, after, strict=True):
             found.update(x, y)

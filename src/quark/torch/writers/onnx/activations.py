@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quark.core.array import to_numpy
+from quark.core.array import NumpyArray, to_numpy
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams
@@ -32,7 +32,7 @@ from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NotSupportedError
 from quark.onnx_ops import BFP_FORMATS, MX_ELEMENTS, block, live
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type
-from quark.onnx_ops.graph_writer import Array, GraphWriter
+from quark.onnx_ops.graph_writer import GraphWriter
 from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, tensor: MarkedTensor, par
 
 
 def _float8(
-    writer: GraphWriter, x: ir.Value, name: str, scale: Array, kind: str, attributes: dict[str, int]
+    writer: GraphWriter, x: ir.Value, name: str, scale: NumpyArray, kind: str, attributes: dict[str, int]
 ) -> ir.Value:
     step = writer.constant(f"{name}_scale", scale)
     typed = {**attributes, "output_dtype": int(writer.kind(kind))}
@@ -169,7 +169,7 @@ def _float8(
     return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
 
 
-def _for_division(scale: Array, spec: TensorSpec) -> Array:
+def _for_division(scale: NumpyArray, spec: TensorSpec) -> NumpyArray:
     """The scale, or the next number, under which -amax has the code that it has in the model.
 
     Calibration puts -amax half way between two codes. The product with 1 / scale (core/quantize.py) falls on one side,

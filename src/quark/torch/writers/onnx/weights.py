@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from quark.core.array import to_numpy
+from quark.core.array import NumpyArray, to_numpy
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode, encode
@@ -30,7 +30,7 @@ from quark.core.scales import QParams
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, code_type
-from quark.onnx_ops.graph_writer import Array, GraphWriter
+from quark.onnx_ops.graph_writer import GraphWriter
 from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 
 E8M0_BIAS = 127
@@ -63,11 +63,11 @@ class Weight:
         shape = self.tensor.shape(self.x)
         return shape[::-1] if self.transposed else shape
 
-    def codes(self) -> Array:
+    def codes(self) -> NumpyArray:
         """The values of the codes in the shape of the float tensor, as it is in the model."""
         return to_numpy(self.tensor.codes(self.x, self.params))
 
-    def turned(self, array: Array) -> Array:
+    def turned(self, array: NumpyArray) -> NumpyArray:
         """An array over the axes of the tensor, with these axes as they are stored."""
         return array.T if self.transposed and array.ndim == 2 else array
 
@@ -143,7 +143,9 @@ def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     return writer.node("Mul", [result, outer], f"{name}_Mul")
 
 
-def _float8(writer: GraphWriter, weight: Weight, codes: ir.Value, scale: Array, attributes: dict[str, int]) -> ir.Value:
+def _float8(
+    writer: GraphWriter, weight: Weight, codes: ir.Value, scale: NumpyArray, attributes: dict[str, int]
+) -> ir.Value:
     name = weight.tensor.name
     behind = len(weight.shape) - 1 - attributes["axis"] if attributes else 0
     step = writer.constant(f"{name}_scale", scale.reshape(-1, *[1] * behind) if attributes else scale)
@@ -152,7 +154,7 @@ def _float8(writer: GraphWriter, weight: Weight, codes: ir.Value, scale: Array, 
 
 def _blocks(
     weight: Weight, spec: TensorSpec, params: QParams
-) -> tuple[dict[str, int], Array, Array | None, Callable[[], Array]]:
+) -> tuple[dict[str, int], NumpyArray, NumpyArray | None, Callable[[], NumpyArray]]:
     """(attributes, scale, zero point, codes) of DequantizeLinear, all as they are stored."""
     scale, split, shape = to_numpy(params.scale), spec.granularity, weight.tensor.shape(weight.x)
     zero = None if params.zero_point is None or _is_centred(spec) else to_numpy(params.zero_point)
@@ -180,14 +182,14 @@ def _is_centred(spec: TensorSpec) -> bool:
     return not spec.has_zero_point or (spec.symmetric and spec.dtype.signed)
 
 
-def _half_steps(weight: Weight, steps: Array) -> tuple[Array, Callable[[], Array]]:
+def _half_steps(weight: Weight, steps: NumpyArray) -> tuple[NumpyArray, Callable[[], NumpyArray]]:
     """The half step of each block, and codes in its units: a pair has the whole step, or the half if it is shifted."""
     spec = weight.spec
     pairs = spec.pairs
     axis = pairs.axes(steps.ndim)[0]
     half = pairs.blocks(steps).max(axis=axis) / 2
 
-    def codes() -> Array:
+    def codes() -> NumpyArray:
         whole = pairs.unblock(np.repeat(np.expand_dims(half, axis), pairs.size, axis), steps.shape)
         ratio = spec.split.to_blocks(steps / whole, weight.tensor.shape(weight.x))
         values = weight.codes()
@@ -199,7 +201,7 @@ def _half_steps(weight: Weight, steps: Array) -> tuple[Array, Callable[[], Array
 # Scales --------------------------------------------------------------------------------------------------------------
 
 
-def _scale(writer: GraphWriter, name: str, scale: Array, spec: TensorSpec, params: QParams) -> ir.Value:
+def _scale(writer: GraphWriter, name: str, scale: NumpyArray, spec: TensorSpec, params: QParams) -> ir.Value:
     """The scale as a float32 value of the graph, stored in the type that its format gives it."""
     if scale.ndim == 0:
         return writer.constant(name, np.asarray(_multiplied(scale, spec, params), np.float32))
@@ -221,7 +223,7 @@ def _scale(writer: GraphWriter, name: str, scale: Array, spec: TensorSpec, param
     return writer.constant(name, np.asarray(_multiplied(scale, spec, params), np.float32))
 
 
-def _multiplied(scale: Array, spec: TensorSpec, params: QParams) -> Array:
+def _multiplied(scale: NumpyArray, spec: TensorSpec, params: QParams) -> NumpyArray:
     second = params.second
     if spec.scale_spec is None or second is None:
         return scale
@@ -229,21 +231,21 @@ def _multiplied(scale: Array, spec: TensorSpec, params: QParams) -> Array:
 
 
 def _values(
-    writer: GraphWriter, name: str, values: Callable[[], Array], shape: tuple[int, ...], dtype: Dtype
+    writer: GraphWriter, name: str, values: Callable[[], NumpyArray], shape: tuple[int, ...], dtype: Dtype
 ) -> ir.Value:
     """Values of an element type that ONNX does not have, stored as bit patterns."""
     table = decode(np.arange(1 << dtype.bits), dtype)
     kind = code_type(dtype)
     writer.require(FIRST_OPSET[kind], f"{name} ({dtype})")
 
-    def patterns() -> Array:
+    def patterns() -> NumpyArray:
         return encode(np.asarray(values(), np.float32), dtype)
 
     stored = writer.constant(f"{name}_quantized", patterns, writer.kind(kind), shape)
     return _lookup(writer, name, stored, f"{dtype}_values", table)
 
 
-def _lookup(writer: GraphWriter, name: str, codes: ir.Value, table_name: str, table: Array) -> ir.Value:
+def _lookup(writer: GraphWriter, name: str, codes: ir.Value, table_name: str, table: NumpyArray) -> ir.Value:
     """table[codes], in float32."""
     index = writer.cast(codes, writer.kind("INT32"), f"{name}_index")
     values = writer.shared(table_name, np.asarray(table, np.float32))
@@ -277,7 +279,7 @@ def _stored_blocks(writer: GraphWriter, weight: Weight, work: str, four_bit: boo
     spec, name = weight.spec, weight.tensor.name
     shape = spec.split.block_shape(weight.tensor.shape(weight.x))
 
-    def blocks() -> Array:
+    def blocks() -> NumpyArray:
         return np.asarray(spec.split.blocks(weight.codes()))
 
     if spec.dtype.is_float:

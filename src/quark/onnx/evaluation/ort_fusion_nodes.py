@@ -18,7 +18,7 @@ SMALLEST: dict[int, int] = {TensorProto.UINT8: 0, TensorProto.INT8: -128}
 BIAS_TOLERANCE = 0.01
 
 
-class Sites:
+class QuantizedGraph:
     """A graph with its edges."""
 
     def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
@@ -33,9 +33,9 @@ class Sites:
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
 
-    def site(self, node: onnx.NodeProto) -> Site:
+    def quantized_node(self, node: onnx.NodeProto) -> QuantizedNode:
         """One node with what surrounds it."""
-        return Site(node, self)
+        return QuantizedNode(node, self)
 
     def decoder(self, name: str) -> onnx.NodeProto | None:
         """The DequantizeLinear that makes a tensor."""
@@ -63,10 +63,10 @@ class Sites:
         return named[0] if named and named[0] else int(TensorProto.UINT8)
 
 
-class Site:
+class QuantizedNode:
     """One quantized node, as the rows ask for it."""
 
-    def __init__(self, node: onnx.NodeProto, graph: Sites) -> None:
+    def __init__(self, node: onnx.NodeProto, graph: QuantizedGraph) -> None:
         self.node, self.graph, self.op = node, graph, node.op_type
         self.reads = [(i, name, graph.decoder(name)) for i, name in enumerate(node.input) if name]
         constant = graph.constants
@@ -125,9 +125,9 @@ class Site:
     def bias(self) -> str:
         """What is wrong with the bias; "" where nothing is."""
         index = 2
-        owner: Site = self
+        owner: QuantizedNode = self
         if self.op == "MatMul" and self.follower is not None and self.follower.op_type == "Add":
-            owner = self.graph.site(self.follower)
+            owner = self.graph.quantized_node(self.follower)
             index = 1 - list(self.follower.input).index(self.node.output[0])
         elif self.op not in ("Conv", "Gemm") or len(self.node.input) < 3:
             return ""
