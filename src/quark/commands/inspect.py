@@ -61,14 +61,14 @@ def _types(graph: onnx.GraphProto) -> Table:
     """Of each element type: the constants, and the Q/DQ nodes."""
     from onnx import TensorProto
 
-    from quark.onnx.evaluation.ort_fusion_sites import Sites
+    from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 
-    sites, rows = Sites(graph, Path()), defaultdict[int, Counter[str]](Counter)
+    quantized, rows = QuantizedGraph(graph, Path()), defaultdict[int, Counter[str]](Counter)
     for tensor in graph.initializer:
         rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
     for node in graph.node:
         if node.op_type in QDQ:
-            rows[sites.kind(node)][node.op_type] += 1
+            rows[quantized.kind(node)][node.op_type] += 1
     table = Table("element type", "constants", "MB", *QDQ, title="Element types")
     for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
         counts = (str(row[op_type] or "") for op_type in QDQ)
