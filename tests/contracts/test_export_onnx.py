@@ -21,25 +21,13 @@ from torch import nn
 from quark.core.dtypes import Dtype
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
+from quark.onnx_ops.element_types import code_type
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from tests.models.onnx_sessions import exact_session, session
 
 INPUTS, OUTPUTS = 128, 40
-# Codes of a type that opset 21 does not have, in the one that holds them.
-STORED_AS = {
-    "int2": "INT4",
-    "int3": "INT4",
-    "mx4": "INT4",
-    "mx6": "INT8",
-    "mx9": "INT16",
-    "mxint8": "INT8",
-    "bfp16": "INT8",
-    "fp4_e2m1": "UINT4",
-    "fp6_e3m2": "UINT8",
-    "fp6_e2m3": "UINT8",
-}
 
 
 def element(scheme: str) -> Dtype:
@@ -121,7 +109,7 @@ def test_weights_are_stored_as_codes(export: Export) -> None:
     for scheme in export.schemes:
         dtype = element(scheme)
         codes = export.stored[f"layers.as_{scheme}.weight_quantized"]
-        assert TensorProto.DataType.Name(codes.data_type) == STORED_AS.get(dtype.name, dtype.onnx), scheme
+        assert TensorProto.DataType.Name(codes.data_type) == code_type(dtype), scheme
         assert np.prod(codes.dims) == INPUTS * OUTPUTS, scheme
     large = [t for t in export.stored.values() if np.prod(t.dims) >= INPUTS * OUTPUTS]
     assert not [t.name for t in large if t.data_type == TensorProto.FLOAT]
