@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.metrics import Comparison, cosine, decibel, kl, l2, psnr, sqnr
+from quark.core.metrics import UNITS, Comparison, Metric, cosine, decibel, kl, l2, psnr, sqnr
+from quark.errors import ConfigError
 
 X = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
 Y = (X + 0.1 * np.random.default_rng(1).standard_normal((5, 7))).astype(np.float32)
@@ -61,3 +62,20 @@ def test_pairs_that_come_one_by_one_count_as_one() -> None:
     whole = {name: metric(X, Y) for name, metric in (("sqnr", sqnr), ("psnr", psnr), ("cosine", cosine), ("l2", l2))}
     assert {name: getattr(parts, name) for name in whole} == pytest.approx(whole)
     assert Comparison().update(X[:0], Y[:0]) == Comparison()
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_metric_knows_which_way_it_improves(name: str) -> None:
+    metric, random = Metric(name), np.random.default_rng(0)
+    x, error = random.normal(size=500), random.normal(size=500)
+    near, far = (metric.of(Comparison().update(x, x + size * error)) for size in (0.01, 0.1))
+    assert metric.better(near, far) and not metric.better(far, near) and not metric.better(near, near)
+    assert metric.distance(near) < metric.distance(far) and metric.noise(near, 4) < metric.noise(far, 4)
+    assert metric.worst_of({"near": near, "far": far, "as far": far}) == "far"
+    assert metric.of(Comparison().update(x, np.full_like(x, np.nan))) == metric.worst
+    assert metric.better(far, metric.worst) and metric.distance(metric.worst) == np.inf
+
+
+def test_a_metric_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="There is no metric 'snr'. Did you mean 'sqnr'"):
+        Metric("snr")

@@ -13,11 +13,16 @@ Sums are float64 on the host or on the device of x.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from quark.core.array import Array, astype, namespace, to_numpy
+from quark.errors import ConfigError, did_you_mean
+
+UNITS = {"sqnr": "dB", "psnr": "dB", "cosine": "", "l2": ""}
+"""Properties of `Comparison` that are metrics, and the unit of each."""
 
 FEWEST = 8
 """Values of a channel that a factor is fitted to: with fewer, too much of their noise would pass for a factor."""
@@ -75,6 +80,64 @@ class Comparison:
     def l2(self) -> float:
         """Euclidean distance."""
         return math.sqrt(self.noise)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A property of `Comparison`, which way it improves, and how it is written.
+
+    Attributes:
+        name: "sqnr", "psnr", "cosine" or "l2".
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in UNITS:
+            raise ConfigError(f"There is no metric {self.name!r}. {did_you_mean(self.name, UNITS)}")
+
+    def of(self, comparison: Comparison) -> float:
+        """The value; the worst there is where it is not a number."""
+        value: float = getattr(comparison, self.name)
+        return value if not math.isnan(value) else self.worst
+
+    @property
+    def falls(self) -> bool:
+        """Whether less is better."""
+        return self.name == "l2"
+
+    @property
+    def worst(self) -> float:
+        """What nothing is worse than."""
+        return math.inf if self.falls else -math.inf
+
+    def better(self, one: float, other: float) -> bool:
+        """Whether one value is better than another."""
+        return one < other if self.falls else one > other
+
+    def worst_of(self, values: Mapping[str, float]) -> str:
+        """The name whose value is worst; of equal ones the first."""
+        return (max if self.falls else min)(values, key=values.__getitem__)
+
+    def distance(self, value: float) -> float:
+        """A value as a distance, of which less is better: 1 - cosine, and a ratio in dB with the other sign."""
+        if self.falls:
+            return value
+        return -value if UNITS[self.name] else 1 - value
+
+    def noise(self, value: float, samples: int) -> float:
+        """What a value is as noise, of which less is better: its share of the signal, or the square for a sample."""
+        if self.falls:
+            return value**2 / samples
+        return float(10 ** (-value / 10)) if UNITS[self.name] else 1 - value
+
+    def text(self, value: float) -> str:
+        """The value with its unit."""
+        digits = f"{value:.2f}" if UNITS[self.name] else f"{value:.6g}"
+        return f"{digits} {UNITS[self.name]}".rstrip()
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from quark.core.metrics import Metric
 from quark.errors import ConfigError, OutputExistsError
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
@@ -18,7 +19,6 @@ from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
-from quark.onnx.evaluation.score import Metric
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load, save
 

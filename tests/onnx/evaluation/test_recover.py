@@ -13,6 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from quark.core.metrics import UNITS, Metric
 from quark.core.spec import LayerSpec, ScaleType, spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.onnx import (
@@ -33,7 +34,7 @@ from quark.onnx.calibration import calibrate as calibrate_module
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.evaluation.recovery.changes import (
-    Judged,
+    Goal,
     Situation,
     raise_all_bits,
     raise_bits,
@@ -43,7 +44,6 @@ from quark.onnx.evaluation.recovery.changes import (
 )
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import STEPS, Step
-from quark.onnx.evaluation.score import UNITS, Metric
 from quark.onnx.flow import convert, quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.prepare import prepare
@@ -223,14 +223,14 @@ def test_as_many_layers_get_more_bits_as_the_target_takes(metric: str, target: f
 
 
 def test_more_bits_are_for_a_target_and_for_runtimes_that_have_them() -> None:
-    judged = Judged(target=45.0)
+    goal = Goal(target=45.0)
     assert str(RAISE.change(S8, Situation(S8))).startswith("needs a target")
     ort = replace(S8, qdq=QDQSettings(target="ort_x64"))
-    assert RAISE.change(ort, Situation(S8, 1.0, judged)) == "the target ort_x64 has 8 bits only"
+    assert RAISE.change(ort, Situation(S8, 1.0, goal)) == "the target ort_x64 has 8 bits only"
     half = with_layer(S8, LayerSpec(weight=spec("bfloat16"), input=spec("bfloat16")))
-    assert RAISE.change(half, Situation(half, 1.0, judged)) is None
+    assert RAISE.change(half, Situation(half, 1.0, goal)) is None
     four = with_layer(S8, LayerSpec(weight=spec("int4")))
-    changed = RAISE.change(four, Situation(four, 1.0, judged))
+    changed = RAISE.change(four, Situation(four, 1.0, goal))
     assert isinstance(changed, Settings) and changed.specs.mixed == (
         (LayerSpec(weight=onnx_range(spec("int8"))), None),
     )
@@ -248,12 +248,12 @@ def test_sixteen_bits_need_neither_clipping_nor_training() -> None:
     clipped = ranges("entropy")(S8, Situation(S8))
     assert isinstance(clipped, Settings) and clipped.specs.layer.input is not None
     clipped = replace(clipped, algorithms=(CLEConfig(), AdaRoundConfig(num_iterations=5)))
-    raised = raise_all_bits(clipped, Situation(S8, 1.0, Judged(target=45.0)))
+    raised = raise_all_bits(clipped, Situation(S8, 1.0, Goal(target=45.0)))
     assert isinstance(raised, Settings) and raised.specs.layer.input is not None
     assert (raised.specs.layer.input.dtype.name, raised.specs.layer.input.observer) == ("uint16", "min_max")
     assert raised.algorithms == (CLEConfig(),)
     four = with_layer(clipped, LayerSpec(weight=spec("int4")))
-    raised = raise_all_bits(four, Situation(S8, 1.0, Judged(target=45.0)))
+    raised = raise_all_bits(four, Situation(S8, 1.0, Goal(target=45.0)))
     assert isinstance(raised, Settings) and raised.algorithms == clipped.algorithms
 
 

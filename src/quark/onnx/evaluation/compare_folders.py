@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,17 +11,13 @@ from rich.table import Table
 
 from quark.command_line import program, run
 from quark.core.array import NumpyArray
-from quark.core.metrics import Comparison
+from quark.core.metrics import Comparison, Metric
 from quark.errors import ConfigError, FormatError
 from quark.onnx.calibration.data.sample_files import IMAGES, read_array, read_image
 
 KINDS = IMAGES | {".npy"}
-METRICS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "cosine": ("cosine similarity", min),
-    "l2": ("L2 distance", max),
-    "psnr": ("PSNR (dB)", min),
-}
-"""Property of Comparison -> its title, and which of all files is the worst."""
+TITLES = {"cosine": "cosine similarity", "l2": "L2 distance", "psnr": "PSNR (dB)"}
+"""Metrics that are shown."""
 
 
 def compare_folders(baseline: Path, quantized: Path) -> dict[str, Comparison]:
@@ -72,9 +67,9 @@ def show(baseline: Path, quantized: Path) -> None:
     """Print the mean and the worst of each metric over all files."""
     found = compare_folders(baseline, quantized)
     table = Table("metric", "mean", "worst", "worst file", title=f"{len(found)} results")
-    for name, (title, worst) in METRICS.items():
+    for name, title in TITLES.items():
         values = {file: getattr(comparison, name) for file, comparison in found.items()}
-        file = worst(values, key=values.__getitem__)
+        file = Metric(name).worst_of(values)
         table.add_row(title, f"{sum(values.values()) / len(values):.6g}", f"{values[file]:.6g}", file)
     Console().print(table)
 

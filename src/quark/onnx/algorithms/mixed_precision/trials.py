@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,39 +19,38 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
-from quark.core.metrics import cosine, kl, l2, psnr, sqnr
+from quark.core.metrics import Comparison, Metric, kl
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
-from quark.onnx.calibration.data.samples import Samples, Store
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
 from quark.onnx.graph.model_file import constant, to_proto, weight_bytes
-from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.graph.sessions import open_session
 from quark.onnx.placement.place import place
 
-Distance = Callable[[Iterator[NumpyArray], Iterator[NumpyArray]], float]
-"""(float outputs, quantized outputs), one of each sample -> distance; less is better."""
+if TYPE_CHECKING:
+    import onnxruntime
 
-DISTANCES: dict[str, Callable[[NumpyArray, NumpyArray], float]] = {
-    "l2": l2,
-    "kl": kl,
-    "cosine": lambda x, y: 1 - cosine(x, y),
-    "sqnr": lambda x, y: -sqnr(x, y),
-    "psnr": lambda x, y: -psnr(x, y),
-}
+Distance = Callable[[Iterable[tuple[NumpyArray, NumpyArray]]], float]
+"""(float output, quantized output) of each sample -> distance; less is better."""
 
 
 def mean_distance(name: str) -> Distance:
     """The mean over samples of a distance by name; infinite where an output is not finite."""
+    distance = kl if name == "kl" else partial(_metric_distance, Metric(name))
 
-    def measure(before: Iterator[NumpyArray], after: Iterator[NumpyArray]) -> float:
-        found = [
-            DISTANCES[name](x, y) if np.isfinite(y).all() else math.inf for x, y in zip(before, after, strict=True)
-        ]
-        return sum(found) / len(found)
+    def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
+        distances = [distance(x, y) if np.isfinite(y).all() else math.inf for x, y in outputs]
+        return sum(distances) / len(distances)
 
     return measure
+
+
+def _metric_distance(metric: Metric, x: NumpyArray, y: NumpyArray) -> float:
+    return metric.distance(metric.of(Comparison().update(x, y)))
 
 
 @dataclass
@@ -72,11 +73,9 @@ class Trials:
     distance: Distance
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     _statistics: Statistics = field(default_factory=lambda: Statistics(""))
-    _outputs: Store = field(default_factory=Store)
 
     def __post_init__(self) -> None:
-        for sample, array in enumerate(self._run(self.model)):
-            self._outputs[sample] = array
+        self._expected = FloatOutputs(self.model, [self.output], self.data, self._open_session, self.count)
 
     def score(self, settings: Settings) -> float:
         """The distance of the outputs of the quantized model; infinite where they are not a number.
@@ -86,17 +85,15 @@ class Trials:
         """
         model = self.model.clone()
         write(decide(model, settings, self.data, statistics=self._statistics))
-        found = self.distance((self._outputs[sample] for sample in range(self.count)), self._run(model))
+        distance = self.distance(pair for (pair,) in self._expected.beside(model))
         try:
-            score = float(found)
+            score = float(distance)
         except (TypeError, ValueError):
-            raise ConfigError(f"The metric of the outputs gave {found!r}, and must give one number.") from None
+            raise ConfigError(f"The metric of the outputs gave {distance!r}, and must give one number.") from None
         return math.inf if math.isnan(score) else score
 
-    def _run(self, model: ir.Model) -> Iterator[NumpyArray]:
-        session = open_session(to_proto(model), threads=self.threads, in_float=True)
-        for sample in range(self.count):
-            yield run_sample(session, [self.output], self.data[sample])[0]
+    def _open_session(self, model: ir.Model) -> AbstractContextManager[onnxruntime.InferenceSession]:
+        return nullcontext(open_session(to_proto(model), threads=self.threads, in_float=True))
 
 
 def stored_bytes(model: ir.Model, settings: Settings) -> float:
@@ -121,13 +118,20 @@ def _bits(spec: TensorSpec) -> float:
 
 
 def distance_of(distance_fn: Any, evaluate_fn: Any, default: str) -> Distance:
-    """The distance that a config asks for."""
+    """The distance that a config asks for.
 
-    def listed(outputs: Iterator[NumpyArray]) -> list[list[NumpyArray]]:
-        return [[np.asarray(array)] for array in outputs]
+    Args:
+        distance_fn: (float outputs, quantized outputs) -> distance; each a list of samples, a sample a list of arrays.
+        evaluate_fn: Instead: outputs -> how good they are.
+        default: Instead: a name.
+    """
+    if distance_fn is None and evaluate_fn is None:
+        return mean_distance(default)
 
-    if distance_fn is not None:
-        return lambda before, after: distance_fn(listed(before), listed(after))
-    if evaluate_fn is not None:
-        return lambda before, after: evaluate_fn(listed(before)) - evaluate_fn(listed(after))
-    return mean_distance(default)
+    def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
+        before, after = zip(*(([np.asarray(x)], [np.asarray(y)]) for x, y in outputs), strict=True)
+        if distance_fn is not None:
+            return distance_fn(list(before), list(after))
+        return evaluate_fn(list(before)) - evaluate_fn(list(after))
+
+    return measure

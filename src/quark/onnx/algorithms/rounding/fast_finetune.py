@@ -27,10 +27,11 @@ from quark.onnx.algorithms.rounding.patches import product_of
 from quark.onnx.algorithms.rounding.rows import Space, activation_of, gather
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import MEMORY, Samples, required
+from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, CLEConfig, QuarotConfig, SmoothQuantConfig
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
-from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.graph.sessions import open_session
 from quark.onnx.passes import run_passes
 
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
@@ -245,27 +246,23 @@ class EndToEnd:
     """The mean L2 distance of one output of the quantized model from that of the float one."""
 
     def __init__(self, job: Job, data: Samples, config: Config) -> None:
-        self.job, self.data, self.count = job, data, min(config.data_size, len(data))
-        self.output = job.reference.graph.outputs[config.output_index].name or ""
-        self.wanted = list(self._run(job.reference))
+        self.job = job
+        output = job.reference.graph.outputs[config.output_index].name or ""
+        self.expected = FloatOutputs(
+            job.reference, [output], data, lambda model: nullcontext(open_session(to_proto(model))), config.data_size
+        )
         self.best = self.distance()
 
     def distance(self) -> float:
         """The distance now."""
-        pairs = zip(self._run(self.job.decision.model), self.wanted, strict=True)
-        return float(np.mean([np.linalg.norm(got.astype(np.float64) - wanted) for got, wanted in pairs]))
+        pairs = (pair for (pair,) in self.expected.beside(self.job.decision.model))
+        return float(np.mean([np.linalg.norm(got.astype(np.float64) - wanted) for wanted, got in pairs]))
 
     def falls(self) -> bool:
         """Whether it is less than the least so far."""
         now = self.distance()
         better, self.best = now < self.best, min(now, self.best)
         return better
-
-    def _run(self, model: ir.Model) -> Iterator[NumpyArray]:
-        session = open_session(to_proto(model))
-        for position in range(self.count):
-            (array,) = run_sample(session, [self.output], self.data[position])
-            yield array
 
 
 def with_reference(job: Job, path: str) -> Job:

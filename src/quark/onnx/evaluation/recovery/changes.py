@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
-from quark.core.metrics import Comparison
+from quark.core.metrics import Comparison, Metric
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
@@ -26,14 +26,18 @@ from quark.onnx.config.algo_configs import (
     BiasCorrectionConfig,
 )
 from quark.onnx.config.settings import Settings
-from quark.onnx.evaluation.score import Metric
 from quark.onnx.operators.targets import TARGETS
 
 
 @dataclass(frozen=True)
-class Judged:
-    """How models are judged: the metric, its target (None for as good as it gets), on how many samples, and the
-    position of the worst output.
+class Goal:
+    """What is to be reached.
+
+    Attributes:
+        metric: Of the worst output.
+        target: Its value; None for as good as it gets.
+        samples: On how many samples it is measured.
+        output: Position of the output that is worst so far.
     """
 
     metric: Metric = field(default_factory=lambda: Metric("sqnr"))
@@ -49,12 +53,12 @@ class Situation:
     Attributes:
         plain: The settings that recovery began with.
         share: Of the layers, for which there is time.
-        judged: What is to be reached.
+        goal: What is to be reached.
     """
 
     plain: Settings
     share: float = 1.0
-    judged: Judged = field(default_factory=Judged)
+    goal: Goal = field(default_factory=Goal)
 
 
 Change = Callable[[Settings, Situation], Settings | str | None]
@@ -150,7 +154,7 @@ def tuning(config: AdaRoundConfig | AdaQuantConfig) -> Change:
 
 def raise_all_bits(settings: Settings, situation: Situation) -> Settings | str | None:
     """Twice the bits for all layers, if there is a target that nothing else reaches."""
-    if situation.judged.target is None:
+    if situation.goal.target is None:
         return None
     raised = _each_spec(settings, ("weight", "input", "output"), _twice)
     wide = raised.specs.layer.weight is not None and raised.specs.layer.weight.dtype.bits > 8
@@ -168,8 +172,8 @@ def raise_all_bits(settings: Settings, situation: Situation) -> Settings | str |
 
 def raise_bits(settings: Settings, situation: Situation) -> Settings | str | None:
     """Twice the bits for the layers that gain most by it, until the target is reached."""
-    judged = situation.judged
-    if judged.target is None:
+    goal = situation.goal
+    if goal.target is None:
         return "needs a target: it raises no more bits than that takes"
     raised = raise_all_bits(settings, situation)
     if not isinstance(raised, Settings):
@@ -178,16 +182,16 @@ def raise_bits(settings: Settings, situation: Situation) -> Settings | str | Non
         return None
 
     def distance(before: list[list[NumpyArray]], after: list[list[NumpyArray]]) -> float:
-        found = Comparison()
+        comparison = Comparison()
         for (x,), (y,) in zip(before, after, strict=True):
-            found.update(x, y)
-        return judged.metric.power(judged.metric.of(found), len(before))
+            comparison.update(x, y)
+        return goal.metric.noise(goal.metric.of(comparison), len(before))
 
     config = AutoMixprecisionConfig(
         target_layer_config=[],
-        metric_output_index=judged.output,
+        metric_output_index=goal.output,
         metric_distance_fn=distance,
-        metric_threshold=STRICTER * judged.metric.power(judged.target, judged.samples),
+        metric_threshold=STRICTER * goal.metric.noise(goal.target, goal.samples),
         metric_optimize_object="quality",
     )
     return replace(

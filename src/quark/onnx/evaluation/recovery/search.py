@@ -18,6 +18,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.log import logger, severity
 from quark.onnx.algorithms import NothingQualifiesError, check_algorithms
@@ -25,9 +26,9 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.samples import Samples, TimeUpError
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
-from quark.onnx.evaluation.recovery.changes import Judged, Situation
+from quark.onnx.evaluation.recovery.changes import Goal, Situation
 from quark.onnx.evaluation.recovery.steps import STEPS, Step
-from quark.onnx.evaluation.score import Judge, Metric
+from quark.onnx.evaluation.score import Scorer
 from quark.onnx.flow import convert
 from quark.onnx.prepare import prepare
 
@@ -63,8 +64,16 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A quantized model, what it was made by, how good its worst output is, and how long that took."""
+class ScoredModel:
+    """A quantized model.
+
+    Attributes:
+        settings: What it was made by.
+        model: The model.
+        score: The metric of its worst output.
+        output: The name of that.
+        seconds: What quantizing and measuring took.
+    """
 
     settings: Settings
     model: ir.Model
@@ -145,8 +154,8 @@ def recover(
     check_algorithms(settings.algorithms)
     settings = prepare(model, settings)
     fit, held_out = split(repeatable(reader, model, settings))
-    judge = Judge(model, held_out, metric, settings)
-    search = _Search(model, fit, judge, target, None if budget is None else start + budget)
+    scorer = Scorer(model, held_out, metric, settings)
+    search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.quantize(settings)
     search.start(plain)
     logger.info("Recovery: %s as it is: %s.", metric.name, metric.text(plain.score))
@@ -176,8 +185,8 @@ def split(data: Samples | None) -> tuple[Samples, Samples]:
 class _Search:
     """The best so far, and what leads to the next."""
 
-    def __init__(self, model: ir.Model, fit: Samples, judge: Judge, target: float | None, end: float | None) -> None:
-        self.model, self.fit, self.judge, self.target, self.end = model, fit, judge, target, end
+    def __init__(self, model: ir.Model, fit: Samples, scorer: Scorer, target: float | None, end: float | None) -> None:
+        self.model, self.fit, self.scorer, self.target, self.end = model, fit, scorer, target, end
         self.trials: list[Trial] = []
         self._extra: dict[str, float] = {}
         self._known: dict[str, Statistics] = {}
@@ -185,22 +194,22 @@ class _Search:
     @property
     def done(self) -> bool:
         """Whether the target is reached."""
-        return reaches(self.best.score, self.target, self.judge.metric)
+        return reaches(self.best.score, self.target, self.scorer.metric)
 
     def left(self, step: Step) -> float:
         """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
         kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
         return math.inf if self.end is None else self.end - kept - time.monotonic()
 
-    def quantize(self, settings: Settings) -> Candidate:
+    def quantize(self, settings: Settings) -> ScoredModel:
         """Quantize and measure. Raises TimeUpError where the budget ends before the weights are decided."""
         start = time.monotonic()
         # What algorithms tell of every layer would drown the table.
         with severity(2):
             model = convert(self.model.clone(), settings, self.fit, known=self._known)
-        return Candidate(settings, model, *self.judge.score(model), time.monotonic() - start)
+        return ScoredModel(settings, model, *self.scorer.score(model), time.monotonic() - start)
 
-    def start(self, plain: Candidate) -> None:
+    def start(self, plain: ScoredModel) -> None:
         """Begin with this one, and with the clock: the plain config is quantized whatever it takes."""
         self.best, self.plain, self._cheapest = plain, plain, plain.seconds
         self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
@@ -232,7 +241,7 @@ class _Search:
             result, found = "nothing in this model qualifies", None
         except QuarkError as error:
             result, found = one_line(error).rstrip("."), None
-        better = found is not None and self.judge.metric.better(found.score, self.best.score)
+        better = found is not None and self.scorer.metric.better(found.score, self.best.score)
         self._forget(present, better)
         if found is None:
             return None, result
@@ -261,5 +270,5 @@ class _Search:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
         share = 1.0 if work <= left else left / work
         outputs = [value.name for value in self.model.graph.outputs]
-        judged = Judged(self.judge.metric, self.target, len(self.judge.data), outputs.index(self.best.output))
-        return Situation(self.plain.settings, share, judged)
+        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
+        return Situation(self.plain.settings, share, goal)

@@ -1,0 +1,54 @@
+"""The outputs of a float model for some samples, and what other models give for the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from quark.core.array import NumpyArray
+from quark.onnx.calibration.data.samples import Samples, Store
+from quark.onnx.graph.sessions import run_sample
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+OpenSession = Callable[[ir.Model], "AbstractContextManager[onnxruntime.InferenceSession]"]
+
+
+class FloatOutputs:
+    """Runs the float model once; any number of models is then compared with what it gave.
+
+    Args:
+        model: The float model.
+        names: The outputs that are compared.
+        data: The samples.
+        open_session: How a model is run, the float one too.
+        count: How many of the samples, from the first; None for all.
+    """
+
+    def __init__(
+        self, model: ir.Model, names: Sequence[str], data: Samples, open_session: OpenSession, count: int | None = None
+    ) -> None:
+        self.names, self._data, self._open_session = names, data, open_session
+        self._count = len(data) if count is None else min(count, len(data))
+        self._store = Store()
+        for sample, arrays in enumerate(self._run(model)):
+            for name, array in zip(names, arrays, strict=True):
+                self._store[sample, name] = array
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return self._count
+
+    def beside(self, model: ir.Model) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
+        """Of each sample, for each output, the float one and that of another model."""
+        for sample, arrays in enumerate(self._run(model)):
+            yield [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
+
+    def _run(self, model: ir.Model) -> Iterator[list[NumpyArray]]:
+        with self._open_session(model) as session:
+            for sample in range(self._count):
+                yield run_sample(session, self.names, self._data[sample])
