@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from typing_extensions import dataclass_transform
+
 from quark.checked import checked, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, did_you_mean
@@ -31,6 +33,8 @@ __all__ = [
 
 A_ = TypeVar("A_", bound="AlgoConfig")
 
+ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
+ACRONYMS = {"cle": "CLE", "gds": "GDS", "lr": "LR", "mse": "MSE", "qdq": "QDQ"}
 TUNED = ["Conv", "ConvTranspose", "Gemm", "MatMul", "InstanceNormalization", "LayerNormalization"]
 
 
@@ -40,7 +44,7 @@ class AlgoConfig:
 
     Attributes:
         name: The algorithm, as `to_dict` writes it.
-        keys: Field -> extra option that says the same.
+        keys: Field -> extra option that says the same: `num_batches` is NumBatches, unless the class says otherwise.
         flag: Options that are set whenever the algorithm runs.
         nest: The option that holds the others as a dict, or "".
     """
@@ -108,8 +112,19 @@ class AlgoConfig:
                 values[entry.name] = list(value)
 
 
-@checked
-@dataclass
+@dataclass_transform(field_specifiers=(field,))
+def _algorithm(cls: type[A_]) -> type[A_]:
+    """Make a checked dataclass of an algorithm's parameters, name its options and register it."""
+    config = checked(dataclass(cls))
+    if "keys" not in vars(config):
+        names = [entry.name for entry in dataclasses.fields(config)]
+        words = {name: [ACRONYMS.get(word, word.capitalize()) for word in name.split("_")] for name in names}
+        config.keys = {name: "".join(parts) for name, parts in words.items()}
+    ALGO_CONFIGS.register(config.name, config)
+    return config
+
+
+@_algorithm
 class SmoothQuantConfig(AlgoConfig):
     """SmoothQuant (Xiao et al. 2022): outliers of activations move into weights; alpha is the share that moves."""
 
@@ -118,20 +133,11 @@ class SmoothQuantConfig(AlgoConfig):
     alpha: float = 0.5
 
 
-@checked
-@dataclass
+@_algorithm
 class CLEConfig(AlgoConfig):
     """Cross-layer equalization (Nagel et al. 2019): consecutive layers exchange channel scales."""
 
     name: ClassVar[str] = "cle"
-    keys: ClassVar[Mapping[str, str]] = {
-        "cle_balance_method": "CLEBalanceMethod",
-        "cle_steps": "CLESteps",
-        "cle_weight_threshold": "CLEWeightThreshold",
-        "cle_scale_append_bias": "CLEScaleAppendBias",
-        "cle_scale_use_threshold": "CLEScaleUseThreshold",
-        "cle_total_layer_diff_threshold": "CLETotalLayerDiffThreshold",
-    }
     cle_balance_method: str = "max"
     cle_steps: int = 1
     cle_weight_threshold: float = 0.5
@@ -140,8 +146,7 @@ class CLEConfig(AlgoConfig):
     cle_total_layer_diff_threshold: float = 1.9e-7
 
 
-@checked
-@dataclass
+@_algorithm
 class BiasCorrectionConfig(AlgoConfig):
     """Biases absorb the mean error of their layer's output."""
 
@@ -149,24 +154,13 @@ class BiasCorrectionConfig(AlgoConfig):
     flag: ClassVar[Mapping[str, Any]] = {"BiasCorrection": True}
 
 
-@checked
-@dataclass
+@_algorithm
 class GPTQConfig(AlgoConfig):
     """GPTQ (Frantar et al. 2022): column by column, the error spread over the columns that follow."""
 
     name: ClassVar[str] = "gptq"
     nest: ClassVar[str] = "GPTQParams"
     flag: ClassVar[Mapping[str, Any]] = {"UseGPTQ": True}
-    keys: ClassVar[Mapping[str, str]] = {
-        "bits": "Bits",
-        "block_size": "BlockSize",
-        "group_size": "GroupSize",
-        "perc_damp": "PercDamp",
-        "act_order": "ActOrder",
-        "per_channel": "PerChannel",
-        "mse": "MSE",
-        "weight_symmetric": "WeightSymmetric",
-    }
     bits: int = 8
     block_size: int = 128
     group_size: int = -1
@@ -177,53 +171,14 @@ class GPTQConfig(AlgoConfig):
     weight_symmetric: bool = True
 
 
-@checked
-@dataclass
+@_algorithm
 class QuarotConfig(AlgoConfig):
     """QuaRot (Ashkboos et al. 2024): Hadamard rotations folded into weights."""
 
     name: ClassVar[str] = "quarot"
-    keys: ClassVar[Mapping[str, str]] = {
-        "r_matrix_dim": "RMatrixDim",
-        "use_random_had": "UseRandomHad",
-        "r_config_path": "RConfigPath",
-    }
     r_matrix_dim: int = 4096
     use_random_had: bool = False
     r_config_path: str | None = None
-
-
-FINETUNE_KEYS: Mapping[str, str] = {
-    "optim_device": "OptimDevice",
-    "infer_device": "InferDevice",
-    "fixed_seed": "FixedSeed",
-    "data_size": "DataSize",
-    "batch_size": "BatchSize",
-    "num_batches": "NumBatches",
-    "num_iterations": "NumIterations",
-    "learning_rate": "LearningRate",
-    "early_stop": "EarlyStop",
-    "output_index": "OutputIndex",
-    "lr_adjust": "LRAdjust",
-    "target_op_type": "TargetOpType",
-    "selective_update": "SelectiveUpdate",
-    "update_bias": "UpdateBias",
-    "output_qdq": "OutputQDQ",
-    "drop_ratio": "DropRatio",
-    "mem_opt_level": "MemOptLevel",
-    "cache_dir": "CacheDir",
-    "log_period": "LogPeriod",
-    "ref_model_path": "RefModelPath",
-    "dynamic_batch": "DynamicBatch",
-    "parallel": "Parallel",
-    "reg_param": "RegParam",
-    "beta_range": "BetaRange",
-    "warm_start": "WarmStart",
-    "select_max_mem_layer": "SelectMaxMemLayer",
-    "num_workers": "NumWorkers",
-    "pin_memory": "PinMemory",
-    "use_gds": "UseGDS",
-}
 
 
 @dataclass
@@ -231,7 +186,6 @@ class _FastFinetune(AlgoConfig):
     """What AdaRound and AdaQuant have in common: layer by layer, gradient descent on the output's error."""
 
     nest: ClassVar[str] = "FastFinetune"
-    keys: ClassVar[Mapping[str, str]] = FINETUNE_KEYS
     optim_device: str = "cpu"
     infer_device: str = "cpu"
     fixed_seed: int = 1705472343
@@ -263,8 +217,7 @@ class _FastFinetune(AlgoConfig):
     use_gds: bool = False
 
 
-@checked
-@dataclass
+@_algorithm
 class AdaRoundConfig(_FastFinetune):
     """AdaRound (Nagel et al. 2020): learns for each weight whether it rounds up or down."""
 
@@ -272,8 +225,7 @@ class AdaRoundConfig(_FastFinetune):
     flag: ClassVar[Mapping[str, Any]] = {"OptimAlgorithm": "adaround"}
 
 
-@checked
-@dataclass
+@_algorithm
 class AdaQuantConfig(_FastFinetune):
     """AdaQuant (Hubara et al. 2020): learns the weights themselves through the rounding."""
 
@@ -283,8 +235,7 @@ class AdaQuantConfig(_FastFinetune):
     learning_rate: float = 1e-5
 
 
-@checked
-@dataclass
+@_algorithm
 class AutoMixprecisionConfig(AlgoConfig):
     """Gives layers another precision than the global one, the least damaging first, until a limit is reached.
 
@@ -317,26 +268,6 @@ class AutoMixprecisionConfig(AlgoConfig):
 
     name: ClassVar[str] = "auto_mixprecision"
     nest: ClassVar[str] = "AutoMixprecision"
-    keys: ClassVar[Mapping[str, str]] = {
-        "target_layer_config": "TargetLayerConfig",
-        "target_op_type": "TargetOpType",
-        "subgraph_json": "SubgraphJson",
-        "include_layers": "IncludeLayers",
-        "exclude_layers": "ExcludeLayers",
-        "data_size": "DataSize",
-        "metric_output_index": "MetricOutputIndex",
-        "metric_distance_fn": "MetricDistanceFn",
-        "metric_evaluate_fn": "MetricEvaluateFn",
-        "metric_default": "MetricDefault",
-        "metric_threshold": "MetricThreshold",
-        "metric_optimize_object": "MetricOptimizeObject",
-        "sensitivity_cache_file": "SensitivityCacheFile",
-        "worker_num": "WorkerNum",
-        "dual_quant_nodes": "DualQuantNodes",
-        "no_input_qdq_shared": "NoInputQDQShared",
-        "shared_param_mode": "SharedParamMode",
-        "size_budget": "SizeBudget",
-    }
     target_layer_config: Any
     target_op_type: tuple[str, ...] = ("Conv", "ConvTranspose", "Gemm", "MatMul")
     subgraph_json: str | None = None
@@ -383,18 +314,5 @@ class AutoMixprecisionConfig(AlgoConfig):
                 "1; not together with metric_threshold=None, which changes nothing."
             )
 
-
-ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
-for _class in (
-    SmoothQuantConfig,
-    CLEConfig,
-    BiasCorrectionConfig,
-    GPTQConfig,
-    QuarotConfig,
-    AdaRoundConfig,
-    AdaQuantConfig,
-    AutoMixprecisionConfig,
-):
-    ALGO_CONFIGS.register(_class.name, _class)
 
 from_dict = AlgoConfig.from_dict
