@@ -20,8 +20,6 @@ SEVERAL_MEANINGS = {
     "Dtype": "the documented enum of the torch flow's configs, and the element type of the core",
     "PlaceholderObserver": "the documented class of the torch flow's configs, and the observer that it stands for",
     "ScaleType": "the documented enum of the ONNX flow's configs, and the type of a scale in the core",
-    # until each of these has a name of its own
-    **dict.fromkeys(["Candidate", "Layer"], "until"),
 }
 
 # Files whose name says something else than what they hold.

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from quark.core.metrics import Comparison
 from quark.onnx.calibration.data.inputs import file_bytes
-from quark.onnx.evaluation.compare_models import Layer, compare_models
+from quark.onnx.evaluation.compare_models import ComparedLayer, compare_models
 
 
 def evaluate_onnx(
@@ -44,7 +44,7 @@ def _outputs(outputs: Mapping[str, Comparison], samples: int) -> Table:
     return table
 
 
-def _worst_layers(layers: Sequence[Layer]) -> Table:
+def _worst_layers(layers: Sequence[ComparedLayer]) -> Table:
     table = Table("node", "op", "tensor", "SQNR dB", "cosine", "", title="Layers, worst output first")
     for layer in layers:
         note = "up to the scales of its channels" if layer.rescaled else ""

@@ -7,7 +7,7 @@ from typing import Any
 import onnx_ir as ir
 
 from quark.onnx.algorithms import run_after, run_before, run_precision
-from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
@@ -48,9 +48,9 @@ def convert(
         statistics = known.setdefault(identity, Statistics(identity))
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    job = Job(decide(model, settings, reader, identity, statistics), reference, data)
-    job.write(twins)
-    run_after(job)
+    quantized = QuantizedLayers(decide(model, settings, reader, identity, statistics), reference, data)
+    quantized.write(twins)
+    run_after(quantized)
     run_passes(model, settings.passes, on_quantized=True)
     model.producer_name = "quark.onnx"
     return model

@@ -58,16 +58,16 @@ def test_what_adaround_gives_at_four_bits_and_adaquant_at_eight_and_in_bfloat16(
     assert digits(replace(BF16, algorithms=(tuned,))) > digits(BF16) + 0.5
 
 
-def weights(job: Any) -> list[Any]:
-    return [layer.weight for layer in job.layers]
+def weights(quantized: Any) -> list[Any]:
+    return [layer.weight for layer in quantized.layers]
 
 
 def tuned(
     config: Any, settings: Settings = A8W4, model: Any = None, feeds: Any = None
 ) -> tuple[list[Tuned], list[Any]]:
     """The report on a small CNN, and its weights."""
-    job = started(model or cnn(21), feeds or images(6), settings)
-    return tune(job, config), weights(job)
+    quantized = started(model or cnn(21), feeds or images(6), settings)
+    return tune(quantized, config), weights(quantized)
 
 
 def differ(one: list[Any], other: list[Any]) -> bool:
@@ -84,11 +84,11 @@ def plain() -> tuple[list[Tuned], list[Any]]:
 
 def test_every_layer_is_visited_and_lies_on_its_grid(plain: Any) -> None:
     report, changed = plain
-    job = started(cnn(21), images(6), A8W4)
-    assert [entry.name for entry in report] == [layer.name for layer in job.layers]
+    quantized = started(cnn(21), images(6), A8W4)
+    assert [entry.name for entry in report] == [layer.name for layer in quantized.layers]
     assert all(entry.kept == (entry.after < entry.before) for entry in report)
     assert sum(entry.kept for entry in report) >= len(report) - 1
-    for layer, weight, entry in zip(job.layers, changed, report, strict=True):
+    for layer, weight, entry in zip(quantized.layers, changed, report, strict=True):
         if entry.kept:
             axis = layer.spec.granularity.axis
             codes = np.moveaxis(weight, axis, -1) / layer.params.scale
@@ -151,10 +151,10 @@ def test_only_the_op_types_asked_for_or_the_largest_layer_are_tuned(plain: Any) 
 
 def test_biases_are_learned_on_request() -> None:
     def biases(update: bool) -> tuple[list[Any], list[Any]]:
-        job = started(cnn(21), images(6), A8W8)
-        before = [layer.offset for layer in job.layers]
-        tune(job, AdaQuantConfig(num_iterations=30, learning_rate=1e-4, batch_size=2, update_bias=update))
-        return before, [layer.offset for layer in job.layers]
+        quantized = started(cnn(21), images(6), A8W8)
+        before = [layer.offset for layer in quantized.layers]
+        tune(quantized, AdaQuantConfig(num_iterations=30, learning_rate=1e-4, batch_size=2, update_bias=update))
+        return before, [layer.offset for layer in quantized.layers]
 
     assert not differ(*biases(False))
     assert differ(*biases(True))
@@ -186,11 +186,11 @@ def test_selective_update_keeps_what_brings_the_output_nearer(plain: Any) -> Non
     from quark.onnx.algorithms.rounding.fast_finetune import EndToEnd
 
     def distance(changed: bool, config: Any) -> float:
-        job = started(cnn(21), images(6), A8W4)
+        quantized = started(cnn(21), images(6), A8W4)
         if changed:
-            tune(job, config)
-        assert job.data is not None
-        return EndToEnd(job, job.data, config).best
+            tune(quantized, config)
+        assert quantized.data is not None
+        return EndToEnd(quantized, quantized.data, config).best
 
     wild = AdaQuantConfig(num_iterations=20, learning_rate=1e-2, selective_update=True)
     assert distance(True, wild) <= distance(False, wild)
@@ -204,12 +204,12 @@ def test_the_distance_is_of_the_output_asked_for() -> None:
     model = onnx.shape_inference.infer_shapes(model)
     from quark.onnx.algorithms.rounding.fast_finetune import EndToEnd
 
-    job = started(model, images(2), A8W4)
-    assert job.data is not None
-    first, second = (EndToEnd(job, job.data, AdaRoundConfig(output_index=index)).best for index in (0, 1))
+    quantized = started(model, images(2), A8W4)
+    assert quantized.data is not None
+    first, second = (EndToEnd(quantized, quantized.data, AdaRoundConfig(output_index=index)).best for index in (0, 1))
     assert first != second
     with pytest.raises(ConfigError, match="output_index: 2; possible: 0 to 1"):
-        tune(job, AdaRoundConfig(output_index=2))
+        tune(quantized, AdaRoundConfig(output_index=2))
 
 
 def test_all_samples_may_run_as_one_batch(plain: Any) -> None:
@@ -301,12 +301,12 @@ def test_adaround_refuses_floats() -> None:
 
 
 def test_a_sample_that_is_not_finite_is_named_with_its_layer() -> None:
-    job = started(cnn(21), images(6), A8W4)
+    quantized = started(cnn(21), images(6), A8W4)
     feeds = images(6)
     feeds[0]["x"][0, 0, 0, 0] = np.nan
-    job.data = Samples(feeds, model_inputs(job.reference))
+    quantized.data = Samples(feeds, model_inputs(quantized.reference))
     with pytest.raises(NonFiniteError, match="AdaRound of stem_conv_node: The loss is nan"):
-        tune(job, PLAIN)
+        tune(quantized, PLAIN)
 
 
 def test_a_layer_of_zeros_does_not_stop_the_others() -> None:

@@ -12,7 +12,7 @@ from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import sweep
-from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples, Store, required
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
@@ -35,16 +35,16 @@ SETTINGS = {
 }
 
 
-def started(proto: Any, feeds: list[Any], settings: Settings = S8) -> Job:
-    """A job as `quantize` makes it."""
+def started(proto: Any, feeds: list[Any], settings: Settings = S8) -> QuantizedLayers:
+    """The quantized layers as `quantize` makes them."""
     model = load(proto)
     infer_shapes(model)
     data = Samples(feeds, model_inputs(model))
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    job = Job(decide(model, settings, data), reference, data)
-    job.write(twins)
-    return job
+    quantized = QuantizedLayers(decide(model, settings, data), reference, data)
+    quantized.write(twins)
+    return quantized
 
 
 def tapped(proto: Any, names: list[str], feed: Any) -> list[Any]:
@@ -60,15 +60,15 @@ def tapped(proto: Any, names: list[str], feed: Any) -> list[Any]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int) -> None:
     feeds = images(3)
-    job = started(cnn(), feeds, SETTINGS[name])
-    assert job.data is not None
+    quantized = started(cnn(), feeds, SETTINGS[name])
+    assert quantized.data is not None
     expected: dict[str, list[Any]] = {}
-    for layer in job.layers:
-        inner = tapped(to_proto(job.reference), [layer.data.name, layer.twin.outputs[0].name], feeds[1])
-        read, given = job.input_of(layer).name, job.output_of(layer).name
-        expected[layer.name] = [*inner, *tapped(to_proto(job.decision.model), [read, given], feeds[1])]
+    for layer in quantized.layers:
+        inner = tapped(to_proto(quantized.reference), [layer.data.name, layer.twin.outputs[0].name], feeds[1])
+        read, given = quantized.input_of(layer).name, quantized.output_of(layer).name
+        expected[layer.name] = [*inner, *tapped(to_proto(quantized.decision.model), [read, given], feeds[1])]
     seen = []
-    for visit in sweep(job, job.layers, job.data, memory=memory):
+    for visit in sweep(quantized, quantized.layers, quantized.data, memory=memory):
         float_input, output, quantized_input, quantized_output = expected[visit.layer.name]
         np.testing.assert_allclose(visit.float_inputs[1], float_input, atol=1e-5)
         np.testing.assert_allclose(visit.outputs[1], output, atol=1e-4)
@@ -76,41 +76,45 @@ def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int
         np.testing.assert_allclose(list(visit.quantized_outputs())[1], quantized_output, atol=1e-4)
         assert len(visit.inputs) == 3
         seen.append(visit.layer.name)
-    assert seen == [layer.name for layer in job.layers] and len(seen) > 1
+    assert seen == [layer.name for layer in quantized.layers] and len(seen) > 1
 
 
 def test_a_changed_layer_is_what_later_ones_read_and_what_is_written() -> None:
     feeds = images(2)
-    job = started(cnn(), feeds)
-    assert job.data is not None
-    plain = [np.array(visit.inputs[0]) for visit in sweep(job, job.layers, job.data)]
-    for visit in sweep(job, job.layers, job.data):
-        if visit.layer is job.layers[0]:
+    quantized = started(cnn(), feeds)
+    assert quantized.data is not None
+    plain = [np.array(visit.inputs[0]) for visit in sweep(quantized, quantized.layers, quantized.data)]
+    for visit in sweep(quantized, quantized.layers, quantized.data):
+        if visit.layer is quantized.layers[0]:
             visit.layer.weight = np.zeros_like(visit.layer.weight)
-        elif visit.layer is job.layers[1]:
+        elif visit.layer is quantized.layers[1]:
             assert not np.array_equal(visit.inputs[0], plain[1])
-    first = job.layers[0]
+    first = quantized.layers[0]
     assert not first.rounded.any()
-    codes = next(v for n, v in job.decision.model.graph.initializers.items() if n == f"{first.source.name}_quantized")
+    codes = next(
+        v for n, v in quantized.decision.model.graph.initializers.items() if n == f"{first.source.name}_quantized"
+    )
     assert codes.const_value is not None and not codes.const_value.numpy().any()
 
 
 def test_the_float_model_stays_what_it_was() -> None:
     feeds = vectors(2)
-    job = started(mlp(), feeds)
-    before = run(to_proto(job.reference), feeds[0])
-    for layer in job.layers:
+    quantized = started(mlp(), feeds)
+    before = run(to_proto(quantized.reference), feeds[0])
+    for layer in quantized.layers:
         layer.weight = layer.weight * 2
-    assert np.array_equal(run(to_proto(job.reference), feeds[0]), before)
+    assert np.array_equal(run(to_proto(quantized.reference), feeds[0]), before)
 
 
 def test_branches_and_readers_inside_bodies_are_kept_apart() -> None:
     proto = branches()
     from tests.models.onnx_zoo import feed
 
-    job = started(proto, [feed(proto)])
-    assert job.data is not None
-    assert [visit.layer.name for visit in sweep(job, job.layers, job.data)] == [layer.name for layer in job.layers]
+    quantized = started(proto, [feed(proto)])
+    assert quantized.data is not None
+    assert [visit.layer.name for visit in sweep(quantized, quantized.layers, quantized.data)] == [
+        layer.name for layer in quantized.layers
+    ]
 
 
 def test_samples_are_read_once_and_given_as_often_as_asked() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quark.onnx import AdaRoundConfig
 from quark.onnx.algorithms.layer_sweep import sweep
-from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers, damages, improve_worst
 from quark.onnx.calibration.data.samples import TimeUpError
 from quark.onnx.graph.model_file import constant, to_proto
@@ -21,7 +21,7 @@ finetune = importlib.import_module("quark.onnx.algorithms.rounding.fast_finetune
 """The module, whose name in the package is that of its function."""
 
 
-def job() -> Job:
+def quantized() -> QuantizedLayers:
     """The convolutional network, one weight of which is hurt more than rounding hurts it."""
     found = started(cnn(), images(2))
     layer = found.layers[3]
@@ -30,7 +30,7 @@ def job() -> Job:
 
 
 def test_damage_is_that_of_the_whole_models() -> None:
-    made = job()
+    made = quantized()
     found = damages(made)
     sums = np.zeros((len(found), 2))
     for feed in images(2):
@@ -41,11 +41,11 @@ def test_damage_is_that_of_the_whole_models() -> None:
 
 
 def test_the_worst_layers_run_in_the_order_of_the_graph() -> None:
-    made, runs = job(), []
+    made, runs = quantized(), []
     found = damages(made)
     for share, count in ((0.5, len(made.layers) // 2), (1.0, len(made.layers))):
 
-        def run(narrowed: Job, config: Any) -> int:
+        def run(narrowed: QuantizedLayers, config: Any) -> int:
             runs.append([layer.name for layer in narrowed.layers])
             assert config == "config" and narrowed.data is made.data
             for layer in narrowed.layers:
@@ -85,4 +85,4 @@ def test_the_time_is_looked_at_before_each_layer() -> None:
 
 def test_a_share_that_is_no_layer_has_no_time() -> None:
     with pytest.raises(TimeUpError):
-        improve_worst(job(), WorstLayers("config", lambda job, config: 1, 0.01))
+        improve_worst(quantized(), WorstLayers("config", lambda quantized, config: 1, 0.01))

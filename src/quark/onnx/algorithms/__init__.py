@@ -15,7 +15,7 @@ import onnx_ir as ir
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
 from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
-from quark.onnx.algorithms.quantized_layers import Job
+from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import add_biases, correct_biases
 from quark.onnx.algorithms.rescaling.cle import equalize
 from quark.onnx.algorithms.rescaling.quarot import rotate
@@ -45,7 +45,7 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
     AutoMixprecisionConfig: mix_precision
 }
-AFTER: dict[type[Any], Callable[[Job, Any], int]] = {
+AFTER: dict[type[Any], Callable[[QuantizedLayers, Any], int]] = {
     GPTQConfig: solve_weights,
     AdaRoundConfig: finetune_layers,
     AdaQuantConfig: finetune_layers,
@@ -90,11 +90,11 @@ def run_precision(model: ir.Model, settings: Settings, data: Samples | None) -> 
     return settings
 
 
-def run_after(job: Job) -> None:
+def run_after(quantized: QuantizedLayers) -> None:
     """Run those that change weights under fixed scales. Raises NothingQualifiesError."""
-    for algorithm in job.decision.settings.algorithms:
+    for algorithm in quantized.decision.settings.algorithms:
         if type(algorithm) in AFTER:
-            _counted(algorithm, AFTER[type(algorithm)](job, algorithm), job.decision.settings)
+            _counted(algorithm, AFTER[type(algorithm)](quantized, algorithm), quantized.decision.settings)
 
 
 def _counted(algorithm: Any, count: int, settings: Settings) -> int:

@@ -14,15 +14,15 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.log import progress
-from quark.onnx.algorithms.quantized_layers import Job, Layer
-from quark.onnx.algorithms.sliced_run import Walk
+from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
+from quark.onnx.algorithms.sliced_run import SlicedRun
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
 
 
 class Column(Sequence[NumpyArray]):
     """One tensor, sample by sample; read where it waits."""
 
-    def __init__(self, walk: Walk, value: ir.Value) -> None:
+    def __init__(self, walk: SlicedRun, value: ir.Value) -> None:
         self._walk, self._value = walk, value
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class Visit:
         outputs: What it gives in the float model, before its activation.
     """
 
-    layer: Layer
+    layer: QuantizedLayer
     inputs: Sequence[NumpyArray]
     float_inputs: Sequence[NumpyArray]
     outputs: Sequence[NumpyArray]
-    _walk: Walk
+    _walk: SlicedRun
     _output: ir.Value
 
     def quantized_outputs(self) -> Iterator[NumpyArray]:
@@ -64,8 +64,8 @@ class Visit:
 
 
 def sweep(
-    job: Job,
-    layers: Sequence[Layer],
+    quantized: QuantizedLayers,
+    layers: Sequence[QuantizedLayer],
     data: Samples,
     count: int | None = None,
     memory: int = MEMORY,
@@ -74,28 +74,28 @@ def sweep(
     """Visit layers in the order of the graph.
 
     Args:
-        job: The models.
-        layers: Which of `job.layers`.
+        quantized: The models.
+        layers: Which of `quantized.layers`.
         data: The samples.
         count: How many of them; None for all.
         memory: Bytes of activations that stay in memory; more waits in files.
         folder: Where these files are made; None for the system's temporary folder.
     """
     count, store = min(count or len(data), len(data)), Store(memory, folder)
-    reads = {layer: job.input_of(layer) for layer in layers}
-    quantized = Walk(job.decision.model, data, count, store, reads.values())
+    reads = {layer: quantized.input_of(layer) for layer in layers}
+    quantized_run = SlicedRun(quantized.decision.model, data, count, store, reads.values())
     goals = [value for layer in layers for value in (layer.data, layer.twin.outputs[0])]
-    reference = Walk(job.reference, data, count, store, goals)
+    reference = SlicedRun(quantized.reference, data, count, store, goals)
     left = [*goals, *reads.values()]
     for layer in progress(layers, "layers"):
         data.check_time()
         mine = [reads[layer], layer.data, layer.twin.outputs[0]]
-        quantized.reach(mine[0])
+        quantized_run.reach(mine[0])
         reference.reach(mine[1])
         reference.reach(mine[2])
-        walks = (quantized, reference, reference)
+        walks = (quantized_run, reference, reference)
         inputs, float_inputs, outputs = (Column(walk, value) for walk, value in zip(walks, mine, strict=True))
-        yield Visit(layer, inputs, float_inputs, outputs, quantized, job.output_of(layer))
+        yield Visit(layer, inputs, float_inputs, outputs, quantized_run, quantized.output_of(layer))
         for walk, value in zip(walks, mine, strict=True):
             left.remove(value)
             if value not in left:

@@ -21,7 +21,7 @@ from quark.onnx.operators import ACTIVATIONS, rule_of
 
 
 @dataclass(eq=False)
-class Layer:
+class QuantizedLayer:
     """A node whose constant weight is quantized.
 
     Attributes:
@@ -96,7 +96,7 @@ class Layer:
 
 
 @dataclass
-class Job:
+class QuantizedLayers:
     """A quantized model whose weights algorithms still change.
 
     Attributes:
@@ -109,7 +109,7 @@ class Job:
     decision: Decision
     reference: ir.Model
     data: Samples | None
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[QuantizedLayer] = field(default_factory=list)
     _replaced: dict[ir.Node, ir.Node] = field(default_factory=dict)
 
     def write(self, twins: Mapping[ir.Node, ir.Node]) -> None:
@@ -121,17 +121,17 @@ class Job:
         self._find_layers(twins)
         self._replaced = write(self.decision)
 
-    def input_of(self, layer: Layer) -> ir.Value:
+    def input_of(self, layer: QuantizedLayer) -> ir.Value:
         """What a layer reads in the quantized model."""
         value = self._replaced.get(layer.node, layer.node).inputs[0]
         assert value is not None
         return value
 
-    def output_of(self, layer: Layer) -> ir.Value:
+    def output_of(self, layer: QuantizedLayer) -> ir.Value:
         """What a layer gives in the quantized model, before its activation."""
         return self._replaced.get(layer.node, layer.node).outputs[0]
 
-    def set_params(self, layer: Layer, params: QParams) -> None:
+    def set_params(self, layer: QuantizedLayer, params: QParams) -> None:
         """Give a weight another scale and zero point; an int32 bias bounds the scale from below."""
         source, offset = self.input_of(layer).producer(), layer.offset
         integers = source is not None and source.op_type == "DequantizeLinear" and np.ndim(params.scale) < 2
@@ -151,7 +151,7 @@ class Job:
             shared = any(len(value.uses()) > 1 for value in (source, bias) if value is not None)
             params = qparams.weights[node, index]
             output = self._output(node)
-            self.layers.append(Layer(node, twins[node], index, source, bias, spec, params, output, shared))
+            self.layers.append(QuantizedLayer(node, twins[node], index, source, bias, spec, params, output, shared))
         order = {node: position for position, node in enumerate(self.reference.graph)}
         self.layers.sort(key=lambda layer: order[layer.twin])
 

@@ -20,7 +20,7 @@ from quark.onnx.graph.sessions import open_session, run_sample
 KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
 
 
-class Walk:
+class SlicedRun:
     """One model, run over samples as far as was asked.
 
     Args:

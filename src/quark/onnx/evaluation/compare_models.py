@@ -33,7 +33,7 @@ RESCALED = 6.0
 
 
 @dataclass(frozen=True)
-class Layer:
+class ComparedLayer:
     """One tensor that both models have.
 
     Attributes:
@@ -91,7 +91,7 @@ class Report:
 
     samples: int
     outputs: dict[str, Comparison]
-    layers: list[Layer]
+    layers: list[ComparedLayer]
     latency: tuple[float, float]
     unlike: tuple[str, ...] = ()
 
@@ -156,7 +156,7 @@ def _common_outputs(before: onnx.ModelProto, after: onnx.ModelProto) -> list[str
     return [value.name for value in before.graph.output]
 
 
-def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[str, str, Layer]]:
+def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[str, str, ComparedLayer]]:
     """Name in the float graph, name in the quantized graph, and the layer, of each tensor that both have.
 
     Of a quantized tensor it is the decoded one. Where a Relu or Clip was dropped because the quantized range has its
@@ -179,7 +179,7 @@ def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[
             gone = follower is not None and not {follower.output[0], follower.output[0] + DECODED} & set(made)
             tensor = follower.output[0] if follower is not None and gone else name
             maker = _maker(there, made)
-            found.append((tensor, there, Layer(maker.name or maker.op_type, maker.op_type, tensor)))
+            found.append((tensor, there, ComparedLayer(maker.name or maker.op_type, maker.op_type, tensor)))
     return found
 
 
@@ -201,7 +201,7 @@ def _instrumented(
 
 
 def _update(
-    comparisons: Iterable[Comparison | Layer],
+    comparisons: Iterable[Comparison | ComparedLayer],
     before: Sequence[NumpyArray],
     after: Sequence[NumpyArray],
     *,

@@ -13,7 +13,7 @@ from quark.core.array import NumpyArray
 from quark.core.solvers.bias_correction import certain_mean
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
-from quark.onnx.algorithms.quantized_layers import Job, Layer, decoded
+from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
@@ -42,26 +42,26 @@ def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings
     return count
 
 
-def correct_biases(job: Job, config: BiasCorrectionConfig) -> int:
+def correct_biases(quantized: QuantizedLayers, config: BiasCorrectionConfig) -> int:
     """Correct every bias; return how many there are.
 
     Raises:
         CalibrationError: No data, or too few.
     """
-    data = required(job.data, config)
-    layers = [layer for layer in job.layers if _qualifies(layer)]
-    for visit in sweep(job, layers, data):
+    data = required(quantized.data, config)
+    layers = [layer for layer in quantized.layers if _qualifies(layer)]
+    for visit in sweep(quantized, layers, data):
         layer, offset = visit.layer, visit.layer.offset
         assert offset is not None
         try:
-            change = certain_mean(_differences(visit) + _rounding(job, layer)) / layer.factor
+            change = certain_mean(_differences(visit) + _rounding(quantized, layer)) / layer.factor
         except CalibrationError as error:
             raise CalibrationError(f"{layer.name}: {error}") from None
         layer.offset = offset + change.astype(np.float32)
     return len(layers)
 
 
-def _qualifies(layer: Layer) -> bool:
+def _qualifies(layer: QuantizedLayer) -> bool:
     own = layer.offset is not None and layer.offset.shape == (output_channels(layer.twin),)
     return own and not layer.shared and layer.factor != 0
 
@@ -78,9 +78,9 @@ def _differences(visit: Visit) -> NumpyArray:
     return np.concatenate(means)
 
 
-def _rounding(job: Job, layer: Layer) -> NumpyArray | float:
+def _rounding(quantized: QuantizedLayers, layer: QuantizedLayer) -> NumpyArray | float:
     """What rounding the bias itself adds to the output: no error that another bias could make up for."""
-    spec, offset = job.decision.placement.weights.get((layer.node, 2)), layer.offset
+    spec, offset = quantized.decision.placement.weights.get((layer.node, 2)), layer.offset
     if spec is None or offset is None:
         return 0.0
-    return layer.factor * (decoded(offset, job.decision.qparams.weights[layer.node, 2], spec) - offset)
+    return layer.factor * (decoded(offset, quantized.decision.qparams.weights[layer.node, 2], spec) - offset)

@@ -21,7 +21,7 @@ from quark.core.solvers.reconstruct import Activation, Outcome, OutputGrid, Rows
 from quark.errors import ConfigError, NotSupportedError, QuarkError
 from quark.log import logger
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
-from quark.onnx.algorithms.quantized_layers import Job, Layer
+from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.algorithms.rounding.checks import Config, check, check_output_index, optimizer_device
 from quark.onnx.algorithms.rounding.patches import product_of
 from quark.onnx.algorithms.rounding.rows import Space, activation_of, gather
@@ -74,9 +74,9 @@ class Tuned:
         )
 
 
-def finetune_layers(job: Job, config: Config) -> int:
+def finetune_layers(quantized: QuantizedLayers, config: Config) -> int:
     """Tune the weights of a model; return how many layers were trained. What became of each is logged."""
-    report = tune(job, config)
+    report = tune(quantized, config)
     kept = [entry for entry in report if entry.kept]
     left = [entry.name for entry in report if not entry.kept]
     logger.info(
@@ -85,7 +85,7 @@ def finetune_layers(job: Job, config: Config) -> int:
     return sum(entry.iterations > 0 for entry in report)
 
 
-def tune(job: Job, config: Config) -> list[Tuned]:
+def tune(quantized: QuantizedLayers, config: Config) -> list[Tuned]:
     """Tune the weights of a model.
 
     Returns:
@@ -95,15 +95,15 @@ def tune(job: Job, config: Config) -> list[Tuned]:
         QuarkError: The config asks for what is not possible, or the training of a layer fails, which is named.
     """
     check(config)
-    check_output_index(config, job.reference.graph.outputs)
+    check_output_index(config, quantized.reference.graph.outputs)
     device = optimizer_device(config)
     if config.ref_model_path is not None:
-        job = with_reference(job, config.ref_model_path)
-    run = _Run(job, config, device)
+        quantized = with_reference(quantized, config.ref_model_path)
+    run = _Run(quantized, config, device)
     layers = run.chosen()
     memory = {0: 1 << 62, 1: MEMORY, 2: 0}[config.mem_opt_level]
     report = []
-    for visit in sweep(job, layers, run.data, config.data_size, memory, config.cache_dir):
+    for visit in sweep(quantized, layers, run.data, config.data_size, memory, config.cache_dir):
         report.append(run.visit(visit))
         logger.info("%s", report[-1])
     for change in run.waiting:
@@ -119,18 +119,18 @@ class _Run:
         waiting: Changes that are made when the run is over, where layers shall not see each other's.
     """
 
-    def __init__(self, job: Job, config: Config, device: Any) -> None:
-        self.job, self.config, self.device = job, config, device
+    def __init__(self, quantized: QuantizedLayers, config: Config, device: Any) -> None:
+        self.quantized, self.config, self.device = quantized, config, device
         self.name = type(config).__name__.removesuffix("Config")
-        self.data = required(job.data, config)
+        self.data = required(quantized.data, config)
         if config.dynamic_batch:
-            self.data = merged(self.data, min(config.data_size, len(self.data)), job.reference)
+            self.data = merged(self.data, min(config.data_size, len(self.data)), quantized.reference)
         self.waiting: list[Callable[[], None]] = []
-        self.goal = EndToEnd(job, self.data, config) if config.selective_update else None
+        self.goal = EndToEnd(quantized, self.data, config) if config.selective_update else None
 
-    def chosen(self) -> list[Layer]:
+    def chosen(self) -> list[QuantizedLayer]:
         """The layers to tune, in order."""
-        layers = [layer for layer in self.job.layers if layer.twin.op_type in self.config.target_op_type]
+        layers = [layer for layer in self.quantized.layers if layer.twin.op_type in self.config.target_op_type]
         if isinstance(self.config, AdaRoundConfig):
             wrong = next((layer for layer in layers if not layer.spec.has_zero_point), None)
             if wrong is not None:
@@ -162,7 +162,7 @@ class _Run:
             return replace(made, reason="nothing that was learned is better than the nearest rounding")
         return self._change(layer, outcome, made)
 
-    def _change(self, layer: Layer, outcome: Outcome, made: Tuned) -> Tuned:
+    def _change(self, layer: QuantizedLayer, outcome: Outcome, made: Tuned) -> Tuned:
         before = layer.weight, layer.offset
 
         def change() -> None:
@@ -225,7 +225,7 @@ class _Run:
             decay=not isinstance(config, AdaRoundConfig),
         )  # fmt: skip
 
-    def _after(self, layer: Layer, activation: Activation | None) -> tuple[Activation | OutputGrid, ...]:
+    def _after(self, layer: QuantizedLayer, activation: Activation | None) -> tuple[Activation | OutputGrid, ...]:
         steps: list[Activation | OutputGrid] = []
         if activation is not None:
             slope = activation.slope
@@ -245,17 +245,21 @@ class _Run:
 class EndToEnd:
     """The mean L2 distance of one output of the quantized model from that of the float one."""
 
-    def __init__(self, job: Job, data: Samples, config: Config) -> None:
-        self.job = job
-        output = job.reference.graph.outputs[config.output_index].name or ""
+    def __init__(self, quantized: QuantizedLayers, data: Samples, config: Config) -> None:
+        self.quantized = quantized
+        output = quantized.reference.graph.outputs[config.output_index].name or ""
         self.expected = FloatOutputs(
-            job.reference, [output], data, lambda model: nullcontext(open_session(to_proto(model))), config.data_size
+            quantized.reference,
+            [output],
+            data,
+            lambda model: nullcontext(open_session(to_proto(model))),
+            config.data_size,
         )
         self.best = self.distance()
 
     def distance(self) -> float:
         """The distance now."""
-        pairs = (pair for (pair,) in self.expected.beside(self.job.decision.model))
+        pairs = (pair for (pair,) in self.expected.beside(self.quantized.decision.model))
         return float(np.mean([np.linalg.norm(got.astype(np.float64) - wanted) for wanted, got in pairs]))
 
     def falls(self) -> bool:
@@ -265,13 +269,13 @@ class EndToEnd:
         return better
 
 
-def with_reference(job: Job, path: str) -> Job:
-    """A job whose inputs and targets in float come from another model, which has the same layers under the same names.
+def with_reference(quantized: QuantizedLayers, path: str) -> QuantizedLayers:
+    """The layers with inputs and targets of another float model, which has layers of the same names.
 
     Raises:
         ConfigError: The names differ, or an algorithm has changed the layers of the float model that is quantized.
     """
-    settings = job.decision.settings
+    settings = quantized.decision.settings
     moved = [type(algorithm).__name__ for algorithm in settings.algorithms if isinstance(algorithm, RESCALES)]
     if moved:
         raise ConfigError(f"ref_model_path: {moved[0]} has rescaled the layers, so that no other model gives targets.")
@@ -280,14 +284,14 @@ def with_reference(job: Job, path: str) -> Job:
     run_passes(reference, settings.passes)
     makers = {value.name: node for node in reference.graph for value in node.outputs}
     layers = []
-    for layer in job.layers:
+    for layer in quantized.layers:
         twin = makers.get(layer.twin.outputs[0].name)
         if twin is None or twin.op_type != layer.twin.op_type or twin.inputs[0].name != layer.data.name:  # type: ignore[union-attr]
             raise ConfigError(
                 f"ref_model_path: {path} has no {layer.twin.op_type} that reads and gives what {layer.name} does."
             )
         layers.append(replace(layer, twin=twin))
-    return replace(job, reference=reference, layers=layers)
+    return replace(quantized, reference=reference, layers=layers)
 
 
 def merged(data: Samples, count: int, model: ir.Model) -> Samples:
@@ -308,7 +312,7 @@ def merged(data: Samples, count: int, model: ir.Model) -> Samples:
     return Samples([whole], inputs)
 
 
-def _bias(layer: Layer, outputs: int, learned: bool) -> NumpyArray | None:
+def _bias(layer: QuantizedLayer, outputs: int, learned: bool) -> NumpyArray | None:
     """What is added to the product, (outputs,), or None: of a MatMul, whose bias another node adds, what is learned."""
     offset, inputs = layer.offset, layer.twin.inputs
     if layer.twin.op_type == "MatMul":
@@ -326,7 +330,7 @@ def _bias(layer: Layer, outputs: int, learned: bool) -> NumpyArray | None:
     return np.asarray(np.broadcast_to(offset.reshape(-1) * layer.factor, (outputs,)), np.float32)
 
 
-def _memory(layer: Layer) -> int:
+def _memory(layer: QuantizedLayer) -> int:
     """Bytes that training a layer takes, as far as its shapes tell: six arrays like the weight, input and output."""
     shapes = [dims(layer.data), dims(layer.twin.outputs[0])]
     sizes = [math.prod(size or 1 for size in shape) for shape in shapes if shape]

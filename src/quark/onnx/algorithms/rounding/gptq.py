@@ -23,7 +23,7 @@ from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import sweep
-from quark.onnx.algorithms.quantized_layers import Job, Layer
+from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.operators.axes import output_axis
@@ -33,22 +33,22 @@ REFINEMENTS = 1
 """How often all columns are visited again."""
 
 
-def solve_weights(job: Job, config: GPTQConfig) -> int:
+def solve_weights(quantized: QuantizedLayers, config: GPTQConfig) -> int:
     """Round the weights of every layer that qualifies; return how many there are.
 
     Raises:
         CalibrationError: No data, or none that reaches a layer; NaN among what it reads.
     """
-    data = required(job.data, config)
-    layers = [layer for layer in job.layers if _qualifies(layer)]
+    data = required(quantized.data, config)
+    layers = [layer for layer in quantized.layers if _qualifies(layer)]
     problems: dict[ir.Value, Problem] = {}
-    left = Counter(job.input_of(layer) for layer in layers)
-    for visit in sweep(job, layers, data):
-        layer, value = visit.layer, job.input_of(visit.layer)
+    left = Counter(quantized.input_of(layer) for layer in layers)
+    for visit in sweep(quantized, layers, data):
+        layer, value = visit.layer, quantized.input_of(visit.layer)
         with naming(layer):
             if value not in problems:
                 problems[value] = Problem.of(visit.inputs, config)
-            solve_layer(job, layer, problems[value], config.mse)
+            solve_layer(quantized, layer, problems[value], config.mse)
         left[value] -= 1
         if not left[value]:
             del problems[value]
@@ -86,32 +86,34 @@ class Problem:
         return cls(order, upper, gptq.damped(gram, damp).astype(np.float32))
 
 
-def solve_layer(job: Job, layer: Layer, problem: Problem, fit: bool) -> None:
+def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Problem, fit: bool) -> None:
     """Set the weight of a layer to values on its grid; with `fit`, on one whose scales lose least."""
     goal = _columns(layer, layer.weight)[problem.order]
     if fit:
         importance = np.empty(len(goal), np.float32)
         importance[problem.order] = np.diagonal(problem.upper) ** -2.0
         shape = (1, -1) if _rows_are_outputs(layer) else (-1, 1)
-        job.set_params(layer, weighted_qparams(layer.weight, importance.reshape(shape), layer.spec))
+        quantized.set_params(layer, weighted_qparams(layer.weight, importance.reshape(shape), layer.spec))
     solved = gptq.solve(goal, problem.upper, _grid(layer, problem.order))
     for _ in range(REFINEMENTS):
         if fit:
-            _refit(job, layer, problem, goal, solved)
+            _refit(quantized, layer, problem, goal, solved)
         solved = gptq.refine(goal, solved, problem.hessian, _grid(layer, problem.order), 1)
     back = np.empty_like(solved)
     back[problem.order] = solved
     layer.weight = _columns(layer, back)
 
 
-def _grid(layer: Layer, order: NumpyArray) -> gptq.Rounder:
+def _grid(layer: QuantizedLayer, order: NumpyArray) -> gptq.Rounder:
     parts = elementwise(layer.params, layer.spec, layer.weight.shape)
     scale, zero = (None if part is None else _columns(layer, np.asarray(part))[order] for part in parts)
     assert scale is not None
     return lambda i, work: quantize_elements(work[i], scale[i], None if zero is None else zero[i], layer.spec)
 
 
-def _refit(job: Job, layer: Layer, problem: Problem, goal: NumpyArray, solved: NumpyArray) -> None:
+def _refit(
+    quantized: QuantizedLayers, layer: QuantizedLayer, problem: Problem, goal: NumpyArray, solved: NumpyArray
+) -> None:
     """Fit the scales to the codes of a solution, where each is of one output channel and fine enough."""
     split, scale = layer.spec.granularity, np.asarray(layer.params.scale)
     if isinstance(split, PerTensor) or layer.spec.scale_type not in CONTINUOUS:
@@ -121,28 +123,28 @@ def _refit(job: Job, layer: Layer, problem: Problem, goal: NumpyArray, solved: N
     by_row = scale.ndim == 1 or _rows_are_outputs(layer)
     factor = (factors if by_row else factors.T).reshape(scale.shape)
     fitted = round_scale(scale * factor, layer.spec, "float32").astype(np.float32)
-    job.set_params(layer, QParams(fitted, layer.params.zero_point))
+    quantized.set_params(layer, QParams(fitted, layer.params.zero_point))
 
 
-def _qualifies(layer: Layer) -> bool:
+def _qualifies(layer: QuantizedLayer) -> bool:
     """Whether a layer has a matrix of its own in integers."""
     matrix = layer.node.op_type in ("MatMul", "Gemm") and layer.weight.ndim == 2
     rows = not layer.node.attributes.get_int("transA", 0)
     return matrix and rows and layer.spec.has_zero_point and not layer.shared
 
 
-def _rows_are_outputs(layer: Layer) -> bool:
+def _rows_are_outputs(layer: QuantizedLayer) -> bool:
     """Whether the rows of the weight are output channels, as with transB."""
     return output_axis(layer.twin) == 0
 
 
-def _columns(layer: Layer, matrix: NumpyArray) -> NumpyArray:
+def _columns(layer: QuantizedLayer, matrix: NumpyArray) -> NumpyArray:
     """A matrix with a row for each input channel, from the layer's own layout; or back."""
     return np.ascontiguousarray(matrix.T if _rows_are_outputs(layer) else matrix)
 
 
 @contextmanager
-def naming(layer: Layer) -> Iterator[None]:
+def naming(layer: QuantizedLayer) -> Iterator[None]:
     """Calibration errors name the layer, and the damping as it is called here."""
     try:
         yield

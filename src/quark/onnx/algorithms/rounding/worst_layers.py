@@ -10,7 +10,7 @@ import numpy as np
 
 from quark.core.metrics import Comparison
 from quark.onnx.algorithms.layer_sweep import sweep
-from quark.onnx.algorithms.quantized_layers import Job, Layer
+from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.calibration.data.samples import TimeUpError, required
 from quark.onnx.graph.model_file import constant
 
@@ -26,31 +26,33 @@ class WorstLayers:
     """
 
     algorithm: Any
-    run: Callable[[Job, Any], int]
+    run: Callable[[QuantizedLayers, Any], int]
     share: float
 
 
-def improve_worst(job: Job, config: WorstLayers) -> int:
+def improve_worst(quantized: QuantizedLayers, config: WorstLayers) -> int:
     """Run the algorithm on a share of the layers, from their float weights; return what it does.
 
     Raises:
         TimeUpError: There is no time for one layer.
     """
-    count = int(config.share * len(job.layers))
+    count = int(config.share * len(quantized.layers))
     if not count:
         raise TimeUpError
-    worst = sorted(damages(job).items(), key=lambda entry: entry[1])[:count]
+    worst = sorted(damages(quantized).items(), key=lambda entry: entry[1])[:count]
     chosen = {layer for layer, _ in worst}
     for layer in chosen:
         # What an earlier algorithm rounded has nothing left to learn from.
         layer.weight = constant(layer.twin.inputs[layer.index])
-    return config.run(replace(job, layers=[layer for layer in job.layers if layer in chosen]), config.algorithm)
+    return config.run(
+        replace(quantized, layers=[layer for layer in quantized.layers if layer in chosen]), config.algorithm
+    )
 
 
-def damages(job: Job) -> dict[Layer, float]:
+def damages(quantized: QuantizedLayers) -> dict[QuantizedLayer, float]:
     """SQNR in dB of what each layer gives against the float model's, errors of the layers before included."""
     found = {}
-    for visit in sweep(job, job.layers, required(job.data, job)):
+    for visit in sweep(quantized, quantized.layers, required(quantized.data, quantized)):
         comparison = Comparison()
         for expected, given in zip(visit.outputs, visit.quantized_outputs(), strict=True):
             comparison.update(np.asarray(expected), given)
