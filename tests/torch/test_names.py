@@ -11,7 +11,7 @@ from quark.errors import NotSupportedError
 PATHS = {
     "quark.torch": """ModelQuantizer load_params save_params export_safetensors export_onnx export_gguf ModelPruner
         import_model_from_safetensors LLMTemplate QuantFlow RuntimeOptions enable_native_inference
-        disable_native_inference ModelExporter ModelImporter""",
+        disable_native_inference ModelExporter ModelImporter processes""",
     "quark.torch.quantization": """QConfig QLayerConfig QTensorConfig ProgressiveSpec ScaleQuantSpec AWQConfig
         GPTQConfig
         RotationConfig OnlineRotationConfig SmoothQuantConfig AutoSmoothQuantConfig load_quant_algo_config_from_file

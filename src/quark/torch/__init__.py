@@ -5,6 +5,7 @@ from quark import errors
 
 errors.require_packages("The PyTorch flow", "torch", "torch", "greenlet")
 
+from quark.torch.calibration.distributed import processes
 from quark.torch.checkpoint.importer import ModelImporter, import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.enums import QuantFlow
@@ -36,5 +37,6 @@ __all__ = [
     "import_model_from_gguf",
     "import_model_from_safetensors",
     "load_params",
+    "processes",
     "save_params",
 ]

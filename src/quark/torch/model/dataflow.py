@@ -21,18 +21,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-MOVING_FUNCTIONS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"}
-MOVING_FUNCTIONS |= {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"}
-MOVING_FUNCTIONS |= {"split", "chunk", "unbind", "tensor_split", "narrow", "select", "index_select", "__getitem__"}
-MOVING_FUNCTIONS |= {"expand", "broadcast_to", "repeat", "repeat_interleave"}
+MOVING_FUNCTIONS = {
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"),
+    *("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"),
+    *("split", "chunk", "unbind", "tensor_split", "narrow", "select", "index_select", "__getitem__"),
+    *("expand", "broadcast_to", "repeat", "repeat_interleave"),
+}
 """Operations that only move, choose or repeat elements."""
 
-COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "data", "alias", "dropout"}
-COPIES |= {"contiguous", "clone"}
+COPIES = {
+    *("to", "float", "double", "half", "bfloat16", "type", "type_as"),
+    *("detach", "data", "alias", "dropout", "contiguous", "clone"),
+}
 """Operations whose result is their first operand, rounded at most."""
 
-SUMS = {"add", "sub", "__add__", "__radd__", "__sub__", "__iadd__", "__isub__", "add_", "sub_"}
-SUMS |= {"index_add", "index_add_"}
+SUMS = {
+    *("add", "sub", "__add__", "__radd__", "__sub__", "__iadd__", "__isub__"),
+    *("add_", "sub_", "index_add", "index_add_"),
+}
 PRODUCTS = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__imul__", "mul_", "div_"}
 
 
