@@ -27,7 +27,8 @@ CONVERT_OPSET = convert_opset_version.__name__
 
 def prepare(model: ir.Model, settings: Settings) -> Settings:
     """Run the passes on a float model; the settings are then those of the model as it is, in ONNX's ranges."""
-    settings = _supported(settings)
+    _refuse_unsupported(settings)
+    settings = _with_onnx_ranges(settings)
     settings = _pin_scopes(settings, model)
     infer_shapes(model)
     run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
@@ -117,8 +118,13 @@ def check_float_type(model: ir.Model, settings: Settings) -> None:
             raise NotSupportedError(f"{value.name} is {value.dtype.name.lower()}, the model must be float32: {advice}.")
 
 
-def _supported(settings: Settings) -> Settings:
-    """Settings with ONNX's symmetric ranges. Raises NotSupportedError for specs that cannot be written yet."""
+def _refuse_unsupported(settings: Settings) -> None:
+    """Raise for specs that the target does not run, or that cannot be written.
+
+    Raises:
+        ConfigError: The target needs another element type, or another float type of the model.
+        NotSupportedError: An element type is not part of the ONNX flow.
+    """
     wanted = TARGETS[settings.qdq.target].activation
     given = settings.specs.layer.input
     if wanted and given is not None and not given.dynamic and given.dtype.name != wanted:
@@ -129,21 +135,22 @@ def _supported(settings: Settings) -> Settings:
     for spec in _specs(settings):
         if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
             raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
+    in_float32_only = settings.qdq.target == "ort_x64" or settings.qdq.matmul_nbits is not None
+    if settings.qdq.quantize_fp16 and in_float32_only:
+        raise ConfigError("QuantizeFP16=True: ort_x64 and MatMulNBits compute in float32; set ConvertFP16ToFP32=True.")
+
+
+def _with_onnx_ranges(settings: Settings) -> Settings:
+    """The settings with ONNX's symmetric ranges; for a half-precision model with float16 scales and float biases."""
 
     def convert(layer: LayerSpec) -> LayerSpec:
-        parts = {name: onnx_range(getattr(layer, name)) for name in ("weight", "bias", "input", "output")}
+        specs = {role: onnx_range(getattr(layer, role)) for role in ("weight", "bias", "input", "output")}
         if settings.qdq.quantize_fp16:
-            parts = {name: _half_scale(spec) for name, spec in parts.items() if name != "bias"}
-        return LayerSpec(**parts)
-
-    if settings.qdq.quantize_fp16:
-        if settings.qdq.target == "ort_x64" or settings.qdq.matmul_nbits is not None:
-            raise ConfigError(
-                "QuantizeFP16=True: ort_x64 and MatMulNBits compute in float32; set ConvertFP16ToFP32=True."
-            )
-        settings = replace(
-            settings, specs=replace(settings.specs, int32_bias=False), qdq=replace(settings.qdq, int16_bias=False)
-        )
+            specs = {role: _half_scale(spec) for role, spec in specs.items() if role != "bias"}
+        return LayerSpec(**specs)
 
     mixed = tuple((convert(layer), names) for layer, names in settings.specs.mixed)
-    return replace(settings, specs=replace(settings.specs.with_layers(convert), mixed=mixed))
+    specs, qdq = replace(settings.specs.with_layers(convert), mixed=mixed), settings.qdq
+    if settings.qdq.quantize_fp16:
+        specs, qdq = replace(specs, int32_bias=False), replace(qdq, int16_bias=False)
+    return replace(settings, specs=specs, qdq=qdq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit
 from quark.onnx.algorithms.rounding.patches import Product
 from quark.onnx.graph.model_file import constant, is_constant
+
+ACTIVATED_ROWS = 1 << 14
+"""Targets that go through the activation at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,39 +57,58 @@ def gather(
     Raises:
         CalibrationError: There is no output at all.
     """
-    random = np.random.default_rng(seed)
     groups, outputs, columns = product.matrix(visit.layer.weight).shape
     sizes = [(len(y), math.prod(product.shape(y))) for y in map(np.atleast_2d, visit.outputs)]
-    samples, widest = sum(count for count, _ in sizes), max((each for _, each in sizes), default=0)
-    if not samples or not widest:
-        raise CalibrationError("the calibration data gives it no output")
-    both = 0 < share < 1
-    row = 4 * groups * (columns * (1 + both) + outputs)
-    bounds = [space.bytes and space.bytes // row, space.rows]
-    most = max(1, min([widest, *(bound // samples for bound in bounds if bound is not None)]))
-    starts = np.cumsum([0, *(min(most, each) for count, each in sizes for _ in range(count))])
+    mixes = 0 < share < 1
+    limit = _positions_per_sample(sizes, space, 4 * groups * (columns * (1 + mixes) + outputs))
+    starts = np.cumsum([0, *(min(limit, positions) for count, positions in sizes for _ in range(count))])
     inputs = space.empty("inputs", (int(starts[-1]), groups * columns))
-    floats = space.empty("floats", inputs.shape) if both else None
     targets = space.empty("targets", (len(inputs), groups * outputs))
-    sources = [(inputs, visit.inputs if share > 0 else visit.float_inputs)]
-    sources += [] if floats is None else [(floats, visit.float_inputs)]
-    at = 0
-    for item, (count, each) in enumerate(sizes):
+    filled = [(inputs, visit.inputs if share > 0 else visit.float_inputs)]
+    if mixes:
+        filled.append((space.empty("floats", inputs.shape), visit.float_inputs))
+    random = np.random.default_rng(seed)
+    start = 0
+    for feed, (count, positions) in enumerate(sizes):
         # A MatMul may read a vector: one sample of one position.
-        y = np.atleast_2d(visit.outputs[item])
-        xs = [(array, np.atleast_2d(np.asarray(source[item], np.float32))) for array, source in sources]
+        y = np.atleast_2d(visit.outputs[feed])
+        xs = [(array, np.atleast_2d(np.asarray(source[feed], np.float32))) for array, source in filled]
         shape = product.shape(y)
         for sample in range(count):
-            positions = random.permutation(each)[:most]
-            part = slice(at, at + len(positions))
+            taken = random.permutation(positions)[:limit]
+            part = slice(start, start + len(taken))
             for array, x in xs:
-                array[part] = product.rows(x, sample, shape, positions)
-            targets[part] = product.outputs(y, sample, positions)
-            at = part.stop
+                array[part] = product.rows(x, sample, shape, taken)
+            targets[part] = product.outputs(y, sample, taken)
+            start = part.stop
     if activation is not None:
-        for start in range(0, at, 1 << 14):
-            targets[start : start + (1 << 14)] = activation(targets[start : start + (1 << 14)])
-    return Rows(inputs, targets, starts.tolist(), floats)
+        for begin in range(0, len(targets), ACTIVATED_ROWS):
+            part = slice(begin, begin + ACTIVATED_ROWS)
+            targets[part] = activation(targets[part])
+    return Rows(inputs, targets, starts.tolist(), filled[1][0] if mixes else None)
+
+
+def _positions_per_sample(sizes: Sequence[tuple[int, int]], space: Space, row_bytes: int) -> int:
+    """How many positions of a sample become rows, at least 1.
+
+    Args:
+        sizes: Samples, and positions of each, of every feed.
+        space: Its bounds hold for all samples together.
+        row_bytes: What a row takes.
+
+    Raises:
+        CalibrationError: There is no sample, or none has a position.
+    """
+    samples = sum(count for count, _ in sizes)
+    widest = max((positions for _, positions in sizes), default=0)
+    if not samples or not widest:
+        raise CalibrationError("the calibration data gives it no output")
+    bounds = [widest]
+    if space.bytes is not None:
+        bounds.append(space.bytes // row_bytes // samples)
+    if space.rows is not None:
+        bounds.append(space.rows // samples)
+    return max(1, min(bounds))
 
 
 def activation_of(node: ir.Node | None, outputs: int) -> Activation | None:
