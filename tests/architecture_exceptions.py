@@ -15,6 +15,7 @@ FULL_FOLDERS = {
 # Names that are documented for both flows, where each has its own meaning: `quark.torch.X` and `quark.onnx.X`.
 IN_BOTH_FLOWS = (
     "AlgoConfig", "GPTQConfig", "ModelQuantizer", "QConfig", "QLayerConfig", "QTensorConfig", "SmoothQuantConfig",
+    "BFP16Spec", "Float16Spec", "MX6Spec", "MX9Spec",
 )  # fmt: skip
 SEVERAL_MEANINGS = {
     "Dtype": "the documented enum of the torch flow's configs, and the element type of the core",

@@ -1,5 +1,7 @@
 """Tensor specs: QTensorConfig, the `*Spec` classes, which are its rows of defaults, and the data types they name."""
 
+# ruff: noqa: E701 - a table of classes, one a line
+
 from __future__ import annotations
 
 import dataclasses
@@ -189,63 +191,62 @@ class QTensorConfig:
         return cls(**values)
 
 
-def _spec(
-    name: str,
-    data_type: DataType,
-    doc: str,
-    *,
-    method: CalibMethod = CalibMethod.MinMax,
-    symmetric: bool = True,
-    scale_type: ScaleType = ScaleType.Float32,
-    base: type[QTensorConfig] = QTensorConfig,
-) -> type[QTensorConfig]:
-    """A documented class: QTensorConfig with other defaults."""
-    defaults = {
-        "symmetric": symmetric,
-        "scale_type": scale_type,
-        "calibration_method": method,
-        "data_type": data_type,
-    }
-    types = get_type_hints(QTensorConfig)
-    fields = [(field, types[field], default) for field, default in defaults.items()]
-    namespace = {"__doc__": doc, "__module__": __name__}
-    return checked(dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace, eq=False))
+class _Spec(QTensorConfig):
+    """Base of the documented classes: QTensorConfig with other defaults, a row of the table below."""
+
+    def __init_subclass__(
+        cls,
+        data_type: DataType,
+        method: CalibMethod = CalibMethod.MinMax,
+        symmetric: bool = True,
+        scale_type: ScaleType = ScaleType.Float32,
+    ) -> None:
+        """Make a checked dataclass of the row; its arguments are the defaults of the fields."""
+        super().__init_subclass__()
+        defaults = {
+            "symmetric": symmetric,
+            "scale_type": scale_type,
+            "calibration_method": method,
+            "data_type": data_type,
+        }
+        # A dataclass takes a default from a class attribute that is annotated in the class itself.
+        types = get_type_hints(QTensorConfig)
+        cls.__annotations__ = {name: types[name] for name in defaults}
+        for name, value in defaults.items():
+            setattr(cls, name, value)
+        checked(dataclass(eq=False)(cls))
 
 
 PERCENTILE = CalibMethod.Percentile
 
-Int4Spec = _spec("Int4Spec", Int4, "Symmetric int4, float scale, min-max: for weights.")
-UInt4Spec = _spec("UInt4Spec", UInt4, "Asymmetric uint4, float scale, min-max: for weights.", symmetric=False)
-Int8Spec = _spec("Int8Spec", Int8, "Symmetric int8, float scale, percentile.", method=PERCENTILE)
-UInt8Spec = _spec("UInt8Spec", UInt8, "Asymmetric uint8, float scale, percentile.", method=PERCENTILE, symmetric=False)
-XInt8Spec = _spec(
-    "XInt8Spec",
-    Int8,
-    "Symmetric int8 with a power-of-two scale of least squared error: the NPU's.",
-    method=CalibMethod.MinMSE,
-    scale_type=ScaleType.PowerOf2,
-    base=Int8Spec,
-)
-Int16Spec = _spec("Int16Spec", Int16, "Symmetric int16, float scale, percentile.", method=PERCENTILE)
-UInt16Spec = _spec(
-    "UInt16Spec", UInt16, "Asymmetric uint16, float scale, percentile.", method=PERCENTILE, symmetric=False
-)
-Int32Spec = _spec("Int32Spec", Int32, "Symmetric int32, float scale, percentile.", method=PERCENTILE)
-UInt32Spec = _spec(
-    "UInt32Spec", UInt32, "Asymmetric uint32, float scale, percentile.", method=PERCENTILE, symmetric=False
-)
-Float16Spec = _spec("Float16Spec", Float16, "IEEE half precision.")
-BFloat16Spec = _spec("BFloat16Spec", BFloat16, "bfloat16: the exponent of float32 with 7 mantissa bits.")
-BFP16Spec = _spec("BFP16Spec", BFP16, "Blocks of 8 values that share an exponent, 8-bit mantissas.")
-MX4Spec = _spec("MX4Spec", MX4, "Blocks of 16 with micro-exponents for pairs, 4 bits a value.")
-MX6Spec = _spec("MX6Spec", MX6, "Blocks of 16 with micro-exponents for pairs, 6 bits a value.")
-MX9Spec = _spec("MX9Spec", MX9, "Blocks of 16 with micro-exponents for pairs, 9 bits a value.")
-MXFP4E2M1Spec = _spec("MXFP4E2M1Spec", MXFP4E2M1, "OCP MX blocks of 32, FP4 E2M1 elements.")
-MXFP6E3M2Spec = _spec("MXFP6E3M2Spec", MXFP6E3M2, "OCP MX blocks of 32, FP6 E3M2 elements.")
-MXFP6E2M3Spec = _spec("MXFP6E2M3Spec", MXFP6E2M3, "OCP MX blocks of 32, FP6 E2M3 elements.")
-MXFP8E5M2Spec = _spec("MXFP8E5M2Spec", MXFP8E5M2, "OCP MX blocks of 32, FP8 E5M2 elements.")
-MXFP8E4M3Spec = _spec("MXFP8E4M3Spec", MXFP8E4M3, "OCP MX blocks of 32, FP8 E4M3 elements.")
-MXInt8Spec = _spec("MXInt8Spec", MXInt8, "OCP MX blocks of 32, int8 elements.")
+
+# A table: a class a line.
+# fmt: off
+class Int4Spec(_Spec, data_type=Int4): """Symmetric int4, float scale, min-max: for weights."""
+class UInt4Spec(_Spec, data_type=UInt4, symmetric=False): """Asymmetric uint4, float scale, min-max: for weights."""
+class Int8Spec(_Spec, data_type=Int8, method=PERCENTILE): """Symmetric int8, float scale, percentile."""
+class UInt8Spec(_Spec, data_type=UInt8, method=PERCENTILE, symmetric=False): """Asymmetric uint8, percentile."""
+class Int16Spec(_Spec, data_type=Int16, method=PERCENTILE): """Symmetric int16, float scale, percentile."""
+class UInt16Spec(_Spec, data_type=UInt16, method=PERCENTILE, symmetric=False): """Asymmetric uint16, percentile."""
+class Int32Spec(_Spec, data_type=Int32, method=PERCENTILE): """Symmetric int32, float scale, percentile."""
+class UInt32Spec(_Spec, data_type=UInt32, method=PERCENTILE, symmetric=False): """Asymmetric uint32, percentile."""
+class Float16Spec(_Spec, data_type=Float16): """IEEE half precision."""
+class BFloat16Spec(_Spec, data_type=BFloat16): """bfloat16: the exponent of float32 with 7 mantissa bits."""
+class BFP16Spec(_Spec, data_type=BFP16): """Blocks of 8 values that share an exponent, 8-bit mantissas."""
+class MX4Spec(_Spec, data_type=MX4): """Blocks of 16 with micro-exponents for pairs, 4 bits a value."""
+class MX6Spec(_Spec, data_type=MX6): """Blocks of 16 with micro-exponents for pairs, 6 bits a value."""
+class MX9Spec(_Spec, data_type=MX9): """Blocks of 16 with micro-exponents for pairs, 9 bits a value."""
+class MXFP4E2M1Spec(_Spec, data_type=MXFP4E2M1): """OCP MX blocks of 32, FP4 E2M1 elements."""
+class MXFP6E3M2Spec(_Spec, data_type=MXFP6E3M2): """OCP MX blocks of 32, FP6 E3M2 elements."""
+class MXFP6E2M3Spec(_Spec, data_type=MXFP6E2M3): """OCP MX blocks of 32, FP6 E2M3 elements."""
+class MXFP8E5M2Spec(_Spec, data_type=MXFP8E5M2): """OCP MX blocks of 32, FP8 E5M2 elements."""
+class MXFP8E4M3Spec(_Spec, data_type=MXFP8E4M3): """OCP MX blocks of 32, FP8 E4M3 elements."""
+class MXInt8Spec(_Spec, data_type=MXInt8): """OCP MX blocks of 32, int8 elements."""
+# fmt: on
+
+
+class XInt8Spec(Int8Spec, data_type=Int8, method=CalibMethod.MinMSE, scale_type=ScaleType.PowerOf2):
+    """Symmetric int8 with a power-of-two scale of least squared error: the NPU's."""
 
 
 def spec_from_dict(data: Mapping[str, Any] | QTensorConfig | None) -> QTensorConfig | None:
