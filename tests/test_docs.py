@@ -31,6 +31,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx.algorithms import AFTER, BEFORE, PRECISION
+from quark.onnx.config.algo_configs import AlgoConfig as OnnxAlgoConfig
 from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer
@@ -391,6 +392,13 @@ def test_the_guide_lists_every_observer() -> None:
         assert (row[2] == "per tensor") == OBSERVERS[name].per_tensor_only, name
     text = GUIDE.read_text(encoding="utf-8")
     assert all(f"`{method}`" in text for method in OBSERVER_METHODS)
+
+
+def test_the_guides_name_every_algorithm() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "guide").glob("*.md"))
+    onnx_algorithms = {kind for kind in (*BEFORE, *PRECISION, *AFTER) if issubclass(kind, OnnxAlgoConfig)}
+    for kind in (*TORCH_ALGORITHMS, *onnx_algorithms):
+        assert kind.__name__ in text, f"no page under docs/guide names {kind.__name__}"
 
 
 def test_the_guide_lists_every_selector() -> None:

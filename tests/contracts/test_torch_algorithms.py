@@ -18,7 +18,9 @@ from torch import nn
 
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.algorithms import ALGORITHMS
+from quark.torch.config import algo_configs
 from quark.torch.config.algo_configs import (
+    ALGO_CONFIGS,
     AlgoConfig,
     AutoRoundConfig,
     AutoSmoothQuantConfig,
@@ -156,6 +158,12 @@ def solved(kind: type[AlgoConfig]) -> Any:
 
 
 EVERY_ALGORITHM = pytest.mark.parametrize("kind", ALGORITHMS, ids=lambda kind: kind.__name__.removesuffix("Config"))
+
+
+@EVERY_ALGORITHM
+def test_it_can_be_named_and_imported(kind: type[AlgoConfig]) -> None:
+    assert any(issubclass(named, kind) for named in ALGO_CONFIGS.values()), "a row of ALGO_CONFIGS"
+    assert kind.__name__ in algo_configs.__all__
 
 
 @EVERY_ALGORITHM

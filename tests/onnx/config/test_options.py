@@ -21,6 +21,7 @@ from quark.onnx.config.extra_options import (
     check_options,
     refuse_unsupported,
 )
+from quark.onnx.passes import PASSES
 
 DOCUMENTED = """
 ShapeShifterYaml PreprocessYAML SkipPreprocess OptimizeModel SimplifyModel SimplifyModelOptions ConvertFP16ToFP32
@@ -58,7 +59,8 @@ def other_value(option: Option) -> Any:
 
 
 def test_every_documented_option_is_in_the_table() -> None:
-    assert {*OPTIONS} == {*DOCUMENTED.split()} | {
+    """Beside it are the options that graph passes bring, and a few of this package's own."""
+    assert {*OPTIONS} == {*DOCUMENTED.split()} | {graph_pass.option for graph_pass in PASSES.values()} | {
         "AllowNoop",
         "BlockSize",
         "EnableNPUTransformer",
