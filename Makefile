@@ -1,4 +1,4 @@
-# make demo | quick | test | check | bench | fingerprint: each works from a bare clone; quick is for the edit loop.
+# make demo | quick | test | coverage | check | bench | fingerprint, each from a bare clone; quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo quick test check bench fingerprint format clean
+.PHONY: demo quick test check coverage bench fingerprint format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -21,6 +21,11 @@ quick: $(STAMP)
 
 test: $(STAMP)
 	$(TEST)
+
+# All tests, and the share of the lines that they reach, which must not fall.
+coverage: $(STAMP)
+	$(TEST) --cov=quark --cov-report=
+	$(BIN)/coverage report --sort=miss --skip-covered
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
