@@ -209,7 +209,10 @@ def block_body(
         rule: Of an E8M0 scale.
     """
     micro, aligned = dtype.name in MICRO_EXPONENT, inner is not None
-    step = PAIR_STEP if micro else BFP_STEP if dtype.name == "bfp16" else OCP_STEP
+    if micro:
+        step = PAIR_STEP
+    else:
+        step = BFP_STEP if dtype.name == "bfp16" else OCP_STEP
     body = BASE + step + (FLOAT if dtype.is_float else INTEGER) + (ALIGNED_UNVIEW if aligned else UNVIEW)
     shape = "1, -1, {}" if inner == 1 else f"-1, {{}}, {inner}"
     words = {

@@ -77,7 +77,11 @@ def live(spec: TensorSpec, shape: Sequence[object] | None, given: bool = False) 
         raise NotSupportedError(f"{spec} has no ONNX form for a live tensor.")
     if given and not isinstance(spec.granularity, PerTensor):
         raise NotSupportedError(f"{spec}: static scales of activations are per tensor or per channel in ONNX.")
-    inputs = ("x", "step", "offset") if given else ("x", "scale_2") if spec.scale_spec else ("x",)
+    inputs: tuple[str, ...] = ("x",)
+    if given:
+        inputs = ("x", "step", "offset")
+    elif spec.scale_spec:
+        inputs = ("x", "scale_2")
     split = _split(spec, shape)
     name = "_".join(filter(None, (_name(spec), "static" if given else "dynamic", _split_name(split, shape))))
     attributes: dict[str, int | str] = {}

@@ -57,11 +57,7 @@ def _reach(start: set[ir.Node], forward: bool) -> set[ir.Node]:
     seen, todo = set(start), list(start)
     while todo:
         node = todo.pop()
-        if forward:
-            near = [use.node for value in node.outputs for use in value.uses()]
-        else:
-            near = [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
-        for other in near:
+        for other in node.successors() if forward else node.predecessors():
             if other not in seen:
                 seen.add(other)
                 todo.append(other)

@@ -110,8 +110,8 @@ class Source:
     def _decode(
         self, parent: str, stored: torch.Tensor, packed: bool, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        scale_name = next((n for s in SCALES if (n := f"{parent}.{s}") in self._files), f"{parent}.{SCALES[0]}")
-        scale = _matrix(self._raw(scale_name))
+        names = [f"{parent}.{leaf}" for leaf in SCALES]
+        scale = _matrix(self._raw(next((name for name in names if name in self._files), names[0])))
         scale = exp2(scale.int() - 127) if scale.dtype == torch.uint8 else scale.float()
         unpack: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
         bits = 8

@@ -253,7 +253,9 @@ class _Search:
     def _forget(self, present: set[str], better: bool) -> None:
         """Drop the statistics that the best model does not need: they are half a megabyte for each tensor."""
         new = set(self._known) - present
-        for identity in (present if better else new) if new else ():
+        if not new:
+            return
+        for identity in present if better else new:
             del self._known[identity]
 
     def _work(self, step: Step) -> float:

@@ -50,14 +50,20 @@ def _splits(split: Granularity, role: str) -> bool:
 
 def write_args(spec: TensorSpec, role: str) -> dict[str, Any]:
     """The arguments of a weight, an input or the KV cache."""
-    two_level, mx = spec.scale_spec is not None, spec.scale_type is E8M0
-    scale_dtype = "torch.float8_e4m3fn" if two_level else "torch.uint8" if mx else None
+    scale_dtype: str | None = None
+    dynamic: bool | str = spec.dynamic
+    if spec.scale_spec is not None:
+        scale_dtype = "torch.float8_e4m3fn"
+        # Of two levels only the scales of groups follow the live tensor.
+        dynamic = "local" if spec.dynamic else False
+    elif spec.scale_type is E8M0:
+        scale_dtype = "torch.uint8"
     return {
         "num_bits": spec.dtype.bits,
         "type": "float" if spec.dtype.is_float else "int",
         "symmetric": spec.symmetric,
         **_write_split(spec),
-        "dynamic": ("local" if two_level else True) if spec.dynamic else False,
+        "dynamic": dynamic,
         **({"scale_dtype": scale_dtype} if scale_dtype else {}),
         **({"zp_dtype": "torch.int8"} if not spec.symmetric else {}),
         **({"observer": "minmax"} if role == "weight" or not spec.dynamic else {}),

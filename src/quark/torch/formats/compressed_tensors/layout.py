@@ -154,7 +154,9 @@ class CompressedTensorsLayout(Layout):
 
 def _with_columns(scale: torch.Tensor) -> tuple[int, ...]:
     """Shape of a stored scale: (1,) for one, (O, 1) for one a row."""
-    return (1,) if scale.ndim == 0 else (scale.shape[0], 1) if scale.ndim == 1 else tuple(scale.shape)
+    if scale.ndim == 0:
+        return (1,)
+    return (scale.shape[0], 1) if scale.ndim == 1 else tuple(scale.shape)
 
 
 def signed(spec: TensorSpec) -> TensorSpec:

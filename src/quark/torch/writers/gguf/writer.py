@@ -87,7 +87,11 @@ def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTen
         spec = layers[parent].spec.weight if parent in layers and leaf == "weight" else None
         flipped = is_conv1d(model, name)
         shape = tuple(model.get_parameter(name).shape) if spec else tuple(shapes[""].shape)
-        kind = block_type(spec) if spec else FLOAT_TYPES.get(shapes[""].dtype, "") if len(shape) > 1 else "F32"
+        if spec:
+            kind = block_type(spec)
+        else:
+            # Vectors are float32, as in the files that llama.cpp's own converter makes.
+            kind = FLOAT_TYPES.get(shapes[""].dtype, "") if len(shape) > 1 else "F32"
         stored = file_name(name)
         if not kind or stored is None:
             what = "no name" if kind else f"no type for {shapes[''].dtype}"
