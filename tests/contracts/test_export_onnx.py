@@ -81,6 +81,7 @@ def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Export(schemes, tmp_path_factory.mktemp("export"))
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_the_torch_model(export: Export) -> None:
     for scheme, values in export.found().items():
         wanted = export.wanted[scheme].numpy()
@@ -99,6 +100,7 @@ def test_a_session_of_its_own_choice_stays_near(export: Export) -> None:
         assert np.all(np.abs(values - export.wanted[scheme].numpy()) <= (6 * deviation).numpy()), scheme
 
 
+@pytest.mark.slow
 def test_frozen_and_not_frozen_models_give_the_same_file(export: Export) -> None:
     frozen = export.quantizer.freeze(copy.deepcopy(export.model))
     file = export_onnx(frozen, export.folder / "frozen", export.x, output_names=export.schemes)

@@ -90,6 +90,7 @@ def test_a_file_gives_the_weights_back_or_the_type_is_refused_by_name(form: Form
         assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_onnx_runtime_computes_the_same_or_the_type_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -116,6 +116,7 @@ def test_transformers_loads_every_scheme_with_equal_logits(
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_importer_gives_equal_logits(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
