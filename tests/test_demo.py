@@ -25,6 +25,7 @@ def demo() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_digits_keep_their_accuracy_in_every_scheme(demo: ModuleType, tmp_path: Path) -> None:
     costs = demo.digit_costs(tmp_path, runs=1)
     base = costs.pop("float32")

@@ -108,6 +108,7 @@ def test_pip_lines_name_extras_that_there_are() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_packages_are_looked_for_in_the_extra_that_brings_them() -> None:
     calls = [
         (relative(file), [argument.value for argument in node.args[1:] if isinstance(argument, ast.Constant)])

@@ -98,6 +98,7 @@ def megabytes(text: str) -> list[float]:
 # The commands. -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quantize_writes_a_folder_that_transformers_loads(places: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -113,6 +114,7 @@ def test_quantize_writes_a_folder_that_transformers_loads(places: dict[str, Path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path) -> None:
     line = "quantize {llama} --scheme int8 --calib {text} --samples 2 -o {out}"
     succeed(line, places, out=tmp_path / "out")
@@ -120,6 +122,7 @@ def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path)
     assert float(tensors["model.layers.0.mlp.down_proj.input_scale"]) > 0
 
 
+@pytest.mark.slow
 def test_streaming_writes_the_same_files(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +140,7 @@ def test_streaming_writes_the_same_files(
     assert done.code == 1 and "--dtype auto" in done.err
 
 
+@pytest.mark.slow
 def test_quantize_with_rules_for_layers(places: dict[str, Path], tmp_path: Path) -> None:
     line = "quantize {llama} --scheme int4_wo_32 --layer *.down_proj=int8_wo --layer *.up_proj=mxfp4_weight_only "
     succeed(line + "--exclude *.q_proj --exclude re:.*k_proj -o {out}", places, out=tmp_path / "out")
@@ -159,6 +163,7 @@ def test_quantize_passes_on_how_to_write(places: dict[str, Path], tmp_path: Path
     assert (export["weight_format"], export["pack_method"]) == ("fake_quantized", "order")
 
 
+@pytest.mark.slow
 def test_force_replaces_the_output(places: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     succeed("quantize {llama} --scheme int8_wo -o {out}", places, out=tmp_path / "out")
@@ -168,6 +173,7 @@ def test_force_replaces_the_output(places: dict[str, Path], tmp_path: Path) -> N
     assert load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
 
 
+@pytest.mark.slow
 def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     from quark.commands.models import load_model, load_tokenizer
     from quark.commands.text import perplexity, token_windows
@@ -181,6 +187,7 @@ def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     assert out.count("model.layers.") == 2
 
 
+@pytest.mark.slow
 def test_plan_reads_no_weights_and_predicts_the_size(places: dict[str, Path], tmp_path: Path) -> None:
     line = "--scheme int4_wo_32 --layer *.down_proj=mxfp4 --exclude *.q_proj"
     out = succeed("plan {no_weights} " + line, places)
@@ -210,6 +217,7 @@ def test_help_shows_an_example(command: str) -> None:
     assert f"Example: quark {command}" in done.out
 
 
+@pytest.mark.slow
 def test_the_examples_of_help_run(places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(places["llama"], tmp_path / "llama")
     shutil.copyfile(places["text"], tmp_path / "heldout.txt")
@@ -315,6 +323,7 @@ def test_a_wrong_command_line_is_explained(line: str, places: dict[str, Path]) -
     assert done.code == 1 and done.err.startswith("quark: ") and done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_module_is_the_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quark", "plan", str(tmp_path), "--scheme", "mxfp4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SCHEMES = {"quark": "mxfp4", "awq": "uint4_wo_32", "fp8": "fp8", "compressed-tensors": "int8_dynamic"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_folder_is_written_inspected_and_evaluated(form: str, folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
@@ -42,6 +43,7 @@ def test_a_folder_is_written_inspected_and_evaluated(form: str, folder: Path, tm
     assert done.code == 0 and "model.layers.0" in done.out
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_written_and_inspected(folder: Path, tmp_path: Path) -> None:
     command: list[Any] = ["quantize", folder, "--scheme", "uint4_wo_32", "--export-format", "gguf", "-o"]
     assert quark(*command, tmp_path / "folder").code == 0
@@ -115,6 +117,7 @@ def test_an_onnx_file_computes_sequences_of_any_length(folder: Path, tmp_path: P
         assert torch.allclose(torch.from_numpy(found), model(ids).logits, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     command: list[Any] = ["quantize", folder, "--scheme", "int3_wo_128", "-o", tmp_path / "out"]
     both = ("--algorithm", "smooth", "--algorithm", "gptq")

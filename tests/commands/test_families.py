@@ -17,6 +17,7 @@ LAYERS = {"mixtral": "layers.1.mlp.experts.2.w1", "gpt2": "h.1.attn.c_attn"}
 CACHE = {"mixtral": "model.layers.1.self_attn.k_proj", "gpt2": "transformer.h.1.attn.c_attn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_plan_quantize_and_evaluate(name: str, tmp_path: Path) -> None:
     model, out = tmp_path / name, tmp_path / "out"

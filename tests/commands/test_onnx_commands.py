@@ -64,6 +64,7 @@ def constants(path: Path) -> dict[str, Any]:
 # quantize. ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["samples", "folder"])
 def test_quantize_writes_what_the_python_interface_writes(data: str, places: dict[str, Path], tmp_path: Path) -> None:
     out = succeed(f"quantize {{cnn}} --config A8W8 --calib {{{data}}} -o {{out}}", places, out=tmp_path / "out.onnx")
@@ -75,6 +76,7 @@ def test_quantize_writes_what_the_python_interface_writes(data: str, places: dic
     assert sizes == pytest.approx(expected, abs=0.005) and re.search(r"in \d+\.\d s", out)
 
 
+@pytest.mark.slow
 def test_quantize_passes_its_options_on(places: dict[str, Path], tmp_path: Path) -> None:
     line = "quantize {cnn} --config A8W8_QCONFIG --calib {samples} --samples 3 --exclude y_node -o {out}"
     succeed(line + " --exclude ^last_.*", places, out=tmp_path / "out.onnx")
@@ -90,6 +92,7 @@ def test_the_target_ort_x64_runs_in_integers(places: dict[str, Path]) -> None:
     assert len(rows) == 12 and all(row.integer for row in rows)
 
 
+@pytest.mark.slow
 def test_statistics_are_written_and_reused_without_data(places: dict[str, Path], tmp_path: Path) -> None:
     line = "quantize {cnn} --statistics {stats} --config {config} -o {out} "
     stats, data = tmp_path / "statistics.npz", f"--calib {places['samples']}"
@@ -129,6 +132,7 @@ def cells(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
 
+@pytest.mark.slow
 def test_evaluate_shows_outputs_sizes_and_the_worst_layers(places: dict[str, Path]) -> None:
     rows = cells(succeed("evaluate {cnn} {x64} --data {samples} --layers 3", places))
     x, y = (
@@ -154,6 +158,7 @@ def inner(path: Path, name: str, feed: dict[str, Any]) -> Any:
     return session.run([name], feed)[0].astype(np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quantized", "x64"])
 def test_the_damage_of_a_layer_is_that_of_its_tensor(name: str, places: dict[str, Path]) -> None:
     report = compare_models(places["cnn"], places[name], images(1), threads=1)

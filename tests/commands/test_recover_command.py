@@ -42,6 +42,7 @@ def sqnr(folder: Path) -> float:
     return float(10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2)))
 
 
+@pytest.mark.slow
 def test_the_table_says_what_each_step_gave_and_the_file_is_the_best(folder: Path) -> None:
     assert command(folder, "").code == 0
     target = round(sqnr(folder) + 0.5, 2)

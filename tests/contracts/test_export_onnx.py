@@ -88,6 +88,7 @@ def test_outputs_are_those_of_the_torch_model(export: Export) -> None:
         assert np.abs(values - wanted).max() < 2e-6 * np.abs(wanted).max(), scheme
 
 
+@pytest.mark.slow
 def test_a_session_of_its_own_choice_stays_near(export: Export) -> None:
     """With its defaults, ONNX Runtime rounds the float operand of 4- and 8-bit products to 8 bits.
 
@@ -107,6 +108,7 @@ def test_frozen_and_not_frozen_models_give_the_same_file(export: Export) -> None
     assert export.file.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_weights_are_stored_as_codes(export: Export) -> None:
     for scheme in export.schemes:
         dtype = element(scheme)
@@ -117,6 +119,7 @@ def test_weights_are_stored_as_codes(export: Export) -> None:
     assert not [t.name for t in large if t.data_type == TensorProto.FLOAT]
 
 
+@pytest.mark.slow
 def test_the_file_says_little_about_the_machine_and_nothing_twice(tmp_path: Path) -> None:
     proto = Export(sorted(SCHEMES), tmp_path).proto
     assert {(o.domain, o.version) for o in proto.opset_import} == {("", 21), ("com.amd.quark", 1)}

@@ -74,6 +74,7 @@ def test_numpy_and_torch_agree(name: str, tensor: TensorSpec) -> None:
     assert_same(observe(name, tensor, data), observe(name, tensor, [torch.from_numpy(x) for x in data]))
 
 
+@pytest.mark.slow
 @EVERY_PAIR
 @LIBRARIES
 def test_merging_is_seeing_everything(name: str, tensor: TensorSpec, library: object) -> None:
@@ -207,6 +208,7 @@ def sent(name: str, tensor: TensorSpec, data: list[Array]) -> Observer:
     return received
 
 
+@pytest.mark.slow
 @EVERY_PAIR
 @LIBRARIES
 def test_states_are_merged_in_any_order(name: str, tensor: TensorSpec, library: object) -> None:

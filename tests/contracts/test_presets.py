@@ -111,6 +111,7 @@ def test_presets_that_learn_run_with_their_own_iterations(preset: str) -> None:
     assert sqnr(expected[0], found) > FLOORS.get(preset.partition("_ADA")[0], 25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", MIXED)
 def test_presets_of_mixed_precision_run(preset: str) -> None:
     if preset.endswith("_ADAQUANT"):

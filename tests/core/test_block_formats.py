@@ -158,6 +158,7 @@ def test_progressive_int4_of_fp8() -> None:
     assert np.array_equal(quantize(x, compute_qparams(x, tensor), tensor), small)
 
 
+@pytest.mark.slow
 @given(block=st.lists(st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32), min_size=16, max_size=16))
 def test_any_block(block: list[float]) -> None:
     """Blocks that hypothesis makes up, without denormal steps."""

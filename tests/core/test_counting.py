@@ -67,6 +67,7 @@ def test_extremes(size: int, compiled: bool) -> None:
     assert (count_patterns if compiled else count_with_numpy)(zeros, np.zeros(1 << 16, np.int64)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_numpy_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUARK_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -52,6 +52,7 @@ def test_groups_are_runs_and_the_tail_is_zeros() -> None:
     assert PerBlock((1, 2)).blocks(np.arange(8.0).reshape(2, 4)).swapaxes(1, 2)[1, 1].tolist() == [[6, 7]]
 
 
+@pytest.mark.slow
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     data=st.data(),

@@ -21,6 +21,7 @@ from tests.models.samples import EVERY_DATA, EVERY_GRID, GRIDS, RNG, error_of_ra
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @EVERY_DATA
 @pytest.mark.parametrize("bits", [12, 16])
 def test_every_value_is_in_its_bin(kind: str, bits: int) -> None:

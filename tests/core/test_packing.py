@@ -52,6 +52,7 @@ def test_bytes_are_those_of_the_definition(
     assert np.array_equal(np.asarray(unpack_bits(packed, bits, order)), codes)
 
 
+@pytest.mark.slow
 @given(bits=st.integers(1, 8), words=st.integers(0, 5), rows=st.integers(0, 4), seed=st.integers(0, 99))
 def test_round_trip_of_short_rows(bits: int, words: int, rows: int, seed: int) -> None:
     """Rows of whole bytes that are not whole words."""

@@ -100,6 +100,7 @@ def test_adaquant_follows_autograd_through_the_rounding() -> None:
     assert not torch.equal(learner.rounded(), learner.nearest)
 
 
+@pytest.mark.slow
 def test_adaround_finds_nearly_the_best_of_all_roundings() -> None:
     weight, rows = problem(outputs=1, columns=8, rows=256, samples=16)
     kind = spec("int3", PerTensor())
@@ -158,6 +159,7 @@ def trained(training: Training, kind: type[Any] = AdaRound, **more: Any) -> tupl
     return outcome.nearest, outcome.learned, outcome.iterations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rate"), [(AdaRound, 0.1), (AdaQuant, 3e-4)])
 def test_both_beat_the_nearest_rounding_on_few_rows(kind: type[Any], rate: float) -> None:
     nearest, learned, _ = trained(Training(iterations=400, rate=rate, samples=2, rows=16), kind)
@@ -208,6 +210,7 @@ def test_a_share_of_the_inputs_comes_from_the_float_model() -> None:
     assert float((x < 50).float().mean()) == pytest.approx(0.7, abs=0.05)
 
 
+@pytest.mark.slow
 def test_training_ends_where_nothing_is_undecided_and_on_request() -> None:
     settled = Training(iterations=1000, rate=0.1, samples=4, rows=64)
     assert trained(settled, reg=1.0)[2] < trained(settled, reg=0.0)[2] == 1000
@@ -230,6 +233,7 @@ def test_bad_data_and_bad_steps_are_errors() -> None:
         AdaRound(weight, params, spec("bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_bias_is_learned_beside_the_weight() -> None:
     weight, rows = problem()
     params = compute_qparams(weight, INT4)

@@ -170,6 +170,7 @@ def test_external_data_of_a_body_must_be_inside_the_folder(tmp_path: Path) -> No
         ModelQuantizer(SCHEMES["BF16"][0]).quantize_model(tmp_path / "m.onnx", tmp_path / "out.onnx")
 
 
+@pytest.mark.slow
 def test_damaged_files_raise_no_other_error(tmp_path: Path) -> None:
     """Files cut off anywhere and with bytes flipped: quantized, or refused as QuarkError."""
     raw, random = cnn().SerializeToString(), np.random.default_rng(0)

@@ -113,6 +113,7 @@ def _folded(model: onnx.ModelProto) -> Any:
     return loaded
 
 
+@pytest.mark.slow
 def test_the_runtime_computes_what_the_core_says() -> None:
     """One MatMul: ONNX Runtime's result equals the product of core's fake-quantized operands."""
     from quark.core.quantize import compute_qparams, fake_quantize
@@ -174,6 +175,7 @@ def test_aligned_and_moved_tensors_share_one_scale() -> None:
     assert scales["mean_scale"] == scales["flat_scale"] != scales["last_scale"]
 
 
+@pytest.mark.slow
 def test_excluding_names_patterns_types_and_subgraphs() -> None:
     def decoded(settings: Settings) -> set[str]:
         return {n.name for n in quantized(settings).graph.node if n.op_type == "DequantizeLinear"}
@@ -354,6 +356,7 @@ def test_inputs_and_outputs_keep_names_that_constants_would_have() -> None:
     assert sqnr(run(model, feed), run(done, feed)) > 30
 
 
+@pytest.mark.slow
 def test_a_layer_of_its_own_type_has_it_at_its_inputs_and_outputs() -> None:
     """By name, and by op type; its neighbours keep theirs, and nothing shares a scale across the border."""
     own = LayerSpec(weight=S8, input=spec("int16"), output=spec("int16"))
@@ -377,6 +380,7 @@ def test_a_layer_of_its_own_type_has_it_at_its_inputs_and_outputs() -> None:
     }
 
 
+@pytest.mark.slow
 def test_own_types_reach_the_flow_from_the_config() -> None:
     layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec())
     wide = QLayerConfig(input_tensors=Int16Spec(), weight=Int8Spec())

@@ -25,6 +25,7 @@ def quantized(config: Any) -> onnx.ModelProto:
     return done
 
 
+@pytest.mark.slow
 def test_one_run_changes_neither_its_config_nor_the_next_run() -> None:
     configs = {name: Config(get_default_config(name)) for name in NAMES} | {"VINT8_QCONFIG": presets.VINT8_QCONFIG}
     before = {name: config.to_dict() for name, config in configs.items()}

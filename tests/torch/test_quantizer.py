@@ -133,6 +133,7 @@ class Words(UserDict):  # type: ignore[type-arg]
     """Like transformers' BatchEncoding: a mapping that is no dict."""
 
 
+@pytest.mark.slow
 def test_batches_may_be_tensors_mappings_and_tuples() -> None:
     from transformers import BatchEncoding
 

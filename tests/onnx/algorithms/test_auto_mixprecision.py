@@ -126,6 +126,7 @@ def alone() -> dict[tuple[str, ...], float]:
     return {subset: l2(by_hand(subset)) for subset in subsets}
 
 
+@pytest.mark.slow
 def test_the_table_holds_what_each_layer_costs_alone(lines: list[str], alone: dict[tuple[str, ...], float]) -> None:
     made = mixed(metric_threshold=None)
     assert made == by_hand(())
@@ -136,6 +137,7 @@ def test_the_table_holds_what_each_layer_costs_alone(lines: list[str], alone: di
     assert extremes(lines) == pytest.approx((alone[()], alone[tuple(LAYERS)]), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_speed_changes_as_many_layers_as_the_threshold_allows(alone: dict[tuple[str, ...], float]) -> None:
     """Against the largest of all subsets within it."""
     for size in (1, 2, 3):
@@ -146,6 +148,7 @@ def test_speed_changes_as_many_layers_as_the_threshold_allows(alone: dict[tuple[
         assert tuple(sorted(changed(mixed(metric_threshold=threshold)))) in {tuple(sorted(s)) for s in fits}
 
 
+@pytest.mark.slow
 def test_quality_raises_as_few_layers_as_reach_the_threshold() -> None:
     subsets = [subset for size in range(5) for subset in itertools.combinations(LAYERS, size)]
     distances = {subset: l2(by_hand(subset, INT16, INT8)) for subset in subsets}
@@ -156,10 +159,12 @@ def test_quality_raises_as_few_layers_as_reach_the_threshold() -> None:
     assert made == by_hand(changed(made, "int16"), INT16, INT8)
 
 
+@pytest.mark.slow
 def test_threshold_0_changes_all() -> None:
     assert mixed() == by_hand(LAYERS)
 
 
+@pytest.mark.slow
 def test_size_budget(alone: dict[tuple[str, ...], float]) -> None:
     """Against all subsets. Three matrices of 16 x 16 and one of 16 x 8, two bytes or one each."""
 
@@ -178,6 +183,7 @@ def test_size_budget(alone: dict[tuple[str, ...], float]) -> None:
     assert "four" in grown and len(grown) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "bits"), [("BFP16", 9), ("MXInt8", 8.25), ("MX6", 6), ("MXFP4E2M1", 4.25), ("Int4", 4)]
 )
@@ -187,11 +193,13 @@ def test_bytes_of_weights(name: str, bits: float, lines: list[str]) -> None:
     assert f"; {896 * bits / 8:.0f} bytes of weights, of {896 * 4} in float." in lines[-2]
 
 
+@pytest.mark.slow
 def test_size_and_threshold_hold_together(alone: dict[tuple[str, ...], float]) -> None:
     with pytest.raises(ConfigError, match="size_budget=900"):
         mixed(size_budget=900, metric_threshold=1.01 * min(alone[(name,)] for name in LAYERS))
 
 
+@pytest.mark.slow
 def test_limits_out_of_reach(alone: dict[tuple[str, ...], float]) -> None:
     with pytest.raises(ConfigError, match="no layer changes: the distance is .* the least sensitive"):
         mixed(metric_threshold=(alone[()] + min(alone[(name,)] for name in LAYERS)) / 2)
@@ -203,6 +211,7 @@ def test_limits_out_of_reach(alone: dict[tuple[str, ...], float]) -> None:
         mixed(base=INT8, target=INT16, metric_threshold=1e9, metric_optimize_object="quality")
 
 
+@pytest.mark.slow
 def test_targets_by_name(lines: list[str]) -> None:
     weights4 = QLayerConfig(weight=Int4Spec())
     found = kinds(mixed(target={INT8: ["one", "four"], weights4: []}))
@@ -215,6 +224,7 @@ def test_targets_by_name(lines: list[str]) -> None:
         mixed(target={INT8: ["r_two_node"]})
 
 
+@pytest.mark.slow
 def test_of_a_list_each_layer_takes_the_target_that_costs_least(lines: list[str]) -> None:
     weights4 = QLayerConfig(weight=Int4Spec())
     assert set(kinds(mixed(target=[weights4, INT8])).values()) == {"int8"}
@@ -230,6 +240,7 @@ def test_wrong_targets(target: Any) -> None:
         mixed(target=target)
 
 
+@pytest.mark.slow
 def test_which_layers_take_part() -> None:
     assert changed(mixed(include_layers=["one", "^t.*"])) == {"one", "two", "three"}
     assert changed(mixed(exclude_layers=["two"])) == {"one", "three", "four"}
@@ -255,6 +266,7 @@ def test_layers_with_specs_of_their_own_keep_them() -> None:
     assert kinds(made) == {"one": "int8", "two": "int4", "three": "int4", "four": "int4"}
 
 
+@pytest.mark.slow
 def test_layers_whose_input_others_read() -> None:
     """The outputs of stem and depth are read twice; no_input_qdq_shared leaves a_conv and point_conv alone."""
     convs = changed(mixed(cnn(21), data=images(1), target_op_type=["Conv"]))
@@ -262,6 +274,7 @@ def test_layers_whose_input_others_read() -> None:
     assert convs - left == {"a_conv_node", "point_conv_node"} and len(left) == 4
 
 
+@pytest.mark.slow
 def test_pairs_at_borders_and_shared_scales() -> None:
     """last_conv reads what MaxPool moves from a Concat, and nothing else shares that scale."""
     made = {
@@ -280,6 +293,7 @@ def subgraphs(path: Path, *groups: tuple[str, list[str], list[str]], **more: Any
     return str(path)
 
 
+@pytest.mark.slow
 def test_subgraphs_change_as_a_whole(tmp_path: Path, lines: list[str], alone: dict[tuple[str, ...], float]) -> None:
     file = subgraphs(tmp_path / "groups.json", ("middle", ["two"], ["three"]))
     mixed(metric_threshold=None, subgraph_json=Path(file))
@@ -320,6 +334,7 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics(name: str, lines: list[str]) -> None:
     mixed(metric_default=name, metric_threshold=None, include_layers=["two"])
@@ -328,12 +343,14 @@ def test_metrics(name: str, lines: list[str]) -> None:
     assert ranking(lines)["two"] == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_distance_in_decibels_stops_where_the_quality_is_too_low(lines: list[str]) -> None:
     mixed(metric_default="sqnr", metric_threshold=None)
     two = list(ranking(lines).values())[1]
     assert len(changed(mixed(metric_default="sqnr", metric_threshold=two))) == 1
 
 
+@pytest.mark.slow
 def test_functions_of_the_user(lines: list[str]) -> None:
     """They see the outputs of `data_size` samples, each a list of the one output."""
     shapes = set()
@@ -384,6 +401,7 @@ def counting(limit: int = 10**6) -> tuple[list[int], Callable[[Any, Any], float]
     return calls, distance
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Two calls are for none and all of the layers, one for each, the last for the result."""
     file = tmp_path / "sensitivity.json"
@@ -399,6 +417,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(calls) == 2 and len(json.loads(file.read_text())["results"]) == 4
 
 
+@pytest.mark.slow
 def test_the_file_serves_what_it_was_measured_on(tmp_path: Path) -> None:
     file = str(tmp_path / "sensitivity.json")
     mixed(sensitivity_cache_file=file)
@@ -418,6 +437,7 @@ def test_the_file_serves_what_it_was_measured_on(tmp_path: Path) -> None:
         mixed(sensitivity_cache_file=file)
 
 
+@pytest.mark.slow
 def test_layers_that_the_file_disables_stay(tmp_path: Path, lines: list[str]) -> None:
     file = tmp_path / "sensitivity.json"
     mixed(sensitivity_cache_file=str(file), metric_threshold=None)
@@ -429,6 +449,7 @@ def test_layers_that_the_file_disables_stay(tmp_path: Path, lines: list[str]) ->
     assert any("three" in row and "(disabled)" in row for row in "\n".join(lines).splitlines())
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(tmp_path: Path) -> None:
     results = []
     for workers in (1, 3):
@@ -455,6 +476,7 @@ def test_numbers_that_have_no_meaning(values: dict[str, int]) -> None:
         AutoMixprecisionConfig(INT8, metric_threshold=None, size_budget=100)
 
 
+@pytest.mark.slow
 def test_the_legacy_flag_the_option_and_the_argument_say_the_same() -> None:
     entries = {"TargetLayerConfig": INT8, "IncludeLayers": ["two"]}
     algorithm = AutoMixprecisionConfig(INT8, include_layers=["two"])
@@ -481,6 +503,7 @@ def test_configs_that_went_through_json() -> None:
     assert ModelQuantizer(again).settings.specs.mixed == ModelQuantizer(config).settings.specs.mixed != ()
 
 
+@pytest.mark.slow
 def test_biases_are_learned_under_the_scales_of_the_mixture() -> None:
     """AdaQuant after mixed precision: the layers have the types that were chosen."""
     config = get_default_config("BF16_MIXED_BFP16_ADAQUANT")

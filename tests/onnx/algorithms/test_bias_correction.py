@@ -72,6 +72,7 @@ def badly_scaled(monkeypatch: pytest.MonkeyPatch, seed: int) -> onnx.ModelProto:
     return to_proto(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_badly_scaled_channels_gain(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"image": np.concatenate([feed["image"] for feed in digits("heldout", 300)])}
@@ -143,6 +144,7 @@ def certain(differences: Array) -> Array:
     return np.array(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_bias_moves_by_the_mean_error_behind_the_corrected_layers(bias: bool) -> None:
     """By hand: layer after layer, the error that is left, from runs of the whole files."""
@@ -196,6 +198,7 @@ def test_a_bias_on_a_grid_of_its_own_comes_as_near_as_the_grid_lets_it() -> None
     assert not np.array_equal(numpy_helper.to_array(found), stored["c_b_quantized"])
 
 
+@pytest.mark.slow
 def test_only_layers_that_are_quantized_get_a_bias() -> None:
     def biases(config: QConfig) -> int:
         done = quantized(chain(False), feeds(2), config, CORRECTION)

@@ -167,6 +167,7 @@ def test_well_scaled_models_lose_nothing() -> None:
     assert found[1] > found[0] - 0.1
 
 
+@pytest.mark.slow
 def test_configs_reach_the_flow(caplog: pytest.LogCaptureFixture) -> None:
     layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=CalibMethod.MinMax), weight=Int8Spec())
     bad, (feed,) = badly_scaled(chain(), CHAIN), images(1)
@@ -209,6 +210,7 @@ def test_what_two_nodes_read_is_left_alone() -> None:
         rescale(load(shared), [EVERYWHERE])
 
 
+@pytest.mark.slow
 def test_the_embedded_network_gets_back_what_bad_scales_cost() -> None:
     data = np.load(DIGITS / "data.npz")
     seen, unseen = ((data[f"{name}_images"] / 16).astype(np.float32) for name in ("calibration", "heldout"))

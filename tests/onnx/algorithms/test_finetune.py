@@ -82,6 +82,7 @@ def plain() -> tuple[list[Tuned], list[Any]]:
     return tuned(PLAIN)
 
 
+@pytest.mark.slow
 def test_every_layer_is_visited_and_lies_on_its_grid(plain: Any) -> None:
     report, changed = plain
     quantized = started(cnn(21), images(6), A8W4)
@@ -98,10 +99,12 @@ def test_every_layer_is_visited_and_lies_on_its_grid(plain: Any) -> None:
             assert np.array_equal(weight, layer.weight)
 
 
+@pytest.mark.slow
 def test_two_runs_are_one(plain: Any) -> None:
     assert not differ(tuned(PLAIN)[1], plain[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -128,10 +131,12 @@ def test_a_parameter_changes_what_is_learned(change: dict[str, Any], plain: Any)
     assert differ(changed, plain[1])
 
 
+@pytest.mark.slow
 def test_a_threshold_that_no_error_reaches_adjusts_nothing(plain: Any) -> None:
     assert not differ(tuned(replace(PLAIN, lr_adjust=(1e9, 0.3)))[1], plain[1])
 
 
+@pytest.mark.slow
 def test_early_stop_ends_early() -> None:
     # One batch an iteration of as few iterations as this: the loss of some part is not below that of the one before.
     config = AdaQuantConfig(num_iterations=60, learning_rate=3e-3, warm_start=0.0)
@@ -139,6 +144,7 @@ def test_early_stop_ends_early() -> None:
     assert any(entry.iterations < 60 for entry in tuned(replace(config, early_stop=True))[0])
 
 
+@pytest.mark.slow
 def test_only_the_op_types_asked_for_or_the_largest_layer_are_tuned(plain: Any) -> None:
     gemm = tuned(replace(PLAIN, target_op_type=["Gemm"]))[0]
     assert gemm and {entry.op_type for entry in gemm} == {"Gemm"}
@@ -149,6 +155,7 @@ def test_only_the_op_types_asked_for_or_the_largest_layer_are_tuned(plain: Any) 
                  images(2))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_biases_are_learned_on_request() -> None:
     def biases(update: bool) -> tuple[list[Any], list[Any]]:
         quantized = started(cnn(21), images(6), A8W8)
@@ -160,6 +167,7 @@ def test_biases_are_learned_on_request() -> None:
     assert differ(*biases(True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", (0, 1, 2))
 def test_rows_wait_where_the_memory_level_says(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
@@ -182,6 +190,7 @@ def test_rows_wait_where_the_memory_level_says(level: int, tmp_path: Path, monke
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_selective_update_keeps_what_brings_the_output_nearer(plain: Any) -> None:
     from quark.onnx.algorithms.rounding.fast_finetune import EndToEnd
 
@@ -212,6 +221,7 @@ def test_the_distance_is_of_the_output_asked_for() -> None:
         tune(quantized, AdaRoundConfig(output_index=2))
 
 
+@pytest.mark.slow
 def test_all_samples_may_run_as_one_batch(plain: Any) -> None:
     report, changed = tuned(replace(PLAIN, dynamic_batch=True))
     assert [entry.iterations for entry in report] == [entry.iterations for entry in plain[0]]
@@ -226,6 +236,7 @@ def test_all_samples_may_run_as_one_batch(plain: Any) -> None:
         tuned(replace(PLAIN, dynamic_batch=True), model=model, feeds=feeds)
 
 
+@pytest.mark.slow
 def test_targets_may_come_from_another_float_model(tmp_path: Path, plain: Any) -> None:
     same, other = tmp_path / "same.onnx", tmp_path / "other.onnx"
     onnx.save(cnn(21), same)
@@ -295,6 +306,7 @@ def test_what_cannot_be_done_is_an_error_by_name(config: Any, error: type[Except
         tuned(config)
 
 
+@pytest.mark.slow
 def test_adaround_refuses_floats() -> None:
     with pytest.raises(ConfigError, match="is bfloat16. Possible: AdaQuant"):
         tuned(PLAIN, BF16)
@@ -334,6 +346,7 @@ def test_a_layer_that_reads_vectors_is_tuned() -> None:
     assert reports[0][0][0].kept and not differ(reports[0][1], reports[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_bias", [False, True])
 def test_a_bias_that_counts_for_nothing_changes_nothing(update_bias: bool) -> None:
     config = AdaQuantConfig(num_iterations=200, learning_rate=1e-2, batch_size=2, update_bias=update_bias)
@@ -373,6 +386,7 @@ def test_layers_that_cannot_be_tuned_stay_as_they_are_and_are_reported() -> None
     assert not differ(changed, weights(started(model, vectors(2), A8W8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["A8W8_ADAROUND", "XINT8_ADAQUANT", "INT8_CNN_ACCURATE", "A16W8_ADAQUANT"])
 def test_presets_and_legacy_options_run(name: str, tmp_path: Path) -> None:
     config = get_default_config(name)
@@ -386,6 +400,7 @@ def test_presets_and_legacy_options_run(name: str, tmp_path: Path) -> None:
     assert sqnr(run(cnn(21), feed), run(onnx.load(tmp_path / "quantized.onnx"), feed)) > 15
 
 
+@pytest.mark.slow
 def test_the_guides_snippet_runs(tmp_path: Path) -> None:
     for algorithm, rate in (("adaround", 0.1), ("adaquant", 1e-6)):
         tuning = {"NumIterations": 30, "LearningRate": rate, "OptimAlgorithm": algorithm}

@@ -147,6 +147,7 @@ def test_it_beats_rounding_to_nearest_on_the_same_scales(name: str, monkeypatch:
     assert bool(decoders) == ("WeightsOnly" in options)
 
 
+@pytest.mark.slow
 def test_every_parameter_reaches_the_weights() -> None:
     base = {"bits": 4, "group_size": 16}
 
@@ -198,6 +199,7 @@ def test_layers_that_read_one_tensor_share_its_factor(monkeypatch: pytest.Monkey
     assert sum(node.op_type == "DequantizeLinear" for node in done.graph.node) == 4
 
 
+@pytest.mark.slow
 def test_what_is_quantized_beside_it() -> None:
     """Only what GPTQ solves, all weights, or activations too: the documented model is the first."""
 

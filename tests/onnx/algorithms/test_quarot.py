@@ -208,6 +208,7 @@ def test_what_may_not_stand_on_a_stream(odd: str, reason: str) -> None:
         np.testing.assert_array_equal(tensors(done)[name], array)
 
 
+@pytest.mark.slow
 def test_outliers_of_the_stream_cost_nothing_any_more() -> None:
     """At least 80 percent, in dB, of what they cost beside the same function with another basis of its stream."""
     turn = np.linalg.qr(np.random.default_rng(5).normal(size=(WIDTH, WIDTH)))[0]
@@ -298,6 +299,7 @@ def test_a_file_that_does_not_fit_the_model(data: Any, kind: type[Exception], me
         rotated(Decoder().proto(), r_config_path=str(path))
 
 
+@pytest.mark.slow
 def test_configs_reach_the_flow() -> None:
     layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=CalibMethod.MinMax), weight=Int8Spec())
     model = Decoder(turn=np.eye(WIDTH)).proto()
@@ -346,6 +348,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
     return onnx.load(path)
 
 
+@pytest.mark.slow
 def test_a_decoder_that_torch_exports(llama: onnx.ModelProto) -> None:
     (embedding,) = [i for i in llama.graph.initializer if "embed_tokens" in i.name]
     table = numpy_helper.to_array(embedding) * np.where(np.arange(128) % 40 == 3, 60, 1).astype(np.float32)

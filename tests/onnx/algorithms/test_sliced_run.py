@@ -56,6 +56,7 @@ def tapped(proto: Any, names: list[str], feed: Any) -> list[Any]:
     return outputs(proto, feed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", (1 << 30, 0))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int) -> None:
@@ -79,6 +80,7 @@ def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int
     assert seen == [layer.name for layer in quantized.layers] and len(seen) > 1
 
 
+@pytest.mark.slow
 def test_a_changed_layer_is_what_later_ones_read_and_what_is_written() -> None:
     feeds = images(2)
     quantized = started(cnn(), feeds)

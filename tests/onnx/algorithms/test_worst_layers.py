@@ -29,6 +29,7 @@ def quantized() -> QuantizedLayers:
     return found
 
 
+@pytest.mark.slow
 def test_damage_is_that_of_the_whole_models() -> None:
     made = quantized()
     found = damages(made)
@@ -40,6 +41,7 @@ def test_damage_is_that_of_the_whole_models() -> None:
     np.testing.assert_allclose(list(found.values()), 10 * np.log10(sums[:, 0] / sums[:, 1]), atol=0.3)
 
 
+@pytest.mark.slow
 def test_the_worst_layers_run_in_the_order_of_the_graph() -> None:
     made, runs = quantized(), []
     found = damages(made)

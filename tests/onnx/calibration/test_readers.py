@@ -95,6 +95,7 @@ def written(folder: Path, form: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_all_kinds_of_data_give_the_same_scales(tmp_path: Path) -> None:
     from onnxruntime.quantization.calibrate import CalibrationDataReader as TheirReader
 
@@ -286,6 +287,7 @@ def test_bad_folders_say_what_came_and_what_was_expected(name: str, message: str
     assert not (tmp_path / "out.onnx").exists()
 
 
+@pytest.mark.slow
 def test_bad_paths_and_bad_readers(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("0")
     for path, message in (

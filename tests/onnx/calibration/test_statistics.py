@@ -52,6 +52,7 @@ def test_methods_are_all_registered() -> None:
     assert set(METHODS) <= set(OBSERVERS)
 
 
+@pytest.mark.slow
 def test_a_file_has_what_any_scheme_of_the_model_needs(tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
     quantize(
@@ -74,6 +75,7 @@ def test_a_file_has_what_any_scheme_of_the_model_needs(tmp_path: Path) -> None:
         assert_same(reused, to_proto(quantize(load(cnn()), settings, Reader(images()))))
 
 
+@pytest.mark.slow
 def test_tensors_that_a_file_lacks_are_added_to_it(tmp_path: Path) -> None:
     file = str(tmp_path / "statistics.npz")
     settings = replace(BASE, calibration=CalibrationSettings(statistics=file))
@@ -87,6 +89,7 @@ def test_tensors_that_a_file_lacks_are_added_to_it(tmp_path: Path) -> None:
     assert_same(first, to_proto(quantize(load(cnn()), settings, None)))
 
 
+@pytest.mark.slow
 def test_another_model_or_another_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "statistics.npz"
     settings = replace(BASE, calibration=replace(BASE.calibration, statistics=str(file)))
@@ -126,6 +129,7 @@ def test_nan_anywhere_in_a_tensor_is_found_and_named() -> None:
             quantize(load(model), settings, Reader([{"x": x}]))
 
 
+@pytest.mark.slow
 def test_layerwise_percentile_takes_a_candidate_for_each_tensor() -> None:
     """Every scale is that of plain Percentile with one of the candidates; the metric decides which."""
     data = images(8)

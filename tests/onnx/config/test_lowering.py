@@ -427,6 +427,7 @@ def test_settings_have_every_field() -> None:
     assert {entry.name for entry in fields(Settings)} == {*vars(new())}
 
 
+@pytest.mark.slow
 def test_configs_load_neither_torch_nor_pydantic() -> None:
     code = (
         "import sys, quark.onnx.config.lowering.lower, quark.onnx.config.presets\n"

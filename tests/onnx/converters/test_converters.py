@@ -72,6 +72,7 @@ def test_every_tool_has_its_address_and_every_address_its_tool() -> None:
         assert f'run_tool("{name}")' in (folder / f"{name}.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_tool_runs_as_documented(tmp_path: Path) -> None:
     onnx.save(cnn(), tmp_path / "in.onnx")
 
@@ -344,6 +345,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 # The rest -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_contributed_pairs_become_standard_where_the_opset_has_them(tmp_path: Path, capsys: Any) -> None:
     proto = quantized(A8W8)
     changed = converted("convert_customqdq_to_qdq", proto, tmp_path)
@@ -405,6 +407,7 @@ def test_inputs_shapes_sharing_and_infinity(tmp_path: Path) -> None:
     assert numpy_helper.to_array(mended.graph.initializer[0])[0, :3].tolist() == [7, -7, weight[0, 2]]
 
 
+@pytest.mark.slow
 def test_text_keeps_every_bit(tmp_path: Path) -> None:
     onnx.save(cnn(), tmp_path / "in.onnx")
     run_tool("convert_onnx_to_onnxtxt", [str(tmp_path / "in.onnx"), str(tmp_path / "model.onnxtxt")])

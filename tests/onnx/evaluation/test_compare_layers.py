@@ -80,6 +80,7 @@ def test_nothing_else_is_taken_for_a_scale(tmp_path: Path, make: Any) -> None:
     assert all(layer.sqnr == layer.damage.sqnr for layer in found.layers)
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_is_still_the_worst_layer(tmp_path: Path) -> None:
     """One weight of an equalized model is broken after quantization: its row, and no other before it, says so."""
     before = report(tmp_path, chain(), CLEConfig(cle_scale_use_threshold=False))

@@ -119,6 +119,7 @@ def test_the_score_is_the_metric_of_the_worst_output_on_held_out_samples(metric:
     assert result.plain == result.score == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", ((), STEPS))
 def test_the_result_is_what_its_settings_make_of_the_fitted_samples(steps: tuple[Step, ...]) -> None:
     feeds = images(8)
@@ -148,6 +149,7 @@ def test_for_l2_less_is_better() -> None:
     assert found(mlp(), vectors(8), metric=Metric("l2"), target=result.plain).reached
 
 
+@pytest.mark.slow
 def test_the_target_ends_the_search() -> None:
     plain = found(mlp(), vectors(8)).score
     result = found(mlp(), vectors(8), weights_of("int16"), WORSE, target=plain + 0.1)
@@ -156,6 +158,7 @@ def test_the_target_ends_the_search() -> None:
     assert not found(mlp(), vectors(8), weights_of("int16"), target=200.0).reached
 
 
+@pytest.mark.slow
 def test_badly_scaled_channels_come_back_by_the_chain() -> None:
     """The steps together regain what CLE by hand gains."""
     bad, feeds = badly_scaled(chain(), CHAIN), images(8)
@@ -167,6 +170,7 @@ def test_badly_scaled_channels_come_back_by_the_chain() -> None:
     assert {trial.step: trial.result for trial in result.trials}["CLE"] == "kept"
 
 
+@pytest.mark.slow
 def test_every_range_comes_from_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     collect = calibrate_module.collect
@@ -213,6 +217,7 @@ def test_power_of_two_scales_keep_their_methods() -> None:
     assert observers == {"ranges: MinMax": "pof2_non_overflow", "ranges: MinMSE": "pof2_min_mse"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("metric", "target"), (("sqnr", 45.0), ("psnr", 55.0), ("cosine", 0.99999), ("l2", 0.15)))
 def test_as_many_layers_get_more_bits_as_the_target_takes(metric: str, target: float) -> None:
     result = found(cnn(), images(8), RAISE, metric=Metric(metric), target=target)
@@ -315,6 +320,7 @@ def test_a_step_for_which_there_is_no_time_is_skipped() -> None:
     assert result.trials[1].result.startswith("skipped: about ") and result.trials[1].result.endswith("and 0 s left")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 def test_a_long_step_takes_as_many_layers_as_there_is_time_for() -> None:
     seen: list[float] = []

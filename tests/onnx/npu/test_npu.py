@@ -253,6 +253,7 @@ def badly_scaled(make: Callable[[], onnx.ModelProto], factors: dict[str, float])
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", XINT8)
 @pytest.mark.parametrize(
     ("model", "factors"),

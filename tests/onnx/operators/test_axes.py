@@ -62,6 +62,7 @@ def tiled(vector: Array, size: int) -> Array:
     return np.tile(vector, size // len(vector))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=10, deadline=None)
 @given(inputs=st.sampled_from([4, 8]), outputs=st.sampled_from([4, 8, 12]), seed=st.integers(0, 99))

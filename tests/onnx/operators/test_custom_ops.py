@@ -126,6 +126,7 @@ def test_blocks_have_the_bits_of_core_as_function_and_as_kernel(name: str, round
             assert not wrong(expected, kernel.run(None, {"x": x})[0]), (kind, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BLOCKS if DTYPES[name].is_float])
 def test_ocp_blocks_agree_with_the_standard_and_ml_dtypes(name: str, compiled: str) -> None:
     kinds = {"fp4_e2m1": "float4_e2m1fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -178,6 +179,7 @@ def expected_linear(x: Array, dtype: str, scale: Array, zero: Array) -> Array:
     return ((codes.astype(work) - zero.astype(work)) * scale.astype(work)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("dtype", "kind"), LINEAR)
 def test_linear_pairs_have_the_bits_of_the_formula(dtype: str, kind: str, compiled: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from onnx import numpy_helper
 
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig
@@ -46,6 +47,7 @@ def pooled() -> onnx.ModelProto:
     return b.model({"x": ["n", 3, 16, 16]}, {"b_conv": ["n", 4, 8, 8]}, 21)
 
 
+@pytest.mark.slow
 def test_two_pairs_where_precisions_meet() -> None:
     """`stem` is read by a_conv, of its own precision, and by the Add beside it; `a` goes back to the global one."""
     model, own = cnn(21), {NARROW: ["a_conv_node"]}
@@ -85,6 +87,7 @@ def test_an_input_of_the_model_has_the_widest_type_first() -> None:
         assert (steps(made, "a_conv_node"), steps(made, "b_conv_node")) == (["int16", "int8"], ["int16"])
 
 
+@pytest.mark.slow
 def test_statistics_files_know_the_tensors_of_the_model_only(tmp_path: Any) -> None:
     file, own = tmp_path / "statistics.npz", {NARROW: ["a_conv_node"]}
     options: dict[str, Any] = {"EnableDualQuantNodePairs": True}

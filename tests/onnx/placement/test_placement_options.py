@@ -147,6 +147,7 @@ def test_a_dequantize_for_each_reader() -> None:
     assert {"x_QuantizeLinear", "x_DequantizeLinear_1", "x_DequantizeLinear_2"} <= names(cast)
 
 
+@pytest.mark.slow
 def test_weights_in_float_behind_a_pair() -> None:
     model = written(cnn, images(), AddQDQPairToWeight=True)
     plain = written(cnn, images())
@@ -210,6 +211,7 @@ def test_weight_scales_under_which_an_int32_bias_fits(granularity: QuantGranular
     assert largest_error(coarse) < 1e-6 and np.frexp(arrays(coarse)["w_scale"])[0] == 0.5
 
 
+@pytest.mark.slow
 def test_a_zero_point_for_the_outputs_of_relu() -> None:
     plain, model = written(cnn, images()), written(cnn, images(), UseUnsignedReLU=True)
     assert arrays(plain)["stem_zero_point"] == 0 and arrays(model)["stem_zero_point"] == -128
@@ -230,6 +232,7 @@ def overridden(tensor: str, **entry: Any) -> onnx.ModelProto:
     return written(cnn, images(), TensorQuantOverrides={tensor: [entry]})
 
 
+@pytest.mark.slow
 def test_types_of_single_tensors() -> None:
     kinds = {name: array.dtype for name, array in arrays(overridden("last", quant_type=QuantType.QInt16)).items()}
     # `mean`, `flat` and `pooled` have scales of their own.
@@ -251,6 +254,7 @@ def test_tensors_that_share_a_scale_follow_an_override() -> None:
         written(cnn, images(), TensorQuantOverrides=entries)
 
 
+@pytest.mark.slow
 def test_scales_and_ranges_of_single_tensors() -> None:
     given = arrays(overridden("last", scale=0.5, zero_point=3))
     assert (given["last_scale"], given["last_zero_point"]) == (0.5, 3)

@@ -101,6 +101,7 @@ def test_block_formats_need_no_data() -> None:
     make(named("MXFP4E2M1"), mlp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [Int32Spec, UInt32Spec, Float16Spec])
 def test_wide_types_are_nearly_exact(spec: Any, compiled: str) -> None:
     for source, feeds in MODELS.values():
@@ -113,6 +114,7 @@ def test_wide_types_are_nearly_exact(spec: Any, compiled: str) -> None:
         assert weight.dtype == {Int32Spec: np.int32, UInt32Spec: np.uint32, Float16Spec: np.float16}[spec]
 
 
+@pytest.mark.slow
 def test_wide_weights_may_have_one_scale_per_channel(compiled: str) -> None:
     weight = Int32Spec(quant_granularity=QuantGranularity.Channel)
     model = make(QConfig(QLayerConfig(input_tensors=Int32Spec(), weight=weight)), cnn(), images)

@@ -79,6 +79,7 @@ def damage(model: nn.Module, quantized: nn.Module, data: list[torch.Tensor]) -> 
         return float(sum((model(x).logits - quantized(x).logits).square().mean() for x in data))
 
 
+@pytest.mark.slow
 def test_blocks_are_the_largest_list_of_modules() -> None:
     assert find_blocks(tiny_llama()) == ["model.layers.0", "model.layers.1"]
     assert find_blocks(family("gpt2"))[0] == "transformer.h.0" or find_blocks(family("gpt2")) == [""]
@@ -171,6 +172,7 @@ def test_layers_that_run_twice_are_refused_and_an_error_ends_all_walks() -> None
         ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(tiny_llama())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHT_SOLVERS)
 def test_each_solver_loses_less_than_rounding(name: str) -> None:
     data = token_batches(6)
@@ -216,6 +218,7 @@ def test_gptq_on_one_linear_layer_is_the_solver_on_its_inputs() -> None:
     assert torch.allclose(quantized[0].weight, expected, atol=1e-6)  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_static_inputs_are_calibrated_in_the_same_sweep() -> None:
     static = spec("int8")
     both = ModelQuantizer(config(INT3, GPTQConfig(), input=static)).quantize_model(tiny_llama(), token_batches(3))
@@ -236,6 +239,7 @@ def test_static_inputs_are_calibrated_in_the_same_sweep() -> None:
         assert float(layer.input_quantizer.scale) == pytest.approx(seen[name] / 127.5, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_solvers_for_one_weight_and_an_expert_without_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"q_proj.*solved by an algorithm before"):
         ModelQuantizer(config(INT3, GPTQConfig(), GPTAQConfig())).quantize_model(tiny_llama(), token_batches(2))
@@ -311,6 +315,7 @@ def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:
         ModelQuantizer(coarse).quantize_model(Routed().eval(), [torch.randn(64, 32)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_iterator_serves_all_that_reads_the_data_in_any_mode_of_gradients(mode: Any) -> None:
     # GPTQ, the head's range, and the cache's each read the data.
@@ -334,6 +339,7 @@ def test_autoround_needs_one_tensor() -> None:
         ModelQuantizer(config(INT3, AutoRoundConfig(iters=2))).quantize_model(Named(), [torch.randn(4, 32)])
 
 
+@pytest.mark.slow
 def test_non_finite_inputs_are_named() -> None:
     model = tiny_llama()
     with torch.no_grad():
@@ -342,6 +348,7 @@ def test_non_finite_inputs_are_named() -> None:
         ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, token_batches(2))
 
 
+@pytest.mark.slow
 def test_algorithms_run_in_the_order_given() -> None:
     events: list[str] = []
 

@@ -82,6 +82,7 @@ def test_experts_are_solved_at_once_as_each_alone(
     assert_same(together, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exclude", [("*experts.1.*",), ("*experts.2.gate_proj", "*experts.0.down_proj")])
 def test_experts_that_are_not_alike_are_solved_with_those_that_are(
     exclude: tuple[str, ...], batches: list[int], monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ def test_experts_that_are_not_alike_are_solved_with_those_that_are(
     assert_same(together, solved("qwen3_moe", GPTQConfig(), exclude=exclude))
 
 
+@pytest.mark.slow
 def test_no_more_experts_are_in_flight_than_fit(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = solved("qwen3_moe", GPTQConfig())
     experts = next(m for m in whole.modules() if isinstance(m, UnfusedExperts))
@@ -118,6 +120,7 @@ def shifted(monkeypatch: pytest.MonkeyPatch, layer: str, share: float) -> None:
     monkeypatch.setattr(InputGroup, "_moments", less)
 
 
+@pytest.mark.slow
 def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = solved("qwen3_moe", GPTQConfig())
     shifted(monkeypatch, "layers.1.mlp.experts.2.down_proj", 0.05)
@@ -132,6 +135,7 @@ def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], mon
     assert not torch.equal(cast_weight(changed[name(2)]), cast_weight(before[name(2)]))
 
 
+@pytest.mark.slow
 def test_the_expert_that_cannot_be_solved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = config_of_layer(LayerSpec(weight=INT3))
     config = QConfig(global_quant_config=layer, exclude=["@output_head"], algo_config=[GPTQConfig()])

@@ -90,6 +90,7 @@ TABLE: dict[str, dict[str, tuple[str, int] | str]] = {
 """Architecture -> layers -> (producer, its channels that carry a scale), or a part of the reason."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_folds_of_each_architecture_keep_its_outputs(name: str) -> None:
     model, ids = build(name), token_ids()
@@ -129,6 +130,7 @@ def described(table: dict, found: list) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_a_gain_of_one_plus_weight_is_measured() -> None:
     folds = {name: folds_of(name) for name in ("llama", "gemma")}
     offsets = {name: found[0].offsets for name, found in folds.items()}

@@ -107,6 +107,7 @@ def test_online_r1_needs_no_residual_stream(name: str) -> None:
     assert not any("attention.output" in full or "o_proj" in full for full, _ in input_rotations(model))
 
 
+@pytest.mark.slow
 def test_signs_are_each_layers_own_unless_shared() -> None:
     options: dict[str, Any] = {"online_r1_rotation": True, "random_r1": True}
     own = dict(input_rotations(rotate(model_of("llama"), **options)))
@@ -162,6 +163,7 @@ def test_a_shared_weight_of_embedding_and_head_becomes_two() -> None:
     assert model.config.tie_word_embeddings is False
 
 
+@pytest.mark.slow
 def test_rotated_models_can_be_copied_and_pickled() -> None:
     model = rotate(model_of("llama"), r2=True, r3=True, r4=True)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -245,6 +247,7 @@ def test_target_modules_and_listed_layers_are_rotated_online() -> None:
 # One block at a time --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parts_rotated_one_by_one_give_the_same_model() -> None:
     """Blocks but the first are on the meta device until their turn, which may come in any order."""
     options: dict[str, Any] = {"r2": True, "r4": True, "random_r1": True}
@@ -296,6 +299,7 @@ def test_bad_configs_say_what_is_wrong(options: dict[str, Any], error: type[Exce
     assert unchanged(model, before)
 
 
+@pytest.mark.slow
 def test_quarot_rotates_everything() -> None:
     model = model_of("llama")
     before = exact(model)

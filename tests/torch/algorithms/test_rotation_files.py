@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "sizes", "options", "dtype"), CASES, ids=["blocks", "all", "odd", "random"])
 def test_reloaded_models_compute_the_same(
     tmp_path: Path, scheme: str, sizes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype
@@ -91,6 +92,7 @@ def test_reloaded_models_compute_the_same(
         assert torch.equal(logits(loaded), before), reader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flip", [[[1], [-1], [1], [-1]], [[1, -1, 1, 1]]], ids=["rows", "columns"])
 def test_a_stored_matrix_is_what_rotates(flip: list[list[int]], tmp_path: Path) -> None:
     """The file decides, not what this version would make: another matrix in it gives other outputs."""
@@ -111,6 +113,7 @@ def test_layers_that_stay_in_float_are_not_rotated_online() -> None:
     assert [name for name, _ in input_rotations(model)] == ["model.layers.1.mlp.down_proj"]
 
 
+@pytest.mark.slow
 def test_a_failure_after_the_rotation_leaves_a_float_model_that_computes_the_same() -> None:
     model = tiny_llama(tie_word_embeddings=True)
     with torch.no_grad():
@@ -123,6 +126,7 @@ def test_a_failure_after_the_rotation_leaves_a_float_model_that_computes_the_sam
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_activations_are_observed_after_the_rotation() -> None:
     """The static range of a rotated input is that of x Q: an outlier in one channel of x is spread."""
     model = tiny_llama()
@@ -140,6 +144,7 @@ def test_activations_are_observed_after_the_rotation() -> None:
     assert scales[1] < scales[0] / 5
 
 
+@pytest.mark.slow
 def test_an_untied_head_is_loaded_into_a_tied_model(tmp_path: Path) -> None:
     def gained() -> Any:
         model = tiny_llama(tie_word_embeddings=True)

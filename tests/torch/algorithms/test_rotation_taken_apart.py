@@ -23,6 +23,7 @@ DOWN = {"gpt2": 2, "mixtral": 8, "qwen3_moe": 8}
 """Model -> its down projections: two blocks, of one or of four experts."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOWN)
 def test_outputs_stay_the_same(name: str) -> None:
     model = build(name).double()
@@ -33,6 +34,7 @@ def test_outputs_stay_the_same(name: str) -> None:
     assert len(list(input_rotations(model))) == DOWN[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOWN)
 def test_reloaded_models_compute_the_same(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -57,6 +59,7 @@ def with_outlying_keys() -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_r3_spreads_outlying_keys_in_the_cache(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -80,6 +83,7 @@ def test_r3_spreads_outlying_keys_in_the_cache(tmp_path: Path) -> None:
         assert torch.equal(reloaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_gptq_solves_what_the_rotated_layers_read(tmp_path: Path) -> None:
     """GPTQ after R4 sees rotated inputs: it beats rounding to nearest in the output of the down projection."""
     from transformers import AutoModelForCausalLM

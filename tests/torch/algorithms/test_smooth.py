@@ -66,6 +66,7 @@ def test_the_float_model_computes_what_it_did(name: str, algorithm: AlgoConfig) 
         assert error(model, before) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", FOLDING, ids=lambda c: c.name)
 def test_outliers_of_activations_no_longer_hurt(algorithm: AlgoConfig) -> None:
     scheme = "int8" if not isinstance(algorithm, AWQConfig) else "int4_wo_32"
@@ -79,6 +80,7 @@ def test_outliers_of_activations_no_longer_hurt(algorithm: AlgoConfig) -> None:
     assert errors["folded"] < 0.6 * errors["plain"]
 
 
+@pytest.mark.slow
 def test_static_ranges_are_those_of_the_scaled_inputs() -> None:
     model = with_outliers(build("llama"))
     ModelQuantizer(config("int8", SmoothQuantConfig())).quantize_model(model, DATA)
@@ -108,6 +110,7 @@ def test_layers_that_stay_float_behind_the_same_norm_are_scaled_along() -> None:
         assert error(model, before) < 1e-4
 
 
+@pytest.mark.slow
 def test_awq_chooses_steps_that_lower_the_error_and_gptq_takes_them() -> None:
     with torch.no_grad():
         reference = build("llama")(DATA[0]).logits
@@ -128,6 +131,7 @@ def test_awq_chooses_steps_that_lower_the_error_and_gptq_takes_them() -> None:
     assert torch.equal(steps["both"], steps["awq"]) and not torch.equal(steps["awq"], steps["plain"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8", "int4_wo_per_channel", "int4_fp8", "uint4_wo_32", "bfp16"])
 def test_awq_takes_every_kind_of_weight(scheme: str) -> None:
     model = with_outliers(build("llama"))
@@ -137,6 +141,7 @@ def test_awq_takes_every_kind_of_weight(scheme: str) -> None:
     assert error(model, reference) < 1
 
 
+@pytest.mark.slow
 def test_scaling_layers_of_a_config_decide() -> None:
     item = {"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"], "inp": "mlp.down_proj"}
     model = build("llama")
@@ -181,6 +186,7 @@ def test_a_proof_needs_few_tokens(name: str) -> None:
     assert output.shape == (1, 16, 32)
 
 
+@pytest.mark.slow
 def test_awq_leaves_producers_alone_whose_rows_share_one_scale() -> None:
     with torch.no_grad():
         reference = build("opt")(DATA[0]).logits

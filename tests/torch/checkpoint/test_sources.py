@@ -81,6 +81,7 @@ def fp8_blocks(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 
 
+@pytest.mark.slow
 def test_fp8_blocks(tmp_path: Path) -> None:
     model = make(tmp_path / "source", fp8_blocks, FP8)
     same(model, tmp_path / "source", tmp_path)
@@ -123,12 +124,14 @@ def compressed(kind: str, arguments: QuantizationArgs) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compressed_tensors(kind: str, tmp_path: Path) -> None:
     model = make(tmp_path / "source", with_compressed_tensors(*KINDS[kind]), compressed(*KINDS[kind]))
     same(model, tmp_path / "source", tmp_path)
 
 
+@pytest.mark.slow
 def test_activation_order(tmp_path: Path) -> None:
     """Columns that belong to groups by an index (GPTQ's act-order)."""
 

@@ -63,6 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(WITHOUT_DATA), 2 * len(LINEARS)))
 def test_every_scheme_gives_the_bytes_of_the_model_path(first: int, tmp_path: Path) -> None:
     source = save_float(tmp_path / "float")
@@ -74,6 +75,7 @@ def test_every_scheme_gives_the_bytes_of_the_model_path(first: int, tmp_path: Pa
     assert file_to_file(config, source, tmp_path / "files", max_shard_size="60KB") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4", "uint4_wo_128", "ptpc_fp8"])
 def test_freezing_changes_nothing(name: str, tmp_path: Path) -> None:
     source = save_float(tmp_path / "float", torch.float16)
@@ -137,6 +139,7 @@ def test_a_checkpoint_of_the_base_model(tmp_path: Path) -> None:
     assert file_to_file(scheme("int8_wo"), tmp_path / "float", tmp_path / "files") == expected
 
 
+@pytest.mark.slow
 def test_names_are_those_of_published_checkpoints(tmp_path: Path) -> None:
     """GPT-NeoX calls its head `embed_out`, which transformers calls `lm_head`."""
     build("gpt_neox").save_pretrained(tmp_path / "float")

@@ -68,6 +68,7 @@ def test_bytes_are_those_of_the_model_in_memory(case: str, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "memory", "stream"]
 
 
+@pytest.mark.slow
 def test_tied_embeddings_and_quantized_sources(tmp_path: Path) -> None:
     from tests.torch.checkpoint.test_sources import FP8, fp8_blocks, make
 
@@ -183,6 +184,7 @@ def test_damage_is_found(what: str, unfinished: Path) -> None:
 # What is refused. ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_streaming_cannot_do(tmp_path: Path) -> None:
     source = save_float(tmp_path / "float")
     with pytest.raises(CalibrationError, match="needs calibration data"):
@@ -208,6 +210,7 @@ def test_what_streaming_cannot_do(tmp_path: Path) -> None:
 # Blocks that visit the device. --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["static activations", "shared scales", "GPTAQ, static activations"])
 def test_per_block_gives_what_the_standard_flow_gives(case: str) -> None:
     config, _ = CASES[case]

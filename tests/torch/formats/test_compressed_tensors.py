@@ -126,6 +126,7 @@ def test_the_library_packs_the_same_words(tmp_path: Path) -> None:
         assert torch.equal(pack_to_int32(unpack_from_int32(words, bits, torch.Size((128, 256))), bits), words)
 
 
+@pytest.mark.slow
 def test_the_config_says_what_the_library_writes_itself(tmp_path: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 

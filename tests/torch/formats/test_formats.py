@@ -156,6 +156,7 @@ def test_unfrozen_models_give_the_same_file(tmp_path: Path) -> None:
     assert before == after
 
 
+@pytest.mark.slow
 def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     model = frozen("nvfp4")
     export_safetensors(model, tmp_path / "one")
@@ -170,6 +171,7 @@ def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.slow
 def test_tied_and_untied_heads_load(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

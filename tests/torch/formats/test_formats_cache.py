@@ -56,6 +56,7 @@ def test_the_library_reads_the_scheme_of_the_cache(tmp_path: Path) -> None:
     assert (scheme.num_bits, scheme.type, scheme.strategy) == (8, "float", "tensor")
 
 
+@pytest.mark.slow
 def test_a_cache_that_has_no_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotSupportedError, match="awq format has no place for a KV cache"):
         export_safetensors(cached("uint4_wo_32"), tmp_path / "out", "awq")

@@ -55,6 +55,7 @@ def test_every_scheme_gives_what_eager_mode_gives(scheme: str) -> None:
         assert torch.equal(ModelQuantizer.freeze(graph)(rows(3)), before)
 
 
+@pytest.mark.slow
 def test_layers_of_every_kind_with_outputs_and_biases_give_what_eager_mode_gives() -> None:
     layer = LayerSpec(weight=spec("int4"), bias=INT8, input=INT8, output=spec("uint8", symmetric=False))
     kinds = {kind: config_of_layer(layer) for kind in (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)}
@@ -84,6 +85,7 @@ def _without_activation(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model.head(image.reshape(len(ids), 4, -1))
 
 
+@pytest.mark.slow
 def test_add_concat_and_pools_share_one_scale() -> None:
     graph = quantize(exported(block(), images(2)), W8A8, images(8))
     found = quantizers(graph)
@@ -106,6 +108,7 @@ def test_add_concat_and_pools_share_one_scale() -> None:
     assert found["stem.weight_quantizer"] == ["stem_weight"]
 
 
+@pytest.mark.slow
 def test_an_output_is_quantized_behind_its_activation_and_once_where_the_reader_wants_the_same() -> None:
     layer = LayerSpec(weight=INT8, input=INT8, output=INT8)
     model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -141,6 +144,7 @@ class Odd(nn.Module):
 
 
 # While torch.export traces a branch, dynamo reads .grad of tensors that are no leaves.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_shared_layers_functional_layers_masks_and_control_flow() -> None:
     torch.manual_seed(0)
@@ -181,6 +185,7 @@ def _console() -> Any:
     return Console(width=200, record=True, file=StringIO())
 
 
+@pytest.mark.slow
 def test_names_types_and_excludes_decide_as_in_eager_mode() -> None:
     int4, int2 = LayerSpec(weight=spec("int4")), LayerSpec(weight=spec("int2"))
     graph = quantize(
@@ -197,6 +202,7 @@ def test_names_types_and_excludes_decide_as_in_eager_mode() -> None:
     assert list(quantizers(graph)) == ["max_pool2d.input_quantizer"]
 
 
+@pytest.mark.slow
 def test_a_language_model_from_its_template() -> None:
     import dataclasses
 
@@ -232,6 +238,7 @@ def test_stubs_mark_what_is_quantized() -> None:
     assert not any("Stub" in str(node.target) for node in graph.graph.nodes)
 
 
+@pytest.mark.slow
 def test_the_eager_model_keeps_its_weights() -> None:
     model = block()
     before = copy.deepcopy(model.state_dict())
@@ -296,6 +303,7 @@ def test_an_input_that_is_written_in_place_stays_float() -> None:
     assert plan.reasons["one"] == "x is written in place" and "two" in plan.layers
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path: Path) -> None:
     graph = quantize(exported(block(), images(2)), W8A8, images(8))
     path = save_params(graph, "block", args=(images(2),), export_dir=tmp_path, quant_mode=FX)
@@ -322,6 +330,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         save_params(mlp(), "block", args=(), export_dir=tmp_path, quant_mode=FX)
 
 
+@pytest.mark.slow
 def test_keyword_arguments_are_saved(tmp_path: Path) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -343,6 +352,7 @@ def test_keyword_arguments_are_saved(tmp_path: Path) -> None:
 # Bad input: one clear error, and the graph as it was. ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "data", "error", "message"),
     [
@@ -367,6 +377,7 @@ def test_bad_input_leaves_the_graph_as_it_was(layer: LayerSpec, data: Any, error
         graph.train()
 
 
+@pytest.mark.slow
 def test_models_that_are_no_exported_graph() -> None:
     line = r"Write: model = torch\.export\.export\(model\.eval\(\), args\)\.module\(\)"
     with pytest.raises(ConfigError, match=f"got Mlp.*{line}"):
@@ -386,6 +397,7 @@ def test_models_that_are_no_exported_graph() -> None:
         quantize(graph, W8)
 
 
+@pytest.mark.slow
 def test_patterns_types_and_options_that_do_not_fit() -> None:
     graph = exported(block(), images(2))
     with pytest.raises(ConfigError, match="exclude: the pattern 'hed'"):
@@ -400,6 +412,7 @@ def test_patterns_types_and_options_that_do_not_fit() -> None:
         quantize(graph, W8, shared_scale_groups=[["a", "b"]])
 
 
+@pytest.mark.slow
 def test_frozen_without_writing() -> None:
     graph = quantize(exported(block(), images(2)), W8A8, images(4))
     ModelQuantizer.freeze(graph, quantize=False)

@@ -68,6 +68,7 @@ class Branches(nn.Module):
         return self.rows(self.linear((self.norm(y) + y).flatten(1, 2)))
 
 
+@pytest.mark.slow
 def test_a_norm_stays_where_folding_would_change_another_reader() -> None:
     torch.manual_seed(0)
     model = Branches().eval()
@@ -100,6 +101,7 @@ def test_writes_in_place_become_new_tensors_where_no_other_name_sees_them() -> N
     assert [name for name in calls(graph) if name.split(".")[1].endswith("_")] == ["aten.add_.Tensor"]
 
 
+@pytest.mark.slow
 def test_a_graph_exported_in_training_is_quantized_as_in_evaluation() -> None:
     model = block()
     graph = exported(model.train(), images(4))
@@ -109,6 +111,7 @@ def test_a_graph_exported_in_training_is_quantized_as_in_evaluation() -> None:
     assert "aten.batch_norm.default" not in calls(graph) and "aten.add_.Tensor" not in calls(graph)
 
 
+@pytest.mark.slow
 def test_training_switches_dropout_and_norms_and_survives_a_copy() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), seen(nn.BatchNorm1d(16)), nn.Dropout(0.5)).eval()

@@ -151,6 +151,7 @@ CASES = [("llama", "fp8", False), ("llama", "fp8", True), ("llama", "int8", True
          ("gpt2", "fp8", False), ("mixtral", "int8", True)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme", "late"), CASES)
 def test_a_checkpoint_carries_the_names_that_runtimes_read(name: str, scheme: str, late: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

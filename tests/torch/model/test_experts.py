@@ -70,6 +70,7 @@ def test_a_checkpoint_loads_through_transformers_and_the_importer(name: str, sch
     assert torch.equal(import_model_from_safetensors(family(name, seed=1), tmp_path / "out")(IDS).logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe"])
 def test_excluded_parts_stay_as_they_are_and_reload(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -88,6 +89,7 @@ def test_excluded_parts_stay_as_they_are_and_reload(name: str, tmp_path: Path) -
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.slow
 def test_some_experts_in_float(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -246,6 +248,7 @@ def test_frozen_views_compute_the_same(name: str, scheme: str) -> None:
     torch.testing.assert_close(frozen(IDS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3"])
 def test_weights_are_solved_in_what_was_taken_apart(name: str) -> None:
     """Experts, each with the tokens of its own; a layer that reads an input after others have run (DeepSeek)."""
@@ -257,6 +260,7 @@ def test_weights_are_solved_in_what_was_taken_apart(name: str) -> None:
     assert errors[1] < 0.9 * errors[0]
 
 
+@pytest.mark.slow
 def test_experts_share_the_range_that_a_sweep_observes() -> None:
     config = LLMTemplate.get("mixtral").get_config("int8", algorithm="gptq")
     config = QConfig(**{**config.__dict__, "sync_moe_expert_input_amax": True})
@@ -292,6 +296,7 @@ def test_float_experts_read_the_tokens_of_the_quantized_router_and_return_their_
     assert not any(m._forward_hooks or m._forward_pre_hooks for b in (block, original) for m in b.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["gptaq", "qronos"])
 def test_solvers_that_compare_with_the_float_model_take_mixtures(algorithm: str) -> None:
     data = [torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

@@ -194,6 +194,7 @@ def test_transformers_reads_equal_logits(kind: str, scheme: str, dtype: torch.dt
             torch.testing.assert_close(logits(result), logits(model), rtol=0, atol=3e-3)
 
 
+@pytest.mark.slow
 def test_the_trained_model_keeps_its_logits_and_its_config(tmp_path: Path) -> None:
     """Without any config from us: what transformers finds in the file is all that it needs."""
     from transformers import AutoModelForCausalLM
@@ -211,6 +212,7 @@ def test_the_trained_model_keeps_its_logits_and_its_config(tmp_path: Path) -> No
 FILE_TYPES = {"uint4_wo_32": 3, "int4_wo_64": 2, "int8_wo": 7, "mxfp4_weight_only": 38, "float16": 1, "bfloat16": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", FILE_TYPES)
 def test_file_type_and_hyperparameters(scheme: str, tmp_path: Path) -> None:
     file = export_gguf(quantized(scheme), tmp_path, "model", LANGUAGE_MODEL)
@@ -237,6 +239,7 @@ def test_file_type_and_hyperparameters(scheme: str, tmp_path: Path) -> None:
     assert kinds["token_embd.weight"] == kinds["output.weight"] == "F32"
 
 
+@pytest.mark.slow
 def test_queries_and_keys_of_llama_lie_in_the_order_of_its_readers(tmp_path: Path) -> None:
     """Rows 0 and size / 2 of a head, which rotate together, become neighbours."""
     model = quantized("int4_wo_32", dtype=F16)
@@ -251,6 +254,7 @@ def test_queries_and_keys_of_llama_lie_in_the_order_of_its_readers(tmp_path: Pat
                     assert torch.equal(values[head * 16 + 2 * pair + half], weight[head * 16 + half * 8 + pair])
 
 
+@pytest.mark.slow
 def test_quantized_embeddings_travel_too(tmp_path: Path) -> None:
     layer = config_of_layer(SCHEMES["int8_wo"])
     config = QConfig(global_quant_config=layer, layer_quant_config={"*embed_tokens": layer}, exclude=["lm_head"])
@@ -300,6 +304,7 @@ def train(folder: Path, split: Any, byte_level: bool = True) -> Any:
     return fast
 
 
+@pytest.mark.slow
 def test_the_byte_level_tokenizer_comes_along(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -312,6 +317,7 @@ def test_the_byte_level_tokenizer_comes_along(tmp_path: Path) -> None:
     assert len(found["tokenizer.ggml.merges"]) == 1789
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
 def test_the_rule_that_splits_words_is_named(name: str, tmp_path: Path) -> None:
     from tokenizers import Regex, pre_tokenizers
@@ -327,6 +333,7 @@ def test_the_rule_that_splits_words_is_named(name: str, tmp_path: Path) -> None:
     assert metadata(file)["tokenizer.ggml.tokens"][-1] == "[PAD2047]"
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_tokenizer_has_scores(tmp_path: Path) -> None:
     train(tmp_path / "tokenizer", None, byte_level=False)
     found = metadata(export_gguf(quantized("int8_wo"), tmp_path, "model", tmp_path / "tokenizer"))
@@ -380,6 +387,7 @@ def test_tokenizers_that_gguf_has_no_name_for_are_refused(tmp_path: Path) -> Non
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_a_file_that_is_there_is_kept_unless_replaced(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("mine")
     model = quantized("int8_wo")
@@ -390,6 +398,7 @@ def test_a_file_that_is_there_is_kept_unless_replaced(tmp_path: Path) -> None:
     assert tensors(tmp_path / "m.gguf")
 
 
+@pytest.mark.slow
 def test_bad_files_are_refused_and_the_model_stays(tmp_path: Path) -> None:
     file = export_gguf(quantized("int8_wo"), tmp_path, "m", LANGUAGE_MODEL)
     qwen = build("qwen2")
