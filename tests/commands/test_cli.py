@@ -175,12 +175,14 @@ def test_force_replaces_the_output(places: dict[str, Path], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
-    from quark.commands.models import load_model, load_tokenizer
+    from transformers import AutoTokenizer
+
+    from quark.commands.models import load_model
     from quark.commands.text import perplexity, token_windows
 
     line = "evaluate {llama} {quantized} --text {text} --length 64 --windows 3 --layers 2"
     out = succeed(line, places)
-    data = token_windows(load_tokenizer(places["llama"]), places["text"], 64, 3)
+    data = token_windows(AutoTokenizer.from_pretrained(places["llama"]), places["text"], 64, 3)
     for place in ("llama", "quantized"):
         assert f"{perplexity(load_model(places[place]), data):.3f}" in out
         assert f"{len(weights(places[place])) / 1e6:.2f}" in out
@@ -256,14 +258,14 @@ BAD = {
     "config.json of another kind": ("quantize {list_config} --scheme int8_wo -o {out}", "config.json"),
     "config.json without a type": ("quantize {no_type} --scheme int8_wo -o {out}", "model_type"),
     "no weights": ("quantize {no_weights} --scheme int8_wo -o {out}", "model.safetensors"),
-    "truncated weights": ("quantize {truncated} --scheme int8_wo -o {out}", "truncated cannot be loaded"),
-    "empty weights": ("quantize {emptied} --scheme int8_wo -o {out}", "emptied cannot be loaded"),
+    "truncated weights": ("quantize {truncated} --scheme int8_wo -o {out}", "truncated/model.safetensors is truncated"),
+    "empty weights": ("quantize {emptied} --scheme int8_wo -o {out}", "no safetensors file"),
     "quantized already": ("quantize {quantized} --scheme int8_wo -o {out}", "quantized layers already"),
     "output exists": ("quantize {llama} --scheme int8_wo -o {quantized}", "--force"),
     "output is a file": ("quantize {llama} --scheme int8_wo -o {file}", "--force"),
     "output under a file": ("quantize {llama} --scheme int8_wo -o {file}/out", "Could not write"),
     "static without data": (QUANTIZE + "--scheme int8", "calibration data"),
-    "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "cannot be read"),
+    "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "is not there"),
     "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),
     "calibration text in Latin-1": (QUANTIZE + "--scheme int8 --calib {latin1}", "UTF-8"),
     "no calibration sample": (QUANTIZE + "--scheme int8 --calib {text} --samples 0", "greater than or equal to 1"),
@@ -278,10 +280,10 @@ BAD = {
     "device": (QUANTIZE + "--scheme int8_wo --device gpu", "gpu"),
     "option of ONNX files": (QUANTIZE + "--scheme int8_wo --config A8W8", "--config does not apply to"),
     "no scheme": (QUANTIZE, "Missing option --scheme"),
-    "evaluate: no text file": ("evaluate {llama} {quantized}", "Missing option --text"),
-    "evaluate: data for a folder": (
+    "evaluate: no text file": ("evaluate {llama} {quantized}", "Missing option --data or --text"),
+    "evaluate: data twice": (
         "evaluate {llama} {quantized} --text {text} --data {text}",
-        "--data does not apply",
+        "--data and --text are the same",
     ),
     "inspect: no model": ("inspect {missing}", "neither an .onnx file nor a model folder"),
     "inspect: broken config.json": ("inspect {broken_config}", "is not the config of a model"),
@@ -292,9 +294,9 @@ BAD = {
     "plan: group size": ("plan {opt} --scheme int4_wo_128", "group_size 128 does not divide"),
     "plan: broken config.json": ("plan {broken_config} --scheme int8_wo", "is not JSON"),
     "evaluate: missing folder": ("evaluate {llama} {missing} --text {text}", "missing"),
-    "evaluate: truncated weights": ("evaluate {llama} {truncated} --text {text}", "cannot be loaded"),
+    "evaluate: truncated weights": ("evaluate {llama} {truncated} --text {text}", "is truncated"),
     "evaluate: empty text": ("evaluate {llama} {quantized} --text {empty_text}", "0 tokens"),
-    "evaluate: no text": ("evaluate {llama} {quantized} --text {missing}", "cannot be read"),
+    "evaluate: no text": ("evaluate {llama} {quantized} --text {missing}", "is not there"),
     "evaluate: no length": ("evaluate {llama} {quantized} --text {text} --length 0", "length"),
     "evaluate: nothing to predict": ("evaluate {llama} {quantized} --text {text} --length 1", "length"),
     "evaluate: another architecture": ("evaluate {opt} {quantized} --text {text} --length 32", "opt"),

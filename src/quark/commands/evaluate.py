@@ -8,17 +8,20 @@ from typing import Annotated
 import typer
 
 from quark.commands.kinds import ONNX, TORCH, check_options, is_onnx, require
-from quark.commands.quantize import BatchSize, Device, Dtype, Mean, Std
+from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, Std, TrustRemoteCode
+from quark.errors import ConfigError
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
 Quantized = Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder or ONNX file of the quantized model.")]
 Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")]
 
-Text = Annotated[Path | None, typer.Option(help="Held-out text file.", rich_help_panel=TORCH)]
+Data = Annotated[
+    Path | None, typer.Option(help="Held-out data: text, a folder of images, audio or arrays, .npz, .npy (ONNX).")
+]
+Text = Annotated[Path | None, typer.Option(help="Held-out text file: the same as --data.", rich_help_panel=TORCH)]
 Length = Annotated[int, typer.Option(min=2, help="Tokens in a window.", rich_help_panel=TORCH)]
-Windows = Annotated[int, typer.Option(min=0, help="Most windows; 0 for all.", rich_help_panel=TORCH)]
+Windows = Annotated[int, typer.Option(min=0, help="Most windows or other samples; 0: all.", rich_help_panel=TORCH)]
 
-Data = Annotated[Path | None, typer.Option(help="Samples: .npz, .npy or a folder of files.", rich_help_panel=ONNX)]
 Samples = Annotated[int | None, typer.Option(min=1, help="Most samples; all by default.", rich_help_panel=ONNX)]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime.", rich_help_panel=ONNX)]
 
@@ -28,19 +31,21 @@ def evaluate(
     float_model: Float,
     quantized: Quantized,
     layers: Layers = 10,
+    data: Data = None,
     text: Text = None,
     length: Length = 256,
     windows: Windows = 64,
     device: Device = "cpu",
     dtype: Dtype = "auto",
-    data: Data = None,
+    trust_remote_code: TrustRemoteCode = False,
+    keep_unexpected: KeepUnexpected = False,
     samples: Samples = None,
     batch_size: BatchSize = None,
     mean: Mean = None,
     std: Std = None,
     threads: Threads = 1,
 ) -> None:
-    """Compare accuracy, size, latency and the damage of each layer: perplexity, or the outputs of ONNX models.
+    """Compare outputs, size, latency and the damage of each layer, and of language models the perplexity.
 
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
 
@@ -57,7 +62,18 @@ def evaluate(
         return
     from quark.commands.evaluate_torch import evaluate_folders
 
-    held_out = require(text, "--text", float_model)
+    if data and text:
+        raise ConfigError("--data and --text are the same option; give one of them.")
+    held_out = require(data or text, "--data or --text", float_model)
+    load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
     evaluate_folders(
-        float_model, quantized, held_out, length=length, windows=windows, layers=layers, device=device, dtype=dtype
+        float_model,
+        quantized,
+        held_out,
+        length=length,
+        windows=windows,
+        layers=layers,
+        device=device,
+        dtype=dtype,
+        load=load,
     )

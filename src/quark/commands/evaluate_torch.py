@@ -4,85 +4,158 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
+from quark.core.metrics import Comparison
 from quark.errors import ConfigError
+from quark.log import progress
+
+LARGEST_PIECE = 1 << 22
+"""Values of an output that are compared at once, in float64."""
+
+
+@dataclass
+class Output:
+    """One output of both models: how near they are, and for logits how often the greatest is the same."""
+
+    comparison: Comparison = field(default_factory=Comparison)
+    agreed: int = 0
+    rows: int = 0
+
+    def update(self, expected: Any, found: Any, classes: bool) -> None:
+        """Add the values of one batch; with `classes` the last axis is that of classes or tokens."""
+        expected, found = (x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (expected, found))
+        for one, other in zip(*(x.split(max(1, LARGEST_PIECE // x.shape[1])) for x in (expected, found)), strict=True):
+            self.comparison.update(one, other)
+            if classes:
+                self.agreed += int((one.argmax(1) == other.argmax(1)).sum())
+                self.rows += len(one)
 
 
 @dataclass(frozen=True)
-class Result:
-    """One model's figures: bytes on disk, perplexity, seconds for one window."""
+class FolderComparison:
+    """What running both models on the same batches showed.
 
-    size: int
-    perplexity: float
-    latency: float
+    Attributes:
+        perplexity: Of the float and of the quantized model; None where they do not give the next token.
+        outputs: By name.
+    """
+
+    perplexity: tuple[float, float] | None
+    outputs: Mapping[str, Output]
 
 
 def evaluate_folders(
     float_model: Path,
     quantized: Path,
-    text: Path,
+    data: Path,
     *,
     length: int,
     windows: int,
     layers: int,
     device: str,
     dtype: str,
+    load: Mapping[str, bool],
 ) -> None:
-    """Compare perplexity, size, latency and the damage of each layer."""
+    """Compare outputs, perplexity, size, latency and the damage of each layer."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.models import folder_bytes, load_model, load_tokenizer
-    from quark.commands.text import token_windows
+    from quark.commands.models import folder_bytes, inputs_of, load_model
     from quark.torch.layers.replace import quantized_layers
-    from quark.torch.model.meta_model import read_config
+    from quark.torch.model.model_folder import read_config
 
     _same_architecture(read_config(float_model), read_config(quantized))
-    data = token_windows(load_tokenizer(float_model), text, length, windows or None)
-    before, after = load_model(float_model, device, dtype), load_model(quantized, device, dtype)
+    before, after = (load_model(folder, device, dtype, **load) for folder in (float_model, quantized))
     if not quantized_layers(after):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
-    rows = {"float": measure(before, folder_bytes(float_model), data)}
-    rows["quantized"] = measure(after, folder_bytes(quantized), data)
+    batches = inputs_of(float_model, before).read(data, windows or ALL, length)
+    report = compare(before, after, batches)
     console = Console()
-    console.print(_summary(rows))
-    console.print(_worst_layers(layer_damage(before, after, data[0]), layers))
+    sizes = (folder_bytes(float_model), folder_bytes(quantized))
+    console.print(_summary(sizes, report.perplexity, [latency(model, batches[0]) for model in (before, after)]))
+    console.print(_outputs(report.outputs, len(batches)))
+    console.print(_worst_layers(layer_damage(before, after, batches[0]), layers))
+
+
+ALL = 1 << 62
+"""More samples than there are."""
 
 
 def _same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise ConfigError when two configs describe models whose layers cannot be compared."""
-    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        if before.get(key) != after.get(key):
+    for key in ("model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size"):
+        if before.get(key) != after.get(key) and not (key == "architectures" and None in map(before.get, (key,))):
             raise ConfigError(
                 f"The two models differ in {key}: {before.get(key)} (float) and {after.get(key)} (quantized). "
                 "Compare a quantized model with the float model that it was made from."
             )
 
 
-def measure(model: Any, size: int, data: Sequence[Any]) -> Result:
-    """Perplexity on all windows and the median latency of one."""
+def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:
+    """Run both models on the batches, of one sample each."""
     import torch
 
-    from quark.commands.text import perplexity
+    from quark.commands.text import negative_log_likelihood
+    from quark.torch.model.batches import forward_batch, input_device
 
-    value = perplexity(model, data)
-    times = []
-    device = next(model.parameters()).device
+    device = input_device(before)
+    outputs: dict[str, Output] = {}
+    likelihoods, tokens = [0.0, 0.0], 0
+    with torch.no_grad():
+        for batch in progress(batches, "compare", total=len(batches)):
+            pair = [dict(named_outputs(forward_batch(model, batch, device))) for model in (before, after)]
+            for name, expected in pair[0].items():
+                found = pair[1].get(name)
+                if found is None or found.shape != expected.shape:
+                    raise ConfigError(f"The output {name!r} is of another shape, or missing, in the quantized model.")
+                outputs.setdefault(name, Output()).update(expected, found, "logits" in name)
+            if isinstance(batch, torch.Tensor) and "logits" in pair[0]:
+                ids = batch.to(device)
+                tokens += ids.numel() - len(ids)
+                for index, values in enumerate(pair):
+                    likelihoods[index] += negative_log_likelihood(values["logits"], ids)
+    first, second = (math.exp(value / tokens) if tokens else math.nan for value in likelihoods)
+    return FolderComparison((first, second) if tokens else None, outputs)
+
+
+def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The floating-point tensors of what a model returns, by name; caches are no output."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point() and output.numel():
+            yield prefix or "output", output
+    elif hasattr(output, "items"):
+        for name, value in output.items():
+            if "past" not in name and "cache" not in name:
+                yield from named_outputs(value, f"{prefix}.{name}".lstrip("."))
+    elif isinstance(output, (tuple, list)):
+        for index, value in enumerate(output):
+            yield from named_outputs(value, f"{prefix}.{index}".lstrip("."))
+
+
+def latency(model: Any, batch: Any) -> float:
+    """The median of five runs on a batch, in seconds."""
+    import torch
+
+    from quark.torch.model.batches import forward_batch, input_device
+
+    device, times = input_device(model), []
     with torch.no_grad():
         for _ in range(5):
             start = time.perf_counter()
-            model(data[0].to(device)).logits[0, 0, 0].item()
+            next(named_outputs(forward_batch(model, batch, device)))[1].flatten()[0].item()  # waits for a device
             times.append(time.perf_counter() - start)
-    return Result(size, value, sorted(times)[len(times) // 2])
+    return sorted(times)[2]
 
 
-def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float, float]]:
-    """Weight SQNR and output SQNR in dB of each quantized layer, on one window.
+def layer_damage(before: Any, after: Any, batch: Any) -> dict[str, tuple[float, float]]:
+    """Weight SQNR and output SQNR in dB of each quantized layer, on one batch.
 
     The output SQNR compares what the layer gives inside the quantized model with what it gives inside the float
     model: errors of the layers before are part of it. It is NaN for an expert that did not get the same number of
@@ -96,21 +169,23 @@ def layer_damage(before: Any, after: Any, window: Any) -> dict[str, tuple[float,
 
     layers = quantized_layers(after)
     prepare(before, layers.__contains__)  # the same layers, where the model had them in another form
-    float_outputs = _outputs(before, list(layers), window)
-    outputs = _outputs(after, list(layers), window)
+    float_outputs = _layer_outputs(before, list(layers), batch)
+    outputs = _layer_outputs(after, list(layers), batch)
     damage = {}
     with torch.no_grad():
         for name, layer in layers.items():
             weight = before.get_submodule(name).weight
             decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
-            expected, found = float_outputs[name], outputs[name]
-            same = expected.shape == found.shape and found.numel() > 0
+            expected, found = float_outputs.get(name), outputs.get(name)
+            same = expected is not None and found is not None and expected.shape == found.shape and found.numel() > 0
             damage[name] = (sqnr(weight, decoded), sqnr(expected, found) if same else math.nan)
     return damage
 
 
-def _outputs(model: Any, names: Sequence[str], window: Any) -> dict[str, Any]:
+def _layer_outputs(model: Any, names: Sequence[str], batch: Any) -> dict[str, Any]:
     import torch
+
+    from quark.torch.model.batches import forward_batch, input_device
 
     found: dict[str, Any] = {}
     hooks = [
@@ -121,19 +196,29 @@ def _outputs(model: Any, names: Sequence[str], window: Any) -> dict[str, Any]:
     ]
     try:
         with torch.no_grad():
-            model(window.to(next(model.parameters()).device))
+            forward_batch(model, batch, input_device(model))
     finally:
         for hook in hooks:
             hook.remove()
     return found
 
 
-def _summary(rows: dict[str, Result]) -> Table:
-    table = Table("", "size MB", "perplexity", "latency ms", title="Float against quantized")
-    base = rows["float"]
-    for name, row in rows.items():
-        change = "" if row is base else f" ({row.perplexity / base.perplexity - 1:+.2%})"
-        table.add_row(name, f"{row.size / 1e6:.2f}", f"{row.perplexity:.3f}{change}", f"{row.latency * 1e3:.1f}")
+def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, seconds: Sequence[float]) -> Table:
+    table = Table("", "size MB", *(["perplexity"] if perplexity else []), "latency ms", title="Float against quantized")
+    for index, name in enumerate(("float", "quantized")):
+        cells = [f"{sizes[index] / 1e6:.2f}"]
+        if perplexity:
+            change = f" ({perplexity[1] / perplexity[0] - 1:+.2%})" if index else ""
+            cells.append(f"{perplexity[index]:.3f}{change}")
+        table.add_row(name, *cells, f"{seconds[index] * 1e3:.1f}")
+    return table
+
+
+def _outputs(outputs: Mapping[str, Output], samples: int) -> Table:
+    table = Table("output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {samples} samples")
+    for name, output in outputs.items():
+        agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
+        table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)
     return table
 
 

@@ -65,7 +65,7 @@ class Export:
             check_options(self.form, self.weight_format, self.pack_method, self.max_shard_size)
 
     def _check_gguf(self, source: Path) -> None:
-        from quark.commands.models import load_config
+        from quark.torch.model.model_folder import load_config
         from quark.torch.writers.gguf.architectures import architecture_of
         from quark.torch.writers.gguf.writer import import_gguf
 

@@ -10,37 +10,53 @@ import quark.torch  # noqa: F401 - first: where torch is absent, it says how to 
 # isort: split
 import torch
 
+from quark.commands.model_inputs import ModelInputs
 from quark.errors import ConfigError, did_you_mean
 from quark.torch import import_model_from_safetensors
+from quark.torch.checkpoint.float_model import load_float_model, stored_shapes
 from quark.torch.formats import FORMATS
-from quark.torch.model.meta_model import as_format_error, build_skeleton, import_transformers, read_config
+from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
 
 FOREIGN = frozenset(FORMATS) - {"quark"}
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
-def _transformers() -> Any:
+def _quiet_transformers() -> Any:
+    """Transformers without its bars and reports: what they say is checked, and raised."""
     transformers = import_transformers()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
 
-def load_model(folder: Path, device: str = "cpu", dtype: str = "auto") -> Any:
-    """The causal language model of a folder, in evaluation mode. Raises FormatError naming the folder."""
+def load_model(
+    folder: Path,
+    device: str = "cpu",
+    dtype: str = "auto",
+    *,
+    trust_remote_code: bool = False,
+    keep_unexpected: bool = False,
+) -> Any:
+    """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder."""
     stored = read_config(folder).get("quantization_config") or {}
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
     where = _device(device)
-    transformers = _transformers()
-    with as_format_error(folder):
-        if stored.get("quant_method") in FOREIGN:
-            # transformers would need the package of each of these formats, and computes some only on a GPU.
+    _quiet_transformers()
+    if stored.get("quant_method") in FOREIGN:
+        # transformers would need the package of each of these formats, and computes some only on a GPU.
+        with as_format_error(folder):
             return import_model_from_safetensors(None, folder, attn_implementation="sdpa").eval().to(where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
-        )
-    return model.eval().to(where)
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = load_float_model(folder, wanted, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected)
+    return model.to(where)
+
+
+def inputs_of(folder: Path, model: Any) -> ModelInputs:
+    """What the model of a folder takes."""
+    dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    return ModelInputs(folder, model.config, type(model), dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -54,27 +70,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def load_config(folder: Path) -> Any:
-    """The transformers config of a folder."""
-    read_config(folder)
-    transformers = _transformers()
-    with as_format_error(folder):
-        return transformers.AutoConfig.from_pretrained(folder)
-
-
-def load_meta_model(folder: Path) -> Any:
+def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """The float model of a folder without weights: parameters on the meta device."""
-    if "quantization_config" in read_config(folder):
+    if read_config(folder).get("quantization_config"):
         raise ConfigError(f"{folder} is quantized already; give the float model.")
-    _transformers()
-    return build_skeleton(folder)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder. Raises FormatError when there is none."""
-    transformers = _transformers()
-    with as_format_error(folder):
-        return transformers.AutoTokenizer.from_pretrained(folder)
+    _quiet_transformers()
+    present = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    shapes = stored_shapes(folder) if present else {}
+    return build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code)
 
 
 def folder_bytes(folder: Path) -> int:

@@ -10,9 +10,7 @@ from rich.console import Console
 
 
 def plan(
-    model: Annotated[
-        Path, typer.Argument(help="Folder of a Hugging Face causal language model (config.json is enough).")
-    ],
+    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face model (config.json is enough).")],
     scheme: Annotated[str, typer.Option(help="Name of a scheme; `quark schemes` lists them.")],
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
     layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
@@ -25,6 +23,7 @@ def plan(
     from quark.commands.models import load_meta_model
     from quark.commands.quantize_torch import scheme_config
     from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.model.outside_reads import weights_read_elsewhere
     from quark.torch.model.passes import prepare
     from quark.torch.plan import chooser, make_plan
 
@@ -32,7 +31,7 @@ def plan(
     meta = load_meta_model(model)
     before = predicted_bytes(meta, None)
     prepare(meta, chooser(config, meta).wanted)
-    made = make_plan(config, meta)
+    made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta))
     console = Console()
     console.print(made.table(meta))
     after = predicted_bytes(meta, made)

@@ -9,10 +9,15 @@ import typer
 
 from quark.commands.kinds import ONNX, TORCH, check_options, is_onnx, require
 
-Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face causal language model, or an ONNX file.")]
+Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder or file to make.")]
-Calib = Annotated[Path | None, typer.Option(help="Calibration data: a text file; for ONNX samples (.npz, folder).")]
-Samples = Annotated[int | None, typer.Option(min=1, help="Most windows of 512 tokens (default 128), or samples (all).")]
+Calib = Annotated[
+    Path | None,
+    typer.Option(help="Calibration data: a text file, a folder of images or audio, or arrays by name (.npz)."),
+]
+Samples = Annotated[
+    int | None, typer.Option(min=1, help="Most samples; of a text windows of 512 tokens. Default 128; ONNX: all.")
+]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or nodes to keep in float; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
 
@@ -45,6 +50,18 @@ Stream = Annotated[
     bool | None,
     typer.Option(
         help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small.",
+        rich_help_panel=TORCH,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the code that the folder brings along.", rich_help_panel=TORCH),
+]
+KeepUnexpected = Annotated[
+    bool,
+    typer.Option(
+        "--keep-unexpected",
+        help="Accept tensors that the class of the model does not use; they are copied as they are.",
         rich_help_panel=TORCH,
     ),
 ]
@@ -106,6 +123,8 @@ def quantize(
     pack_method: PackMethod = "reorder",
     max_shard_size: ShardSize = "5GB",
     stream: Stream = None,
+    trust_remote_code: TrustRemoteCode = False,
+    keep_unexpected: KeepUnexpected = False,
     config: Config = None,
     target: Target = None,
     statistics: Statistics = None,
@@ -117,7 +136,7 @@ def quantize(
     budget: Budget = None,
     metric: Metric = None,
 ) -> None:
-    """Quantize a language model for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
+    """Quantize a model folder for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
@@ -143,5 +162,6 @@ def quantize(
     quantize_folder(
         model, require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude, layer=layer,
         algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
+        load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
         export=Export(output, export_format, weight_format, pack_method, max_shard_size, force),
     )  # fmt: skip

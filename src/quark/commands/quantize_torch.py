@@ -1,22 +1,25 @@
-"""`quark quantize` of a folder: a language model in, a quantized one out."""
+"""`quark quantize` of a folder: a model of transformers in, a quantized one out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from quark.commands.export_torch import Export
 from quark.errors import CalibrationError, ConfigError, OutputExistsError
 
-Windows = Callable[[Any], list[Any] | None]
-"""The calibration data for a model with this config."""
+Samples = Callable[["ModelInputs"], list[Any] | None]
+"""The calibration data for a model that takes these inputs."""
+
+if TYPE_CHECKING:
+    from quark.commands.model_inputs import ModelInputs
 
 CALIBRATION_LENGTH = 512
-CALIBRATION_WINDOWS = 128
+CALIBRATION_SAMPLES = 128
 STREAMED = "quark"
 """The format that is written block by block."""
 
@@ -36,11 +39,12 @@ def quantize_folder(
     dtype: str,
     export: Export,
     stream: bool | None,
+    load: Mapping[str, bool],
 ) -> None:
-    """Load, quantize, export, and say what it took."""
+    """Load (with `load` for `load_model`), quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.commands.models import folder_bytes
-    from quark.torch.model.meta_model import read_config
+    from quark.torch.model.model_folder import read_config
 
     output = export.output
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
@@ -50,40 +54,47 @@ def quantize_folder(
     read_config(model)
     export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(scheme, layer, [kv_cache, attention], config, calib)
-    run = _streamed if _streams(stream, export, model) else _in_memory
     console, start, before = Console(), time.perf_counter(), folder_bytes(model)
-    after = run(
-        model, config, lambda own: _windows(model, calib, samples, own) if calib else None, device, dtype, export
-    )
+
+    def data(inputs: ModelInputs) -> list[Any] | None:
+        return inputs.read(calib, samples or CALIBRATION_SAMPLES, CALIBRATION_LENGTH) if calib else None
+
+    if _streams(stream, export, model, load):
+        after = _streamed(model, config, data, device, dtype, export)
+    else:
+        after = _in_memory(model, config, data, device, dtype, export, load)
     console.print(
         f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
 
 
-def _in_memory(model: Path, config: Any, windows: Windows, device: str, dtype: str, export: Export) -> int:
+def _in_memory(
+    model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export, load: Mapping[str, bool]
+) -> int:
     """Write the quantized model; return the bytes of its weights on disk."""
-    from quark.commands.models import load_model
+    from quark.commands.models import inputs_of, load_model
     from quark.torch import ModelQuantizer
 
-    float_model = load_model(model, device, dtype)
+    float_model = load_model(model, device, dtype, **load)
+    data = samples(inputs_of(model, float_model))
     quantizer = ModelQuantizer(config)
-    quantized = quantizer.quantize_model(float_model, windows(float_model.config))
-    return export.write(quantizer.freeze(quantized), model)
+    return export.write(quantizer.freeze(quantizer.quantize_model(float_model, data)), model)
 
 
-def _streamed(model: Path, config: Any, windows: Windows, device: str, dtype: str, export: Export) -> int:
+def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export) -> int:
     """The same without a model in memory."""
-    from quark.commands.models import folder_bytes, load_config
+    from quark.commands.models import folder_bytes, inputs_of, load_meta_model
     from quark.torch.flows.from_disk import stream
 
     if dtype != "auto":
         raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
-    stream(config, model, export.output, windows(load_config(model)), device=device, **export.options)
+    data = samples(inputs_of(model, load_meta_model(model)))
+    stream(config, model, export.output, data, device=device, **export.options)
     return folder_bytes(export.output)
 
 
-def _streams(stream: bool | None, export: Export, model: Path) -> bool:
+def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
     """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
     from quark.commands.models import folder_bytes
 
@@ -92,16 +103,12 @@ def _streams(stream: bool | None, export: Export, model: Path) -> bool:
             f"--stream with --export-format {export.form}: block by block only the {STREAMED} format is written. "
             f"Possible: --export-format {STREAMED}, or no --stream."
         )
+    if stream and any(load.values()):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in load.items() if value)
+        raise ConfigError(f"{given} with --stream: block by block, a class of transformers is needed that holds all.")
+    if any(load.values()):
+        return False
     return export.form == STREAMED and (not fits_memory(folder_bytes(model)) if stream is None else stream)
-
-
-def _windows(model: Path, calib: Path, samples: int | None, config: Any) -> list[Any]:
-    """The calibration text as windows of tokens: 512 tokens, or what the model takes."""
-    from quark.commands.models import load_tokenizer
-    from quark.commands.text import token_windows
-
-    length = min(CALIBRATION_LENGTH, getattr(config, "max_position_embeddings", None) or CALIBRATION_LENGTH)
-    return token_windows(load_tokenizer(model), calib, length, samples or CALIBRATION_WINDOWS)
 
 
 def fits_memory(weight_bytes: int) -> bool:

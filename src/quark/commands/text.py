@@ -1,4 +1,4 @@
-"""Text in, batches of token ids out; and the perplexity of a model on them."""
+"""Text in, windows of token ids out; and how likely a model finds them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,32 @@ def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = N
     Raises:
         CalibrationError: The file cannot be read, or has fewer tokens than one window.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CalibrationError(f"{file} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"{file} is no UTF-8 text: {error}.") from None
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
+    ids = tokenizer(read_text(file), return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
     count = len(ids) // length
     if count == 0:
         raise CalibrationError(f"{file} has {len(ids)} tokens; at least one window of {length} is needed.")
     count = count if limit is None else min(count, limit)
     return list(ids[: count * length].reshape(count, 1, length))
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises CalibrationError where it cannot be read, or is no UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"{file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{file} is no UTF-8 text: {error}.") from None
+
+
+def negative_log_likelihood(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """The sum over the tokens of a window, the first left out, in nats.
+
+    Args:
+        logits: (1, length, vocabulary).
+        ids: (1, length).
+    """
+    return float(F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
 
 
 def perplexity(model: Any, windows: Sequence[torch.Tensor]) -> float:
@@ -46,8 +60,7 @@ def perplexity(model: Any, windows: Sequence[torch.Tensor]) -> float:
     total, count = 0.0, 0
     with torch.no_grad():
         for window in progress(windows, "perplexity", total=len(windows)):
-            logits = model(window.to(device)).logits[:, :-1].float()
-            targets = window[:, 1:].to(device)
-            total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
-            count += targets.numel()
+            ids = window.to(device)
+            total += negative_log_likelihood(model(ids).logits, ids)
+            count += ids.numel() - len(ids)
     return math.exp(total / count)

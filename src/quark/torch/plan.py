@@ -12,6 +12,7 @@ from torch import nn
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError
+from quark.log import logger
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
 from quark.torch.config.selectors import patterns_of, routers, selected_names
@@ -36,6 +37,7 @@ class Plan:
         probabilities: Full name of an attention module -> spec of its probabilities.
         to_exclude: What a stored config must exclude, so that a runtime, which knows no selectors and may have layers
             in place of what stays in float, quantizes what this plan does.
+        read_elsewhere: Those of `excluded` whose weight the model reads itself; see `weights_read_elsewhere`.
     """
 
     layers: dict[str, LayerSpec]
@@ -43,6 +45,7 @@ class Plan:
     unknown: tuple[str, ...] = ()
     probabilities: dict[str, TensorSpec] = field(default_factory=dict)
     to_exclude: tuple[str, ...] = ()
+    read_elsewhere: frozenset[str] = frozenset()
 
     @property
     def needs_data(self) -> bool:
@@ -77,6 +80,8 @@ class Plan:
 
     def float_label(self, name: str) -> str:
         """What the table says of a tensor that is not quantized."""
+        if name in self.read_elsewhere:
+            return "float (weight read by the model)"
         return "float (own forward)" if name in self.unknown else "float"
 
 
@@ -121,7 +126,7 @@ def chooser(config: QConfig, model: nn.Module) -> Choice:
     return Choice(config, tuple(patterns_of(config.exclude)), frozenset(selected_names(config.exclude, model)))
 
 
-def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
+def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsewhere: Collection[str] = ()) -> Plan:
     """Decide what happens to each layer: exclude > layer_quant_config > layer_type_quant_config > global.
 
     Args:
@@ -129,6 +134,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
         model: The float model (any device, meta too).
         strict: Whether a pattern that matches nothing is an error. Loading a checkpoint is not strict: its names
             were resolved when it was written.
+        read_elsewhere: From `weights_read_elsewhere`: layers that stay in float.
 
     Raises:
         ConfigError: A pattern matches nothing, or nothing is left to quantize.
@@ -150,7 +156,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
     choice = chooser(config, model)
     layers, excluded = {}, []
     for name, module in candidates.items():
-        spec = choice.spec(name, type(module))
+        spec = LayerSpec() if name in read_elsewhere else choice.spec(name, type(module))
         if spec == LayerSpec():
             excluded.append(name)
             continue
@@ -169,7 +175,11 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True) -> Plan:
         )
     probabilities = _probabilities(config, model)
     to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
-    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude)
+    outside = frozenset(n for n in excluded if n in read_elsewhere and not choice.excludes(n))
+    if outside:
+        shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
+        logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
+    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside)
 
 
 def _probabilities(config: QConfig, model: nn.Module) -> dict[str, TensorSpec]:

@@ -23,6 +23,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import make_plan
 from quark.torch.replace import attention_quantized, prepared, replaced
 
@@ -79,7 +80,7 @@ class ModelQuantizer:
             if algorithms and isinstance(dataloader, Iterator):
                 dataloader = list(dataloader)  # read more than once
             with prepared(model, self.config):
-                plan = make_plan(self.config, model)
+                plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, dataloader))
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, dataloader)
             model.quant_config = self.config  # type: ignore[assignment]

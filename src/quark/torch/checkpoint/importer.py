@@ -20,7 +20,7 @@ from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
 from quark.torch.layers import ROLES, layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
-from quark.torch.model.meta_model import import_transformers
+from quark.torch.model.model_folder import import_transformers
 from quark.torch.model.published_names import published_names
 from quark.torch.model.tied_weights import tying_configs
 

@@ -71,6 +71,10 @@ class Source:
         """A tensor as it is stored."""
         return self._raw(name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors as they are stored."""
+        return {name: tuple(file.meta(name).shape) for name, file in self._files.items()}
+
     def dtype(self) -> torch.dtype:
         """That of the first float tensor."""
         wide = (file.meta(name).dtype for name, file in self._files.items())

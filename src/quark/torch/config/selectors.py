@@ -15,13 +15,18 @@ NON_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_modal_projector|m
 
 
 def output_head(model: nn.Module) -> set[str]:
-    """The linear layer that gives logits: what `get_output_embeddings` names, else a bias-free or biased Linear at
-    the top of the model whose rows count as many as an embedding's.
+    """The linear layers that give the outputs: what `get_output_embeddings` names, else those outside the base model
+    (of transformers: classifiers, projections), else a Linear at the top of the model whose rows count as many as an
+    embedding's.
     """
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     if head is not None:
         return {name for name, module in model.named_modules() if module is head}
+    base = getattr(model, "base_model", model)
+    if base is not model:
+        inside = set(base.modules())
+        return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in inside}
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     return {
         name
@@ -41,7 +46,13 @@ def routers(model: nn.Module) -> set[str]:
 
 
 def non_text(model: nn.Module) -> set[str]:
-    """Layers of vision and audio towers and of the projectors behind them."""
+    """Layers of vision and audio towers and of the projectors behind them, in a model that writes text.
+
+    In one that does not (a classifier of images, an encoder of both) they are the model.
+    """
+    writes = getattr(model, "can_generate", lambda: True)
+    if not writes():
+        return set()
     return {name for name, module in model.named_modules() if NON_TEXT.search(name) and not list(module.children())}
 
 

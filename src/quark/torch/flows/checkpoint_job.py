@@ -29,7 +29,9 @@ from quark.torch.checkpoint.shards import (
 )
 from quark.torch.checkpoint.source import Source, quantization_of
 from quark.torch.config.config import QConfig
-from quark.torch.model.meta_model import build_skeleton, read_config
+from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.model_folder import read_config
+from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.model.passes.conv1d import is_conv1d
 from quark.torch.model.published_names import source_names
@@ -89,9 +91,9 @@ class CheckpointJob:
         self.files = shard_files(folder)
         self.quantization = quantization_of(read_config(folder), folder)
         self.checkpoint = Source(self.files, self.quantization)
-        self.model = build_skeleton(folder, self.checkpoint.dtype())
+        self.model = build_skeleton(folder, self.checkpoint.dtype(), self.checkpoint.shapes())
         _take_apart(config, self.model)
-        self.plan = make_plan(config, self.model)
+        self.plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model))
 
     def contents(self) -> Contents:
         """What the new folder will hold; to be asked for while the layers of the plan are replaced."""
@@ -101,6 +103,12 @@ class CheckpointJob:
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
         names = dropped_names(self.model, self.checkpoint.names())
         dropped = [plain_entry(name, self.checkpoint.meta(name)) for name in names]
+        unexpected = sorted({*self.checkpoint.names()} - {*(in_folder[n] for n in in_folder if n in ties), *names})
+        if unexpected:
+            raise FormatError(
+                f"{self.folder} holds {len(unexpected)} tensors that the class of its config.json has no place for: "
+                f"{', '.join(unexpected[:5])}."
+            )
         return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
 
     def create_shards(self, output: Path, contents: Contents, begun: bool = False) -> dict[str, ByteRange]:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,10 @@ def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     quantized = list(quantized_layers(model).values())
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    ends = []
+    for end in ("input", "output"):
+        with suppress(NotImplementedError):  # a model of images or sound
+            ends.append(getattr(model, f"get_{end}_embeddings", lambda: None)())
     if any(end is not None and end in quantized for end in ends):
         # A quantized head or embedding no longer shares its weight with the other.
         config.tie_word_embeddings = False

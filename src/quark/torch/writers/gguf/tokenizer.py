@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from quark.errors import FormatError, NotSupportedError
+from quark.torch.model.model_folder import as_format_error
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,11 +61,8 @@ def write_tokenizer(writer: Any, folder: str | os.PathLike[str], vocabulary: int
 def _load(folder: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer  # costs seconds: imported when a file is really written
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise FormatError(f"{folder} holds no tokenizer that transformers loads: {first}") from error
+    with as_format_error(Path(folder)):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise NotSupportedError(f"{folder}: {type(tokenizer).__name__} has no tokenizer.json to read from.")
     return tokenizer

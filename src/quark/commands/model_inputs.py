@@ -1,0 +1,211 @@
+"""Calibration and held-out data for a model folder, by what its class takes: text, images, audio, or arrays by name."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import wave
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quark.commands.text import read_text, token_windows
+from quark.errors import CalibrationError, require_packages
+from quark.torch.model.model_folder import as_format_error, import_transformers
+
+Batch = Any
+"""What `quantize_model` takes: a tensor of token ids, or arguments of the model by name."""
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model takes, and where its tokenizer and processors lie.
+
+    Attributes:
+        folder: Of the model.
+        config: Its transformers config.
+        model_class: Its class.
+        dtype: Of floating-point inputs.
+    """
+
+    folder: Path
+    config: Any
+    model_class: Any
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def names(self) -> list[str]:
+        """The arguments of the model."""
+        return list(inspect.signature(self.model_class.forward).parameters)[1:]
+
+    def read(self, data: Path, limit: int, length: int) -> list[Batch]:
+        """Batches of one sample.
+
+        Args:
+            data: A text file, a folder of images or of audio files, or an .npz of arrays by the names of arguments.
+            limit: Most batches.
+            length: Most tokens in a text sample; a model with fewer positions gets fewer.
+
+        Raises:
+            CalibrationError: The data cannot be read, or are not what the model takes; says what it takes.
+            FormatError: The folder lacks the tokenizer or processor that is needed.
+        """
+        if not data.exists():
+            raise CalibrationError(f"{data} is not there.")
+        samples = list(itertools.islice(self._samples(data, limit, self._length(length)), limit))
+        if not samples:
+            raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
+        return samples
+
+    def _samples(self, data: Path, limit: int, length: int) -> Iterator[Batch]:
+        if data.suffix == ".npz":
+            return self._arrays(data)
+        text, images = "input_ids" in self.names, "pixel_values" in self.names
+        main = self.model_class.main_input_name
+        if text and images and not self.model_class.can_generate():
+            return self._pairs(data, length)
+        if main == "input_ids":
+            self._require(data, folder=False)
+            if self.config.is_encoder_decoder or not self.model_class.can_generate():
+                return self._lines(data, length)
+            return iter(token_windows(self._processor("AutoTokenizer"), data, length, limit))
+        self._require(data, folder=True)
+        if main == "pixel_values":
+            return self._images(data)
+        if main in ("input_features", "input_values"):
+            return self._audio(data, length)
+        raise CalibrationError(f"{data}: {self._wanted()}.")
+
+    def _wanted(self) -> str:
+        """What may be given, for errors."""
+        kinds = {"input_ids": "a text file", "pixel_values": "a folder of images",
+                 "input_features": "a folder of audio files", "input_values": "a folder of audio files"}  # fmt: skip
+        kind = kinds.get(self.model_class.main_input_name)
+        arrays = f"an .npz with arrays of samples by the names of arguments ({', '.join(self.names[:6])} ...)"
+        return f"{self.model_class.__name__} takes {f'{kind}, or ' if kind else ''}{arrays}"
+
+    def _require(self, data: Path, folder: bool) -> None:
+        if data.is_dir() != folder:
+            came = "a folder" if data.is_dir() else "a file"
+            raise CalibrationError(f"{data} is {came}: {self._wanted()}.")
+
+    def _processor(self, auto: str) -> Any:
+        transformers = import_transformers()
+        with as_format_error(self.folder):
+            return getattr(transformers, auto).from_pretrained(self.folder, trust_remote_code=False)
+
+    def _length(self, length: int) -> int:
+        """Tokens in a sample: as many as wanted, or as the model has positions."""
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or length
+        offset = (getattr(text, "pad_token_id", None) or 0) + 1
+        # Positions of some encoders begin behind that of the padding token; a sample two tokens shorter harms no other.
+        return min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
+
+    def _named(self, values: Any) -> dict[str, torch.Tensor]:
+        """The arguments of the model among what a tokenizer or processor gives, in the dtype of the model."""
+        taken = {name: torch.as_tensor(values[name]) for name in values.keys() if name in self.names}  # noqa: SIM118
+        return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in taken.items()}
+
+    def _decoder(self, ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """What a decoder is given while it is taught these tokens: them behind the start token, without the last."""
+        if not self.config.is_encoder_decoder or "decoder_input_ids" not in self.names:
+            return {}
+        start = torch.tensor([[self.config.decoder_start_token_id or 0]])
+        return {"decoder_input_ids": start if ids is None else torch.cat([start, ids[:, :-1]], 1)}
+
+    def _lines(self, data: Path, length: int) -> Iterator[Batch]:
+        """Each line of a text as one sample, with the special tokens that the model was trained with."""
+        tokenizer = self._processor("AutoTokenizer")
+        for line in filter(str.strip, read_text(data).splitlines()):
+            values = tokenizer(line.strip(), return_tensors="pt", truncation=True, max_length=length)
+            yield self._named(values) | self._decoder(values["input_ids"])
+
+    def _images(self, data: Path) -> Iterator[Batch]:
+        processor = self._processor("AutoImageProcessor")
+        for _, image in _files(data, _open_image):
+            yield self._named(processor(image, return_tensors="pt"))
+
+    def _pairs(self, data: Path, length: int) -> Iterator[Batch]:
+        """Images, each with its caption in a text file of the same name."""
+        self._require(data, folder=True)
+        processor, tokenizer = self._processor("AutoImageProcessor"), self._processor("AutoTokenizer")
+        for path, image in _files(data, _open_image):
+            caption = path.with_suffix(".txt")
+            if not caption.is_file():
+                raise CalibrationError(f"{path}: the model takes image and text; {caption.name} has to hold a caption.")
+            text = tokenizer(read_text(caption).strip(), return_tensors="pt", truncation=True, max_length=length)
+            yield self._named(processor(image, return_tensors="pt")) | self._named(text)
+
+    def _audio(self, data: Path, length: int) -> Iterator[Batch]:
+        """Recordings; a decoder gets the transcript in a text file of the same name, else its first token."""
+        extractor = self._processor("AutoFeatureExtractor")
+        for path, (rate, waveform) in _files(data, _open_audio):
+            if rate != extractor.sampling_rate:
+                raise CalibrationError(
+                    f"{path} has {rate} samples a second; the model takes {extractor.sampling_rate}."
+                )
+            values = self._named(extractor(waveform, sampling_rate=rate, return_tensors="pt"))
+            transcript, ids = path.with_suffix(".txt"), None
+            if self.config.is_encoder_decoder and transcript.is_file():
+                text = read_text(transcript).strip()
+                ids = self._processor("AutoTokenizer")(text, return_tensors="pt", truncation=True, max_length=length)
+            yield values | self._decoder(None if ids is None else ids["input_ids"])
+
+    def _arrays(self, data: Path) -> Iterator[Batch]:
+        """The rows of arrays, each named for an argument."""
+        try:
+            with np.load(data, allow_pickle=False) as stored:
+                arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
+        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise CalibrationError(f"{data} cannot be read: {error}.") from None
+        unknown = [name for name in arrays if name not in self.names]
+        counts = {name: len(x) if x.ndim else 0 for name, x in arrays.items()}
+        if unknown or len(set(counts.values())) != 1:
+            what = f"unknown: {', '.join(unknown)}" if unknown else f"samples: {counts}"
+            raise CalibrationError(
+                f"{data} does not hold equally many samples for arguments ({what}): {self._wanted()}."
+            )
+        for row in range(next(iter(counts.values()))):
+            yield self._named({name: x[row : row + 1] for name, x in arrays.items()})
+
+
+def _files(folder: Path, open_file: Callable[[Path], Any]) -> Iterator[tuple[Path, Any]]:
+    """The files of a folder in the order of their names, opened; texts beside them belong to them."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix != ".txt" and not path.name.startswith("."):
+            yield path, open_file(path)
+
+
+def _open_image(path: Path) -> Any:
+    require_packages("Reading images", "onnx", "PIL")
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(path).convert("RGB")
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise CalibrationError(f"{path} cannot be read as an image: {error}.") from None
+
+
+def _open_audio(path: Path) -> tuple[int, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Samples a second, and the mean of the channels between -1 and 1."""
+    try:
+        with wave.open(str(path)) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            raw = file.readframes(file.getnframes())
+    except (OSError, EOFError, wave.Error) as error:
+        raise CalibrationError(f"{path} cannot be read as PCM .wav: {error}. Possible: convert it.") from None
+    # Samples of a byte are unsigned; wider ones are signed, and 24 bits become the upper ones of 32.
+    octets = np.frombuffer(raw, np.uint8).reshape(-1, channels, width)
+    if width == 1:
+        values = (octets[..., 0].astype(np.float32) - 128) / 128
+    else:
+        wide = np.zeros((*octets.shape[:2], 4), np.uint8)
+        wide[..., 4 - width :] = octets
+        values = wide.view("<i4")[..., 0].astype(np.float32) / (1 << 31)
+    return rate, values.mean(1)

@@ -1,0 +1,112 @@
+"""Loads the float model of a folder: of the class that config.json names, with every tensor that its files hold.
+
+transformers fills what a checkpoint lacks with random numbers, drops what the class does not know, and reports both to
+a log. Here each is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.errors import FormatError
+from quark.torch.checkpoint.shards import INDEX, shard_files
+from quark.torch.checkpoint.source import Source
+from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.model_folder import (
+    Shapes,
+    as_format_error,
+    check_sizes,
+    import_transformers,
+    load_config,
+    model_class,
+    read_config,
+)
+from quark.torch.model.published_names import merged_names, source_names
+
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What folders held before safetensors; torch reads tensors from it and runs nothing."""
+
+
+def load_float_model(
+    folder: Path, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False, keep_unexpected: bool = False
+) -> Any:
+    """The model of a folder, in evaluation mode, on the CPU. One that quark quantized is loaded as it computes.
+
+    Args:
+        folder: With config.json and weights.
+        dtype: To load in; "auto": as config.json says, else as stored.
+        trust_remote_code: Run the code that `auto_map` names.
+        keep_unexpected: Accept tensors that the class has no place for; a checkpoint that is made of the model holds
+            them as they are.
+
+    Raises:
+        FormatError: The folder is incomplete or corrupt, its config calls for other shapes than its files have, or
+            tensors are missing, unexpected or of another shape; names them.
+    """
+    stored = read_config(folder)
+    shapes = stored_shapes(folder)
+    check_sizes(folder, stored, shapes)
+    config = load_config(folder, trust_remote_code)
+    chosen = model_class(folder, config, trust_remote_code)
+    if not stored.get("quantization_config"):
+        check_shapes(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), shapes)
+    import_transformers().utils.logging.set_verbosity_error()
+    with as_format_error(folder):
+        model, report = chosen.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    unexpected = sorted(report["unexpected_keys"])
+    if keep_unexpected and unexpected:
+        # What the class leaves out by design is named so; writers store it as it was.
+        known = list(model._keys_to_ignore_on_load_unexpected or [])
+        model._keys_to_ignore_on_load_unexpected = [*known, *(f"^{re.escape(name)}$" for name in unexpected)]
+        unexpected = []
+    _refuse(folder, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
+    _refuse(folder, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")
+    _refuse(folder, chosen, "has in another shape", sorted(map(str, report["mismatched_keys"])), "")
+    return model.eval()
+
+
+def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise FormatError(
+            f"{folder} is not the model that its config.json names ({chosen.__name__}): it {what} "
+            f"{', '.join(names[:5])}{more}{f' ({why})' if why else ''}."
+        )
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the weight files, read from their headers. Raises FormatError."""
+    if not (folder / INDEX).exists() and any((folder / name).is_file() for name in PICKLED):
+        return {name: tuple(tensor.shape) for file in _pickled(folder) for name, tensor in file.items()}
+    return Source(shard_files(folder)).shapes()
+
+
+def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
+    for path in sorted(folder.glob("pytorch_model*.bin")):
+        with as_format_error(path):
+            yield torch.load(path, map_location="meta", weights_only=True, mmap=True)
+
+
+def check_shapes(folder: Path, model: Any, shapes: Shapes) -> None:
+    """Raise FormatError where a parameter has another shape than the tensor of its name in the files.
+
+    Args:
+        folder: For the message.
+        model: A skeleton of the float model.
+        shapes: From `stored_shapes`. What transformers merges when it loads has no shape to compare.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    sources = source_names(model, shapes)
+    merged = merged_names(model, own)
+    for name, source in sources.items():
+        if name in own and name not in merged and own[name] != shapes[source]:
+            raise FormatError(
+                f"{folder}: {source} has shape {shapes[source]} in the files, and config.json calls for {own[name]}."
+            )

@@ -1,0 +1,155 @@
+"""A model folder of transformers: its config.json, the class that it names, and whether its files can be of that class.
+
+Nothing here is allocated by what a config says: its numbers are compared with the shapes in the weight files first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quark.errors import FormatError, QuarkError, one_line, require_packages
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a stored tensor -> its shape."""
+
+COUNTS = re.compile(r"^((num|n)_(\w+_)?(layers?|blocks?|experts?|stages)|(\w+_)?layers|depth|n_layer)$")
+"""Fields that say how many modules are built."""
+SCALARS = re.compile(r"theta|base|token|seed|factor")
+"""Fields whose size costs nothing."""
+MODULES, LENGTH = 2000, 1 << 24
+"""What is always built: so many modules of a kind, and tables of so many entries."""
+PACKING = 64
+"""A dimension may be this many times as long as what is stored of it: packed codes, and heads of several parts."""
+
+
+def import_transformers() -> Any:
+    """The transformers package. Raises MissingDependencyError."""
+    require_packages("Reading a model folder", "torch", "transformers")
+    import transformers  # costs seconds: imported when a folder is really read
+
+    return transformers
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model folder. Raises FormatError when it is not one."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FormatError(f"{folder} is no model folder: it has no config.json.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise FormatError(f"{path} is not the config of a transformers model: it has no model_type.")
+    for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
+        if not isinstance(config.get(field), (kind, type(None))):
+            raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
+    return config
+
+
+def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None:
+    """Compare the numbers of a config with the shapes of the tensors that lie beside it, before anything is built.
+
+    Args:
+        folder: For the message.
+        stored: From `read_config`.
+        shapes: Of the tensors in the weight files; empty where there are none.
+
+    Raises:
+        FormatError: A number calls for more modules, or longer tensors, than the files can hold.
+    """
+    longest = max((size for shape in shapes.values() for size in shape), default=0)
+    for name, value in _numbers(stored):
+        leaf = name.rpartition(".")[2]
+        if SCALARS.search(leaf):
+            continue
+        limit = max(MODULES, len(shapes)) if COUNTS.match(leaf) else max(LENGTH, PACKING * longest)
+        if value > limit:
+            raise FormatError(
+                f"{folder / 'config.json'}: {name} is {value}, and the weight files hold {len(shapes)} tensors, the "
+                f"longest dimension {longest}: they are not of this model."
+            )
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Every integer of a config, by its path. The depth is bounded by that of the JSON reader."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, name)
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a folder. Raises FormatError."""
+    read_config(folder)
+    transformers = import_transformers()
+    with as_format_error(folder):
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> Any:
+    """The class that `architectures` names; where config.json has none, that of the causal language model.
+
+    Args:
+        folder: Of the model.
+        config: From `load_config`.
+        trust_remote_code: Import a class from the code that `auto_map` names.
+
+    Raises:
+        FormatError: transformers has no such class, or it belongs to another kind of config.
+    """
+    transformers = import_transformers()
+    path, named = folder / "config.json", next(iter(config.architectures or []), None)
+    if named is None:
+        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in mapping:
+            raise FormatError(f"{path} names no class in `architectures`, and {config.model_type} has no default one.")
+        return mapping[type(config)]
+    if trust_remote_code and (reference := _remote(config, named)):
+        with as_format_error(folder):
+            return transformers.dynamic_module_utils.get_class_from_dynamic_module(reference, folder)
+    found: Any = getattr(transformers, named, None) if isinstance(named, str) else None
+    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+        own = getattr(config, "auto_map", None)
+        hint = " Its code lies in the folder: --trust-remote-code runs it." if own else ""
+        raise FormatError(
+            f"{path} names the class {named!r}, which transformers {transformers.__version__} does not have.{hint}"
+        )
+    takes: Any = getattr(found, "config_class", None)
+    if takes is not None and not isinstance(config, takes):
+        raise FormatError(
+            f"{path}: model_type {config.model_type!r} and the class {named} do not belong together: that one takes a "
+            f"{takes.__name__}, and this is a {type(config).__name__}."
+        )
+    return found
+
+
+def _remote(config: Any, named: str) -> str | None:
+    """What `auto_map` says of the class, as "file.Class"."""
+    references: Iterable[Any] = (getattr(config, "auto_map", None) or {}).values()
+    return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == named), None)
+
+
+@contextmanager
+def as_format_error(folder: Path) -> Iterator[None]:
+    """Whatever transformers, its configs' validation, safetensors or tokenizers raise for a bad folder is one error."""
+    try:
+        yield
+    except (QuarkError, MemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and first else f"{type(error).__name__}: "
+        raise FormatError(f"{folder} cannot be loaded: {kind}{first}".rstrip(": ")) from error

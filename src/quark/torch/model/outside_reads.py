@@ -1,0 +1,122 @@
+"""Layers whose weight the model reads itself, beside calling them or instead: they have to stay in float.
+
+`F.linear(x, self.dt_proj.weight)` never calls the layer, so its quantizers would never run; and
+`x.to(self.projection.weight.dtype)` would cast to the dtype of codes, once codes are what the layer holds. Which layers
+these are is seen in one small forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sized
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
+
+from quark.torch.model.batches import evaluating, forward_batch
+
+HARMLESS = frozenset(
+    f"torch.Tensor.{name}"
+    for name in ("device.__get__", "shape.__get__", "ndim.__get__", "is_meta.__get__", "requires_grad.__get__",
+                 "is_cuda.__get__", "is_cpu.__get__", "layout.__get__", "size", "dim", "numel", "stride", "data_ptr",
+                 "__hash__", "get_device")
+)  # fmt: skip
+"""What codes answer as the float weight does."""
+
+TOKENS = 4
+"""Of the text that a model of transformers is tried with."""
+
+
+def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) -> set[str]:
+    """Names of the modules whose `weight` is used while none of the modules that hold it is running.
+
+    Args:
+        model: A float model, on any device; on the meta device as far as it runs there.
+        data: Calibration batches, of which the first is run where the model is none of transformers; one-shot
+            iterators are left alone.
+
+    Returns:
+        The names; none where no forward could be tried.
+    """
+    batch = example(model, data)
+    if batch is None:
+        return set()
+    watch = _Watch(model)
+    # A model that a dummy input does not suit is quantized all the same, as far as is known of it.
+    with ExitStack() as stack, suppress(Exception):
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(watch.end)
+        stack.enter_context(watch)
+        forward_batch(model, batch, _device(model))
+    return watch.found
+
+
+def example(model: Any, data: Iterable[Any] | None = None) -> Any:
+    """A batch to try a model with: zeros of what a model of transformers takes, else the first of the data, or None."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "main_input_name"):
+        return next(iter(data), None) if isinstance(data, Sized) else None
+    device = _device(model)
+    dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", 224) or 224
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
+    shapes = {
+        "pixel_values": (1, getattr(vision, "num_channels", 3), height, width),
+        "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)),
+        "input_values": (1, 16000),
+    }
+    wanted = [model.main_input_name]
+    if model.main_input_name == "input_ids" and not model.can_generate() and hasattr(config, "vision_config"):
+        wanted.append("pixel_values")
+    batch = {n: torch.zeros(shapes[n], dtype=dtype, device=device) for n in wanted if n in shapes}
+    if "input_ids" in wanted:
+        batch["input_ids"] = tokens
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = tokens
+    return batch or None
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Of the first parameter, the meta device too."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function that gets a weight, and which modules are running then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._names: dict[int, list[str]] = {}
+        self._holders: dict[int, list[nn.Module]] = {}
+        self._running: list[nn.Module] = []
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                self._names.setdefault(id(weight), []).append(name)
+                self._holders.setdefault(id(weight), []).append(module)
+                self._handles.append(module.register_forward_pre_hook(lambda m, _: self._running.append(m)))
+                self._handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None))
+
+    def end(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            names = self._names.get(id(leaf), ()) if isinstance(leaf, nn.Parameter) else ()
+            inside = not names or any(module in self._running for module in self._holders[id(leaf)])
+            if not inside and resolve_name(func) not in HARMLESS:
+                self.found.update(names)
+        return func(*args, **(kwargs or {}))

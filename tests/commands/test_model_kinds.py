@@ -1,0 +1,38 @@
+"""From a folder to a folder on the command line, for every kind of model: nothing is lost, and outputs stay near."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quark.torch.checkpoint.float_model import stored_shapes
+from tests.commands.program import quark
+from tests.models.model_folders import DATA, KINDS, model_folder
+
+QUANTIZED = (".weight_scale", ".weight_zero_point", ".input_scale", ".input_zero_point")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_becomes_one_that_its_class_loads(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    class_name, _, _, kind = KINDS[name]
+    folder, out, data = model_folder(name, tmp_path / name), tmp_path / "out", DATA[kind](tmp_path / "data")
+    done = quark("quantize", folder, "--scheme", "int8", "--calib", data, "--samples", "8", "-o", out)
+    assert done.code == 0, done.err
+    assert json.loads((out / "config.json").read_text())["architectures"] == [class_name]
+    written = stored_shapes(out)
+    assert not set(stored_shapes(folder)) - set(written)
+    assert any(n.endswith(QUANTIZED) for n in written)
+    model, report = getattr(transformers, class_name).from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(model).__name__ == class_name
+    compared = quark("evaluate", folder, out, "--data", data, "--windows", "4", "--length", "64")
+    assert compared.code == 0, compared.err
+    table = compared.out.partition("Outputs over")[2].partition("Layers")[0]
+    cosines = [float(line.split("│")[3]) for line in table.splitlines() if line.startswith("│")]
+    assert cosines and min(cosines) > 0.98, compared.out
+    assert quark("plan", folder, "--scheme", "int8").code == 0

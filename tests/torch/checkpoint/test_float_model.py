@@ -1,0 +1,137 @@
+"""A folder is loaded whole, as the class that it names, or refused by name: never with random or lost weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quark.errors import FormatError
+from quark.torch.checkpoint.float_model import load_float_model
+from tests.models.model_folders import model_folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("folders")
+    return {name: model_folder(name, base / name) for name in ("qwen3", "classifier")}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def without(*parts: str) -> Callable[[Path], None]:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if any(part in name for part in parts)]:
+            del tensors[name]
+
+    return lambda folder: rewrite(folder, drop)
+
+
+def configured(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        stored = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({key: value for key, value in stored.items() if value is not ...}))
+
+    return change
+
+
+def longer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(65)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no q_proj": ("qwen3", without("0.self_attn.q_proj"), "layers.0.self_attn.q_proj.weight"),
+    "no layer": ("qwen3", without("layers.1."), "and 6 more"),
+    "no head": ("qwen3", without("lm_head"), "lm_head.weight"),
+    "an unknown tensor": ("qwen3", lambda f: rewrite(f, lambda t: t.update(extra=torch.ones(2))), "extra"),
+    "a longer norm": ("qwen3", lambda f: rewrite(f, longer), "model.norm.weight has shape (65,)"),
+    "a classifier as a language model": ("classifier", configured(architectures=["BertForMaskedLM"]), "has no cls."),
+    "another kind of config": ("classifier", configured(model_type="llama"), "do not belong together"),
+    "an unknown model_type": ("qwen3", configured(model_type="qwen33"), "qwen33"),
+    "no such class": ("qwen3", configured(architectures=["Qwen33ForCausalLM"]), "'Qwen33ForCausalLM'"),
+    "a class that is no model": ("qwen3", configured(architectures=["AutoConfig"]), "'AutoConfig'"),
+    "a name that is no text": ("qwen3", configured(architectures=[5]), "names the class 5"),
+    "architectures is a text": ("qwen3", configured(architectures="Qwen3ForCausalLM"), "possible: a list"),
+    "a size as text": ("qwen3", configured(hidden_size="64"), "hidden_size"),
+    "another size": ("qwen3", configured(hidden_size=128), "in the files, and config.json calls for"),
+    "a huge size": ("qwen3", configured(hidden_size=10**9), "hidden_size is 1000000000"),
+    "many layers": ("qwen3", configured(num_hidden_layers=10**5), "num_hidden_layers is 100000"),
+    "many heads": ("qwen3", configured(num_key_value_heads=10**9), "num_key_value_heads is 1000000000"),
+    "many labels": ("classifier", configured(num_labels=10**9), "num_labels is 1000000000"),
+    "no heads": ("qwen3", configured(num_attention_heads=0), "cannot be loaded"),
+    "quantization as a number": ("qwen3", configured(quantization_config=5), "quantization_config is 5"),
+    "quantized by others": ("qwen3", configured(quantization_config={"quant_method": "gptq", "bits": 4}), "loaded"),
+    "code of its own": ("qwen3", configured(auto_map={"AutoModelForCausalLM": "evil.Evil"}, architectures=["Evil"]),
+                        "--trust-remote-code"),
+    "nothing but a list": ("qwen3", lambda f: (f / "config.json").write_text("[]") and None, "no model_type"),
+    "deep nesting": ("qwen3", lambda f: (f / "config.json").write_text("[" * 10**5) and None, "not JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_folder_that_is_not_what_it_says_is_refused_by_name(
+    case: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    name, damage, message = DAMAGE[case]
+    folder = tmp_path / "model"
+    shutil.copytree(folders[name], folder)
+    damage(folder)
+    with pytest.raises(FormatError) as caught:
+        load_float_model(folder)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tensors_that_the_class_does_not_use_are_kept_on_request(folders: dict[str, Path], tmp_path: Path) -> None:
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+
+    folder, out, extra = tmp_path / "model", tmp_path / "out", torch.arange(3.0)
+    shutil.copytree(folders["qwen3"], folder)
+    rewrite(folder, lambda tensors: tensors.update({"vision.extra": extra}))
+    model = load_float_model(folder, keep_unexpected=True)
+    quantizer = ModelQuantizer(LLMTemplate.get("qwen3").get_config("int8_wo"))
+    export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), out)
+    assert torch.equal(load_file(out / "model.safetensors")["vision.extra"], extra)
+
+
+def test_no_code_of_a_folder_runs(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["qwen3"], folder)
+    configured(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, model_type="evil")(folder)
+    marker = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    with pytest.raises(FormatError):
+        load_float_model(folder)
+    assert not marker.exists()
+
+
+def test_old_files_of_torch_are_read_and_never_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["qwen3"], folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    file.unlink()
+    assert torch.equal(load_float_model(folder).lm_head.weight, tensors["lm_head.weight"])
+    torch.save({"a": Path}, folder / "pytorch_model.bin")
+    with pytest.raises(FormatError, match=r"pytorch_model.bin"):
+        load_float_model(folder)
+
+
+def test_without_a_named_class_it_is_the_causal_language_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("qwen3", "classifier"):
+        shutil.copytree(folders[name], tmp_path / name)
+        configured(architectures=...)(tmp_path / name)
+    assert type(load_float_model(tmp_path / "qwen3")).__name__ == "Qwen3ForCausalLM"
+    with pytest.raises(FormatError, match="has no cls"):
+        load_float_model(tmp_path / "classifier")

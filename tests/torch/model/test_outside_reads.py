@@ -1,0 +1,73 @@
+"""Layers whose weight the model reads itself are found in one forward, and stay in float."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quark.torch import ModelQuantizer
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.shorthand_specs import Int8PerTensorSpec
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.outside_reads import weights_read_elsewhere
+
+BATCH = torch.ones(2, 4)
+
+
+class Net(nn.Module):
+    """Two layers, of which `second` is used as the test says."""
+
+    def __init__(self, use: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self.second, self.first(x))
+
+
+USES: dict[str, tuple[Callable[[nn.Linear, torch.Tensor], torch.Tensor], bool]] = {
+    "called": (lambda layer, x: layer(x), False),
+    "its device is asked for": (lambda layer, x: layer(x.to(layer.weight.device)), False),
+    "its shape is asked for": (lambda layer, x: layer(x)[:, : layer.weight.shape[0]], False),
+    "its dtype is asked for": (lambda layer, x: layer(x.to(layer.weight.dtype)), True),
+    "its weight multiplied": (lambda layer, x: F.linear(x, layer.weight), True),
+    "its weight by a method": (lambda layer, x: x @ layer.weight.t(), True),
+    "both": (lambda layer, x: layer(x) + x @ layer.weight, True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_they_are_found_and_stay_in_float(use: str) -> None:
+    function, read = USES[use]
+    model = Net(function)
+    assert weights_read_elsewhere(model, [BATCH]) == ({"second"} if read else set())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    config = QConfig(global_quant_config=QLayerConfig(weight=Int8PerTensorSpec().to_quantization_spec()))
+    quantized = ModelQuantizer(config).quantize_model(model, [BATCH])
+    assert set(quantized_layers(quantized)) == ({"first"} if read else {"first", "second"})
+
+
+def test_a_tied_weight_may_be_used_by_any_module_that_holds_it() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.embedding(ids))
+            return out
+
+    assert weights_read_elsewhere(Tied(), [torch.zeros(1, 3, dtype=torch.long)]) == set()
+
+
+def test_a_batch_that_the_model_refuses_says_nothing_and_draws_nothing() -> None:
+    model, state = Net(USES["called"][0]), torch.get_rng_state()
+    assert weights_read_elsewhere(model, [torch.ones(2, 3)]) == set()
+    assert weights_read_elsewhere(model) == set()
+    assert torch.equal(torch.get_rng_state(), state)
