@@ -96,8 +96,14 @@ class ModelInputs:
 
     def _processor(self, auto: str) -> Any:
         transformers = import_transformers()
-        with as_format_error(self.folder):
-            return getattr(transformers, auto).from_pretrained(self.folder, trust_remote_code=False)
+        kind = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}.get(auto, "feature extractor")
+        with as_format_error(self.folder, f"holds no {kind} that transformers loads"):
+            loaded = getattr(transformers, auto).from_pretrained(self.folder, trust_remote_code=False)
+            files = {"tokenizer.json", "tokenizer.model", *getattr(loaded, "vocab_files_names", {}).values()}
+            # Some classes of transformers make a tokenizer without words where there is no file.
+            if auto == "AutoTokenizer" and not any((self.folder / name).is_file() for name in files):
+                raise FileNotFoundError(f"none of {', '.join(sorted(files))} is there")
+            return loaded
 
     def _length(self, length: int) -> int:
         """Tokens in a sample: as many as wanted, or as the model has positions."""
@@ -160,7 +166,7 @@ class ModelInputs:
     def _arrays(self, data: Path) -> Iterator[Batch]:
         """The rows of arrays, each named for an argument."""
         try:
-            with np.load(data, allow_pickle=False) as stored:
+            with data.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
                 arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
         except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise CalibrationError(f"{data} cannot be read: {error}.") from None

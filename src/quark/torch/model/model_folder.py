@@ -24,6 +24,8 @@ SCALARS = re.compile(r"theta|base|token|seed|factor")
 """Fields whose size costs nothing."""
 MODULES, LENGTH = 2000, 1 << 24
 """What is always built: so many modules of a kind, and tables of so many entries."""
+LONGEST = 300
+"""Characters of a foreign error's message that are shown."""
 PACKING = 64
 """A dimension may be this many times as long as what is stored of it: packed codes, and heads of several parts."""
 
@@ -143,13 +145,14 @@ def _remote(config: Any, named: str) -> str | None:
 
 
 @contextmanager
-def as_format_error(folder: Path) -> Iterator[None]:
+def as_format_error(folder: Path, what: str = "cannot be loaded") -> Iterator[None]:
     """Whatever transformers, its configs' validation, safetensors or tokenizers raise for a bad folder is one error."""
     try:
         yield
     except (QuarkError, MemoryError):
         raise
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and first else f"{type(error).__name__}: "
-        raise FormatError(f"{folder} cannot be loaded: {kind}{first}".rstrip(": ")) from error
+        message = one_line(error)
+        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and message else f"{type(error).__name__}: "
+        shown = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."
+        raise FormatError(f"{folder} {what}: {kind}{shown}".rstrip(": ")) from error

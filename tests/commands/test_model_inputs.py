@@ -1,0 +1,140 @@
+"""Calibration data by what a model takes: what each kind becomes, and what is refused by name."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quark.commands.model_inputs import ModelInputs
+from quark.errors import CalibrationError, FormatError
+from quark.torch.model.model_folder import load_config, model_class
+from tests.models.model_folders import DATA, model_folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("folders")
+    return {name: model_folder(name, base / name) for name in ("qwen3", "classifier", "t5", "vit", "clip", "whisper")}
+
+
+def inputs(folder: Path, dtype: torch.dtype = torch.float32) -> ModelInputs:
+    config = load_config(folder)
+    return ModelInputs(folder, config, model_class(folder, config), dtype)
+
+
+def shapes(batch: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in batch.items()}
+
+
+def test_text_is_windows_for_a_language_model_and_lines_for_others(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("A first line of words.\n\n  and a second one, which is longer than the first  \n" * 20)
+    windows = inputs(folders["qwen3"]).read(file, 3, 16)
+    assert [tuple(window.shape) for window in windows] == [(1, 16)] * 3
+    lines = inputs(folders["classifier"]).read(file, 100, 8)
+    assert len(lines) == 40 and all(line["input_ids"].shape[1] <= 8 for line in lines)
+    assert set(lines[0]) == {"input_ids", "attention_mask"}
+    pair = inputs(folders["t5"]).read(file, 1, 64)[0]
+    assert pair["decoder_input_ids"].shape == pair["input_ids"].shape
+    assert pair["decoder_input_ids"][0, 0] == 0
+    assert torch.equal(pair["decoder_input_ids"][:, 1:], pair["input_ids"][:, :-1])
+
+
+def test_images_and_audio_go_through_the_processor_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    images, audio = DATA["images"](tmp_path / "images"), DATA["audio"](tmp_path / "audio")
+    image = inputs(folders["vit"], torch.bfloat16).read(images, 2, 8)
+    assert [shapes(batch) for batch in image] == [{"pixel_values": (1, 3, 32, 32)}] * 2
+    assert image[0]["pixel_values"].dtype == torch.bfloat16
+    assert set(inputs(folders["clip"]).read(images, 1, 8)[0]) == {"pixel_values", "input_ids", "attention_mask"}
+    sound = inputs(folders["whisper"]).read(audio, 9, 8)
+    assert len(sound) == 4 and shapes(sound[0]) == {"input_features": (1, 16, 100), "decoder_input_ids": (1, 1)}
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_pcm_of_any_width_is_the_same_sound(width: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    from quark.commands.model_inputs import _open_audio
+
+    wanted = np.sin(np.arange(800) / 9) * 0.5
+    scaled = np.round(wanted * (1 << (8 * width - 1))).astype("<i4")
+    raw = (scaled + 128).astype(np.uint8)[:, None] if width == 1 else scaled.view(np.uint8).reshape(-1, 4)[:, :width]
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(width)
+        file.setframerate(16000)
+        file.writeframes(np.repeat(raw, 2, 0).tobytes())
+    rate, found = _open_audio(tmp_path / "a.wav")
+    assert rate == 16000 and np.abs(found - wanted).max() <= 0.5 / (1 << (8 * width - 1)) + 1e-7
+
+
+def test_arrays_are_rows_by_the_names_of_arguments(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "rows.npz"
+    np.savez(file, pixel_values=np.ones((3, 3, 32, 32)))
+    rows = inputs(folders["vit"], torch.float16).read(file, 2, 8)
+    assert [shapes(row) for row in rows] == [{"pixel_values": (1, 3, 32, 32)}] * 2
+    assert rows[0]["pixel_values"].dtype == torch.float16
+
+
+def _pickled(folder: Path) -> Path:
+    np.savez(folder / "a.npz", pixel_values=np.array([{"a": 1}], dtype=object))
+    return folder / "a.npz"
+
+
+def _npz(folder: Path, **arrays: Any) -> Path:
+    np.savez(folder / "a.npz", **arrays)
+    return folder / "a.npz"
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def _uncaptioned(folder: Path) -> Path:
+    (DATA["images"](folder) / "3.txt").unlink()
+    return folder
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "nothing there": ("vit", lambda t: t / "none", "is not there"),
+    "a text for images": ("vit", lambda t: _written(t / "a.txt", b"hello"), "takes a folder of images"),
+    "images for a text": ("classifier", lambda t: DATA["images"](t / "i"), "takes a text file"),
+    "an empty folder": ("vit", lambda t: (t / "e").mkdir() or t / "e", "holds no sample"),
+    "an empty text": ("classifier", lambda t: _written(t / "a.txt", b"\n \n"), "holds no sample"),
+    "no text at all": ("classifier", lambda t: _written(t / "a.txt", b"\xff\xfe"), "UTF-8"),
+    "no image": ("vit", lambda t: _written(t / "i" / "a.png", b"nothing").parent, "a.png cannot be read as an image"),
+    "no caption": ("clip", lambda t: _uncaptioned(t / "i"), "3.txt has to hold a caption"),
+    "no sound": ("whisper", lambda t: _written(t / "s" / "a.wav", b"RIFF").parent, "a.wav cannot be read"),
+    "pickles": ("vit", _pickled, "a.npz cannot be read"),
+    "no archive": ("vit", lambda t: _written(t / "a.npz", b"PK\x03\x04"), "a.npz cannot be read"),
+    "unknown names": ("vit", lambda t: _npz(t, pixels=np.ones((1, 2))), "unknown: pixels"),
+    "unequal rows": ("clip", lambda t: _npz(t, pixel_values=np.ones((2, 2)), input_ids=np.ones((3, 2))), "samples"),
+    "a number": ("vit", lambda t: _npz(t, pixel_values=np.float32(1)), "holds no sample"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_data_that_the_model_does_not_take_are_refused(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    name, make, message = WRONG[case]
+    with pytest.raises(CalibrationError, match=message):
+        inputs(folders[name]).read(make(tmp_path), 4, 8)
+
+
+def test_another_rate_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(bytes(1000))
+    with pytest.raises(CalibrationError, match="8000 samples a second; the model takes 16000"):
+        inputs(folders["whisper"]).read(tmp_path, 1, 8)
+
+
+def test_a_folder_without_tokenizer_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="holds no tokenizer"):
+        inputs(folders["whisper"])._processor("AutoTokenizer")
