@@ -16,7 +16,8 @@ from onnx import TensorProto, helper
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
-from quark.core.quantize import QParams, dequantize, quantize
+from quark.core.quantize import dequantize, quantize
+from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 
 SHAPE = (48, 64)

@@ -9,7 +9,8 @@ import pytest
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.observers import OBSERVERS
-from quark.core.quantize import QParams, compute_qparams, fake_quantize
+from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.scales import QParams
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
 from tests.core.oracles import floor_log2
 from tests.models.samples import EVERY_DATA, error_of, values

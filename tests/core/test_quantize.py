@@ -16,8 +16,9 @@ from quark.core.array import Array
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode
-from quark.core.quantize import QParams, compute_qparams, dequantize, fake_quantize, quantize, range_of, recover_codes
+from quark.core.quantize import compute_qparams, dequantize, fake_quantize, quantize, range_of, recover_codes
 from quark.core.rounding import RoundType
+from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import ConfigError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quark.core.observers import OBSERVERS
-from quark.core.quantize import QParams, fake_quantize
-from quark.core.scales import qparams_from_range
+from quark.core.quantize import fake_quantize
+from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec, spec
 
 RNG = np.random.default_rng

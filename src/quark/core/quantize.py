@@ -28,20 +28,6 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 
-__all__ = [
-    "QParams",
-    "compute_qparams",
-    "dequantize",
-    "elementwise",
-    "fake_quantize",
-    "fake_quantize_traceable",
-    "quantize",
-    "quantize_elements",
-    "range_of",
-    "recover_codes",
-    "second_level",
-]
-
 
 def range_of(x: Array, spec: TensorSpec) -> tuple[Array, Array]:
     """Minimum and maximum of each part of x that shares a scale, in the shape of the stored scale; float32."""

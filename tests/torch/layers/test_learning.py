@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
-from quark.core.quantize import QParams, compute_qparams, fake_quantize
+from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, Learning, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch import ModelQuantizer

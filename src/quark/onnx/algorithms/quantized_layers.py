@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.quantize import QParams, compute_qparams, dequantize, quantize
+from quark.core.quantize import compute_qparams, dequantize, quantize
+from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import CAST, rescaled, scale_for_bias

@@ -17,7 +17,8 @@ from quark.core.granularity import PerChannel, PerTensor
 from quark.core.observers import OBSERVERS, Observer
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
 from quark.core.observers.percentile import PercentileObserver
-from quark.core.quantize import QParams, quantize
+from quark.core.quantize import quantize
+from quark.core.scales import QParams
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import NonFiniteError, QuarkError
 from quark.onnx.config.settings import Settings
