@@ -17,25 +17,11 @@ from quark import __version__
 from quark.checked import checked, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
-from quark.torch.config.enums import (
-    DeviceType,
-    QSchemeType,
-    QuantFlow,
-    QuantizationMode,
-)
+from quark.torch.config.enums import DeviceType, QSchemeType, QuantFlow, QuantizationMode
+from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.tensor_config import QTensorConfig
 
-__all__ = [
-    "Config",
-    "QConfig",
-    "QLayerConfig",
-    "QuantizationConfig",
-]
-
-from quark.torch.config.selectors import SELECTORS
-
-"""Entries of `exclude` that name a role instead of a pattern; they may match nothing."""
-
+__all__ = ["Config", "QConfig", "QLayerConfig", "QuantizationConfig"]
 
 TensorConfigs = QTensorConfig | list[QTensorConfig] | None
 

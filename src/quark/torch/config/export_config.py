@@ -7,12 +7,7 @@ from typing import Any
 
 from quark.errors import NotSupportedError
 
-__all__ = [
-    "ExporterConfig",
-    "JsonExporterConfig",
-    "OnnxExporterConfig",
-    "QuantConfigParser",
-]
+__all__ = ["ExporterConfig", "JsonExporterConfig", "OnnxExporterConfig", "QuantConfigParser"]
 
 
 @dataclass(frozen=True)

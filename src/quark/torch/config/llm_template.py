@@ -22,9 +22,7 @@ from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.config.tensor_config import QTensorConfig
 
-__all__ = [
-    "LLMTemplate",
-]
+__all__ = ["LLMTemplate"]
 
 _NAMES = (
     "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "

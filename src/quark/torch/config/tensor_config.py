@@ -19,10 +19,7 @@ from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType
 from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_of_scheme
 from quark.torch.config.rules import ALLOWED, MX_ELEMENTS, REQUIRED, SCALE_FORMATS, SPLIT, kind_of
 
-__all__ = [
-    "QTensorConfig",
-    "QuantizationSpec",
-]
+__all__ = ["QTensorConfig", "QuantizationSpec"]
 
 
 @checked

@@ -25,9 +25,7 @@ from quark.torch.calibration.distributed import rank, shared_folder, world
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
-from quark.torch.checkpoint.shards import (
-    Entry,
-)
+from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents

@@ -27,10 +27,7 @@ from quark.torch.algorithms.block_sweep import blocks_path
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.shards import (
-    entries,
-    write_entry,
-)
+from quark.torch.checkpoint.shards import entries, write_entry
 from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob

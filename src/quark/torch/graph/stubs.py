@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "DeQuantStub",
-    "QuantStub",
-]
+__all__ = ["DeQuantStub", "QuantStub"]
 
 _LIBRARY = torch.library.Library("quark_quant", "DEF")  # type: ignore[no-untyped-call]
 
