@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.core.array import dtype_name
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import compute_qparams, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
@@ -67,7 +68,7 @@ def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
     low, high = range_of(x, spec)
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
-    params = qparams_from_range(low, high, spec, str(x.dtype).removeprefix("torch."))
+    params = qparams_from_range(low, high, spec, dtype_name(x))
     return second_level(params, x, spec)
 
 

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from quark.core.array import dtype_name
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import fake_quantize, quantize_scales, range_of
 from quark.core.scales import QParams, qparams_from_range
@@ -91,14 +92,12 @@ def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
     weight, spec = float_weight(layer), weight_spec(layer)
     low, high = range_of(weight, spec)
     second = cast(QParams, weight_quantizer(layer).params).second
-    groups = _groups(layer)
+    groups, dtype = _groups(layer), dtype_name(layer.weight)
 
     def params(factors: torch.Tensor, rows: slice) -> QParams:
         shape = low[rows].shape
         first = replace(spec, scale_spec=None)
-        ranged = qparams_from_range(
-            low[rows] * factors.view(shape), high[rows] * factors.view(shape), first, _dtype(layer)
-        )
+        ranged = qparams_from_range(low[rows] * factors.view(shape), high[rows] * factors.view(shape), first, dtype)
         return ranged if second is None or spec.scale_spec is None else quantize_scales(ranged, second, spec.scale_spec)
 
     def quantize(factors: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -135,7 +134,3 @@ def _some_rows(layer: QuantLayer) -> torch.Tensor:
 
 def _rounder(spec: TensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda weight: fake_quantize(weight, None, spec)
-
-
-def _dtype(layer: QuantLayer) -> str:
-    return str(cast(torch.Tensor, layer.weight).dtype).removeprefix("torch.")
