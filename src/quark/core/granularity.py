@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quark.core.array import Array, pad_axis
+from quark.core.array import Array, namespace, pad_axis
 from quark.errors import ShapeError
 
 
@@ -55,6 +55,17 @@ class Granularity:
                 f"split {self}: {self.scale_shape(shape)} is needed."
             )
         return scale.reshape(view)
+
+    def to_elements(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        """A stored scale as one value for each element of a tensor of `shape`."""
+        blocks = namespace(scale).broadcast_to(self.to_blocks(scale, shape), self.block_shape(shape))
+        return self.unblock(blocks, shape)
+
+    def sums(self, x: Array) -> Array:
+        """The sum of each part of x that shares a scale, in the shape of the stored scale."""
+        blocks, axes = self.blocks(x), self.axes(x.ndim)
+        # No axes would be all of them to torch.
+        return (blocks.sum(axes) if axes else blocks).reshape(self.scale_shape(tuple(x.shape)))
 
 
 @dataclass(frozen=True)

@@ -148,11 +148,9 @@ def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tu
     """
     if spec.code_spec is not None:
         raise ConfigError(f"{spec}: codes that are quantized once more cannot be solved element by element.")
-    xp, split = namespace(params.scale), spec.split
-    scale, zero = _broadcast(effective(params, spec), spec, shape)
-    view = split.block_shape(shape)
-    expanded = split.unblock(xp.broadcast_to(scale, view), shape)
-    return expanded, None if zero is None else split.unblock(xp.broadcast_to(zero, view), shape)
+    params, work = effective(params, spec), _work_dtype(spec)
+    zero = None if params.zero_point is None else spec.split.to_elements(astype(params.zero_point, work), shape)
+    return spec.split.to_elements(astype(params.scale, work), shape), zero
 
 
 def quantize_elements(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:

@@ -63,10 +63,8 @@ class MXDiffsObserver(Observer):
 
     def _error(self, params: QParams) -> Array:
         """Squared error of each part; float64, so that order and library do not decide between near errors."""
-        split = self.spec.split
         total = 0.0
         for x in self.seen:
             y = dequantize(quantize(x, params, self.spec), params, self.spec)
-            squared = split.blocks((astype(x, "float64") - astype(y, "float64")) ** 2)
-            total = total + squared.sum(axis=split.axes(x.ndim))
+            total = total + self.spec.split.sums((astype(x, "float64") - astype(y, "float64")) ** 2)
         return total

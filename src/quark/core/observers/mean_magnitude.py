@@ -26,9 +26,7 @@ class MeanMagnitudeObserver(Observer):
         if 0 in x.shape:
             return
         super().update(x)
-        split = self.spec.split
-        magnitudes = namespace(x).sum(astype(abs(split.blocks(x)), "float64"), axis=split.axes(x.ndim))
-        self.total = self.total + magnitudes.reshape(split.scale_shape(tuple(x.shape)))
+        self.total = self.total + self.spec.split.sums(astype(abs(x), "float64"))
         self.values += math.prod(x.shape)
 
     def merge(self, other: Observer) -> None:

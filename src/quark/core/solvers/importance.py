@@ -77,11 +77,8 @@ class _Search:
 
     def _error(self, a: Array, b: Array) -> Array:
         """The weighted square error of each part, in the shape of the scale."""
-        split = self.spec.split
         y = fake_quantize(self.values, self._params(a, b), replace(self.spec, dynamic=False))
         y -= self.values
         y *= y
         y *= self.importance
-        blocks = split.blocks(y)
-        axes = split.axes(y.ndim)
-        return (blocks.sum(axes) if axes else blocks).reshape(split.scale_shape(tuple(y.shape)))
+        return self.spec.split.sums(y)

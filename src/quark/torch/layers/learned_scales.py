@@ -60,7 +60,7 @@ class TrainableFakeQuantize(torch.autograd.Function):
         if params is not None and _cuts_off(spec):
             inside = within_range(x, params, spec)
             if learned is not None:
-                slope = (y.float() - x.float() * inside) / _of_each_value(params.scale, x, spec)
+                slope = (y.float() - x.float() * inside) / spec.split.to_elements(params.scale, tuple(x.shape))
                 factor = _factor(x, params.scale, spec)
         ctx.save_for_backward(inside, slope, factor)
         ctx.split = spec.split
@@ -72,8 +72,7 @@ class TrainableFakeQuantize(torch.autograd.Function):
         of_x = gradient if inside is None else gradient * inside
         if slope is None:
             return of_x, None, None, None
-        of_s = ctx.split.blocks(gradient.float() * slope).sum(ctx.split.axes(gradient.ndim))
-        return of_x, of_s.reshape(factor.shape) * factor, None, None
+        return of_x, ctx.split.sums(gradient.float() * slope) * factor, None, None
 
 
 def within_range(x: torch.Tensor, params: QParams, spec: TensorSpec) -> torch.Tensor:
@@ -92,12 +91,6 @@ def within_range(x: torch.Tensor, params: QParams, spec: TensorSpec) -> torch.Te
 def _cuts_off(spec: TensorSpec) -> bool:
     two_levels = spec.scale_spec is not None or spec.code_spec is not None
     return not (spec.dynamic or spec.is_cast or spec.is_block or two_levels)
-
-
-def _of_each_value(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    shape = tuple(x.shape)
-    spread = spec.split.to_blocks(scale, shape).expand(spec.split.block_shape(shape))
-    return spec.split.unblock(spread, shape)
 
 
 def _factor(x: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

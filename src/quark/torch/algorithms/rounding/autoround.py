@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from quark.core.array import dtype_name
 from quark.core.quantize import elementwise, quantize_elements, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
@@ -108,7 +109,7 @@ class LearnedWeight:
         self.parameter = cast(nn.Parameter, layer.weight)
         self.weight = self.parameter.detach().float()
         self.low, self.high = range_of(self.parameter.detach(), self.spec)
-        self.dtype = str(self.parameter.dtype).removeprefix("torch.")
+        self.dtype = dtype_name(self.parameter)
         first = qparams_from_range(self.low, self.high, self.spec, self.dtype)
         self.second = second_level(first, self.parameter.detach(), self.spec).second
         self.offset = torch.zeros_like(self.weight)
@@ -139,7 +140,6 @@ class LearnedWeight:
             return  # an expert that the picked batches did not reach
         gradient = self.shown.grad.float()
         if clip_rate:
-            split = self.spec.split
             low, high = (self._spread(side) for side in (self.low * self.low_share, self.high * self.high_share))
             moved = self.weight + self.scale * self.offset
             above, below = moved > high, moved < low
@@ -149,8 +149,7 @@ class LearnedWeight:
             if self.spec.symmetric or not self.spec.has_zero_point:
                 by_high = by_low = by_high + by_low
             for share, by in (("low_share", by_low), ("high_share", by_high)):
-                blocks, axes = split.blocks(by), split.axes(by.ndim)
-                total = (blocks.sum(axes) if axes else blocks).reshape(self.low.shape)
+                total = self.spec.split.sums(by)
                 setattr(self, share, (getattr(self, share) - clip_rate * total.sign()).clamp(LOWEST_SHARE, 1.0))
         self.offset = (self.offset - rate * gradient.sign()).clamp(-0.5, 0.5)
         self._show()
@@ -181,8 +180,8 @@ class LearnedWeight:
 
     def _spread(self, part: torch.Tensor) -> torch.Tensor:
         """A value of each part, for each element."""
-        shape, split = tuple(self.weight.shape), self.spec.split
-        return split.unblock(split.to_blocks(part, shape).expand(split.block_shape(shape)), shape)
+        spread: torch.Tensor = self.spec.split.to_elements(part, tuple(self.weight.shape))
+        return spread
 
 
 @contextmanager

@@ -100,9 +100,8 @@ class GgufLayout(Layout):
         """A scale or zero point, one for each block: (O, I / 32)."""
         if value is None:
             return None
-        split, shape = self.spec.split, tuple(x.shape)
-        each = split.to_blocks(value, shape).expand(split.block_shape(shape))
-        return split.unblock(each, shape)[:, ::BLOCK].contiguous()
+        each: torch.Tensor = self.spec.split.to_elements(value, tuple(x.shape))
+        return each[:, ::BLOCK].contiguous()
 
 
 class GgufFormat(Format):
