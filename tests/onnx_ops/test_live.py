@@ -76,7 +76,7 @@ def test_the_live_tensors_of_every_scheme(name: str, known: bool) -> None:
         from quark.core.quantize import quantize_scales
 
         assert spec.scale_spec is not None
-        params = quantize_scales(compute_qparams(x, replace(spec, scale_spec=None)), second, spec.scale_spec)
+        params = quantize_scales(compute_qparams(x, replace(spec, scale_spec=None)), second, spec)
     found = run(operator, x, *([] if second is None else [second.scale]))
     compare(found, fake_quantize(x, params, spec))
 

@@ -48,16 +48,22 @@ def compute_qparams(x: Array, spec: TensorSpec) -> QParams:
 def second_level(params: QParams, x: Array, spec: TensorSpec) -> QParams:
     """Add the second level of a two-level spec to first-level parameters of x."""
     if spec.scale_spec is not None:
-        return quantize_scales(params, compute_qparams(params.scale, spec.scale_spec), spec.scale_spec)
+        return quantize_scales(params, compute_qparams(params.scale, spec.scale_spec), spec)
     if spec.code_spec is not None:
         codes = quantize(x, params, replace(spec, code_spec=None))
         return replace(params, second=compute_qparams(codes, spec.code_spec))
     return params
 
 
-def quantize_scales(params: QParams, second: QParams, spec: TensorSpec) -> QParams:
-    """Round first-level scales to codes of `spec` under the scale `second`; a block that rounds to 0 gets 1."""
-    codes = quantize(params.scale, second, spec)
+def quantize_scales(params: QParams, second: QParams | None, spec: TensorSpec) -> QParams:
+    """Round first-level scales to codes of the spec's `scale_spec` under the scale `second`, if there is one.
+
+    A block that rounds to 0 gets 1.
+    """
+    if second is None:
+        return params
+    assert spec.scale_spec is not None
+    codes = quantize(params.scale, second, spec.scale_spec)
     return QParams(namespace(codes).where(codes == 0, 1.0, codes), params.zero_point, second)
 
 

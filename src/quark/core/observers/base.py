@@ -94,7 +94,7 @@ class Observer:
         params = qparams_from_range(low, high, self.spec, self.model_dtype)
         if self.spec.scale_spec is not None:
             second = qparams_from_range(params.scale.min(), params.scale.max(), self.spec.scale_spec)
-            return quantize_scales(params, second, self.spec.scale_spec)
+            return quantize_scales(params, second, self.spec)
         return params
 
     def _saw(self, x: Array, low: Array, high: Array) -> None:

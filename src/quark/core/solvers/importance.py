@@ -69,11 +69,7 @@ class _Search:
         return qparams_from_range(low, high, self.spec, dtype_name(self.weight))
 
     def _params(self, a: Array, b: Array) -> QParams:
-        first = self._first(self.low * a, self.high * b)
-        if self.second is None:
-            return first
-        assert self.spec.scale_spec is not None
-        return quantize_scales(first, self.second, self.spec.scale_spec)
+        return quantize_scales(self._first(self.low * a, self.high * b), self.second, self.spec)
 
     def _error(self, a: Array, b: Array) -> Array:
         """The weighted square error of each part, in the shape of the scale."""

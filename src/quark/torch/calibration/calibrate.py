@@ -107,9 +107,7 @@ def sharing_scales(specs: Mapping[str, TensorSpec], groups: Sequence[Sequence[st
 
 def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec) -> QParams:
     """Scales of a weight whose second-level scale is given."""
-    assert spec.scale_spec is not None
-    first = compute_qparams(weight, replace(spec, scale_spec=None))
-    return quantize_scales(first, QParams(largest), spec.scale_spec)
+    return quantize_scales(compute_qparams(weight, replace(spec, scale_spec=None)), QParams(largest), spec)
 
 
 def calibrate_activations(

@@ -92,7 +92,7 @@ class FakeQuantize(nn.Module):
         if self.spec.scale_spec is None or second is None:
             return None
         first = compute_qparams(x.detach(), replace(self.spec, scale_spec=None))
-        return quantize_scales(first, second, self.spec.scale_spec)
+        return quantize_scales(first, second, self.spec)
 
     @property
     def params(self) -> QParams | None:

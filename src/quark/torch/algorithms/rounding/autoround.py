@@ -169,10 +169,7 @@ class LearnedWeight:
 
     def _params(self) -> QParams:
         first = qparams_from_range(self.low * self.low_share, self.high * self.high_share, self.spec, self.dtype)
-        if self.second is None:
-            return first
-        assert self.spec.scale_spec is not None
-        return quantize_scales(first, self.second, self.spec.scale_spec)
+        return quantize_scales(first, self.second, self.spec)
 
     def _quantized(self, params: QParams) -> torch.Tensor:
         self.scale, zero = elementwise(params, self.spec, tuple(self.weight.shape))

@@ -98,7 +98,7 @@ def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
         shape = low[rows].shape
         first = replace(spec, scale_spec=None)
         ranged = qparams_from_range(low[rows] * factors.view(shape), high[rows] * factors.view(shape), first, dtype)
-        return ranged if second is None or spec.scale_spec is None else quantize_scales(ranged, second, spec.scale_spec)
+        return quantize_scales(ranged, second, spec)
 
     def quantize(factors: torch.Tensor, rows: slice) -> torch.Tensor:
         return fake_quantize(weight[rows].contiguous(), params(factors, rows), spec)
