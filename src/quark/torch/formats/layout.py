@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from quark.core.quantize import quantize, recover_codes
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 
@@ -38,6 +39,11 @@ class Layout(ABC):
 
     def __hash__(self) -> int:
         return hash((type(self), self.spec, self.model_dtype, self.pack_method, self.real))
+
+    def codes(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
+        """The codes of x, as floats that hold their values; `frozen` says that x holds quantized values already."""
+        codes: torch.Tensor = quantize(x, params, self.spec)
+        return recover_codes(x, codes, params, self.spec) if frozen and not x.is_meta else codes
 
     @abstractmethod
     def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:

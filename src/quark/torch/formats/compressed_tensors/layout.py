@@ -24,7 +24,7 @@ import torch
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.packing import decode, encode, pack_bits, unpack_bits
-from quark.core.quantize import dequantize, quantize, recover_codes
+from quark.core.quantize import dequantize
 from quark.core.scales import QParams, exp2, exponent
 from quark.core.spec import ScaleType, TensorSpec
 from quark.torch.formats.layout import Layout, Tensors
@@ -56,10 +56,7 @@ class CompressedTensorsLayout(Layout):
 
     def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
         assert params is not None
-        codes = quantize(x, params, self.spec)
-        if frozen and not x.is_meta:
-            codes = recover_codes(x, codes, params, self.spec)
-        out = {"": self._store_codes(codes), **self.store_params(params)}
+        out = {"": self._store_codes(self.codes(x, params, frozen)), **self.store_params(params)}
         if not self.packed or self.spec.dtype.is_float:
             return out
         if "zero_point" in out:

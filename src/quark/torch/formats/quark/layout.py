@@ -36,7 +36,7 @@ from quark.core.packing import (
     unpack_bits,
     unpack_int4,
 )
-from quark.core.quantize import dequantize, fake_quantize, quantize, recover_codes
+from quark.core.quantize import dequantize, fake_quantize
 from quark.core.registry import Registry
 from quark.core.scales import QParams, exp2, exponent
 from quark.core.spec import ScaleType, TensorSpec
@@ -109,10 +109,7 @@ class QuarkLayout(Layout):
         return out
 
     def _store_piece(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
-        codes = quantize(x, params, self.spec)
-        if frozen and not x.is_meta:
-            codes = recover_codes(x, codes, params, self.spec)
-        return self._store_codes(codes)
+        return self._store_codes(self.codes(x, params, frozen))
 
     def _store_codes(self, values: torch.Tensor) -> torch.Tensor:
         dtype = self.element

@@ -21,7 +21,7 @@ from torch import nn
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.packing import decode, encode
-from quark.core.quantize import fake_quantize, quantize, recover_codes
+from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams, exp2, exponent
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.core.spec import spec as make_spec
@@ -74,13 +74,10 @@ class GgufLayout(Layout):
         if self.spec.is_cast:
             return {"": fake_quantize(x, None, self.spec).to(getattr(torch, self.spec.dtype.torch))}
         assert params is not None
-        codes = quantize(x, params, self.spec)
-        if frozen and not x.is_meta:
-            codes = recover_codes(x, codes, params, self.spec)
         scale, zero = self._per_block(params.scale, x), self._per_block(params.zero_point, x)
         assert scale is not None
         head = _head(kind, scale, zero)
-        blocks = codes.reshape(*scale.shape, BLOCK)
+        blocks = self.codes(x, params, frozen).reshape(*scale.shape, BLOCK)
         return {"": torch.cat([head, _code_bytes(kind, blocks)], dim=-1).reshape(x.shape[0], -1)}
 
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
