@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -188,18 +190,14 @@ def _layer_outputs(model: Any, names: Sequence[str], batch: Any) -> dict[str, An
     from quark.torch.model.batches import forward_batch, input_device
 
     found: dict[str, Any] = {}
-    hooks = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _m, _i, out, name=name: found.update({name: out.detach()})
-        )
-        for name in names
-    ]
-    try:
-        with torch.no_grad():
-            forward_batch(model, batch, input_device(model))
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def note(name: str, module: Any, args: Any, output: Any) -> None:
+        found[name] = output.detach()
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(note, name)))
+        forward_batch(model, batch, input_device(model))
     return found
 
 

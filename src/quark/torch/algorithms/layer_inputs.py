@@ -12,7 +12,7 @@ inputs, as many as `experts.reached_together` lets be in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,18 +284,14 @@ def _same_experts(block: nn.Module, float_block: nn.Module | None) -> Iterator[N
         if run is not None:
             run.passing = False
 
-    handles = []
-    if float_block is not None:
-        for name in (name for name, module in block.named_modules() if isinstance(module, UnfusedExperts)):
-            float_experts = float_block.get_submodule(name)
-            handles.append(block.get_submodule(name).register_forward_pre_hook(note(name)))
-            handles.append(float_experts.register_forward_pre_hook(follow(name)))
-            handles.append(float_experts.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        if float_block is not None:
+            for name in (name for name, module in block.named_modules() if isinstance(module, UnfusedExperts)):
+                float_experts = float_block.get_submodule(name)
+                hooks.enter_context(block.get_submodule(name).register_forward_pre_hook(note(name)))
+                hooks.enter_context(float_experts.register_forward_pre_hook(follow(name)))
+                hooks.enter_context(float_experts.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -309,9 +305,7 @@ def _hooked(block: nn.Module, layers: Sequence[str], hook: Callable[[str, torch.
 
         return call
 
-    handles = [block.get_submodule(name).register_forward_pre_hook(before(name)) for name in layers]
-    try:
+    with ExitStack() as hooks:
+        for name in layers:
+            hooks.enter_context(block.get_submodule(name).register_forward_pre_hook(before(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

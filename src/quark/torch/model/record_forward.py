@@ -7,7 +7,8 @@ ordinary forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,24 +115,19 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        handles = []
-        for name, module in _observed(self.model):
-            leaf = _is_leaf(module)
-            enter, leave = (self.enter_leaf, self.leave_leaf) if leaf else (self.enter, self.leave)
+        def before(name: str, enter: Any, m: nn.Module, args: Any, kwargs: Any) -> None:
+            enter(name, self.read((args, kwargs)))
 
-            def before(m: nn.Module, args: Any, kwargs: Any, name: str = name, enter: Any = enter) -> None:
-                enter(name, self.read((args, kwargs)))
+        def after(name: str, leave: Any, m: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            leave(name, m, result)
 
-            def after(m: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name, leave: Any = leave) -> None:
-                leave(name, m, result)
-
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
-        try:
+        with ExitStack() as hooks:
+            for name, module in _observed(self.model):
+                leaf = _is_leaf(module)
+                enter, leave = (self.enter_leaf, self.leave_leaf) if leaf else (self.enter, self.leave)
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, name, enter), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(after, name, leave), with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def enter(self, name: str, inputs: tuple[int, ...]) -> None:
         self.scope.append(name)

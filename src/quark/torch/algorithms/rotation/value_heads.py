@@ -8,6 +8,7 @@ is fused with queries and keys, and whichever query heads share a value head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +59,10 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
 
         return hook
 
-    handles = [m.register_forward_hook(note(name)) for name, m in block.named_modules() if is_linear(m)]
-    try:
-        with torch.no_grad(), quantizers_off(quantized_layers(block).values()):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), quantizers_off(quantized_layers(block).values()):
+        for name in (name for name, module in block.named_modules() if is_linear(module)):
+            hooks.enter_context(block.get_submodule(name).register_forward_hook(note(name)))
+        run()
     paths = []
     for output, read in inputs.items():
         for value, source in outputs.items():

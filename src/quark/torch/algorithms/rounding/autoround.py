@@ -11,7 +11,7 @@ give, X what the float model feeds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
@@ -192,12 +192,10 @@ def reached(weights: Sequence[LearnedWeight]) -> Iterator[None]:
 
         return weight.layer.register_forward_pre_hook(add)
 
-    handles = [count(weight) for weight in weights]
-    try:
+    with ExitStack() as hooks:
+        for weight in weights:
+            hooks.enter_context(count(weight))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     idle = [weight.name for weight in weights if rows[id(weight)] == 0]
     if idle:
         raise CalibrationError(no_tokens(", ".join(idle[:6]) + (", ..." if len(idle) > 6 else "")))
