@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quark.commands.kinds import ONNX, TORCH, check_options, is_onnx, require
+from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
 from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, Std, TrustRemoteCode
 from quark.errors import ConfigError
 
@@ -18,12 +18,12 @@ Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers t
 Data = Annotated[
     Path | None, typer.Option(help="Held-out data: text, a folder of images, audio or arrays, .npz, .npy (ONNX).")
 ]
-Text = Annotated[Path | None, typer.Option(help="Held-out text file: the same as --data.", rich_help_panel=TORCH)]
-Length = Annotated[int, typer.Option(min=2, help="Tokens in a window.", rich_help_panel=TORCH)]
-Windows = Annotated[int, typer.Option(min=0, help="Most windows or other samples; 0: all.", rich_help_panel=TORCH)]
+Text = Annotated[Path | None, folder_option(help="Held-out text file: the same as --data.")]
+Length = Annotated[int, folder_option(min=2, help="Tokens in a window.")]
+Windows = Annotated[int, folder_option(min=0, help="Most windows or other samples; 0: all.")]
 
-Samples = Annotated[int | None, typer.Option(min=1, help="Most samples; all by default.", rich_help_panel=ONNX)]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime.", rich_help_panel=ONNX)]
+Samples = Annotated[int | None, onnx_option(min=1, help="Most samples; all by default.")]
+Threads = Annotated[int, onnx_option(min=1, help="Threads of ONNX Runtime.")]
 
 
 def evaluate(

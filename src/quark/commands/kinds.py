@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from quark.errors import ConfigError
 T = TypeVar("T")
 TORCH, ONNX = "For a folder (PyTorch)", "For an ONNX file"
 """Panels of --help: an option in one of them belongs to that kind."""
+folder_option = partial(typer.Option, rich_help_panel=TORCH)
+onnx_option = partial(typer.Option, rich_help_panel=ONNX)
 
 
 def is_onnx(model: Path) -> bool:

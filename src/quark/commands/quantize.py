@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quark.commands.kinds import ONNX, TORCH, check_options, is_onnx, require
+from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder or file to make.")]
@@ -21,86 +21,54 @@ Samples = Annotated[
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or nodes to keep in float; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
 
-Scheme = Annotated[
-    str | None, typer.Option(help="Name of a scheme; `quark schemes` lists them.", rich_help_panel=TORCH)
-]
-Layer = Annotated[
-    list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.", rich_help_panel=TORCH)
-]
+Scheme = Annotated[str | None, folder_option(help="Name of a scheme; `quark schemes` lists them.")]
+Layer = Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some layers; repeatable.")]
 Algorithm = Annotated[
-    list[str] | None,
-    typer.Option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.", rich_help_panel=TORCH),
+    list[str] | None, folder_option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.")
 ]
-KvCache = Annotated[
-    str | None, typer.Option(help="Quantize the key and value cache: fp8 or int8.", rich_help_panel=TORCH)
-]
-Attention = Annotated[
-    str | None, typer.Option(help="Quantize queries and attention probabilities: fp8.", rich_help_panel=TORCH)
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...", rich_help_panel=TORCH)]
-Dtype = Annotated[
-    str, typer.Option(help="Compute in float32, float16, bfloat16; auto: as stored.", rich_help_panel=TORCH)
-]
-ExportFormat = Annotated[
-    str, typer.Option(help="quark, awq, fp8, compressed-tensors; gguf or onnx (one file).", rich_help_panel=TORCH)
-]
-WeightFormat = Annotated[str, typer.Option(help="real_quantized or fake_quantized.", rich_help_panel=TORCH)]
-PackMethod = Annotated[str, typer.Option(help="Order of 4-bit codes: reorder or order.", rich_help_panel=TORCH)]
+KvCache = Annotated[str | None, folder_option(help="Quantize the key and value cache: fp8 or int8.")]
+Attention = Annotated[str | None, folder_option(help="Quantize queries and attention probabilities: fp8.")]
+Device = Annotated[str, folder_option(help="cpu, cuda, cuda:1 ...")]
+Dtype = Annotated[str, folder_option(help="Compute in float32, float16, bfloat16; auto: as stored.")]
+ExportFormat = Annotated[str, folder_option(help="quark, awq, fp8, compressed-tensors; gguf or onnx (one file).")]
+WeightFormat = Annotated[str, folder_option(help="real_quantized or fake_quantized.")]
+PackMethod = Annotated[str, folder_option(help="Order of 4-bit codes: reorder or order.")]
 Stream = Annotated[
     bool | None,
-    typer.Option(
-        help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small.",
-        rich_help_panel=TORCH,
+    folder_option(
+        help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small."
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the code that the folder brings along.", rich_help_panel=TORCH),
+    bool, folder_option("--trust-remote-code", help="Run the code that the folder brings along.")
 ]
 KeepUnexpected = Annotated[
     bool,
-    typer.Option(
+    folder_option(
         "--keep-unexpected",
         help="Accept tensors that the class of the model does not use; they are copied as they are.",
-        rich_help_panel=TORCH,
     ),
 ]
-ShardSize = Annotated[str, typer.Option(help="Largest safetensors file.", rich_help_panel=TORCH)]
+ShardSize = Annotated[str, folder_option(help="Largest safetensors file.")]
 
-Config = Annotated[str | None, typer.Option(help="Named configuration: A8W8, XINT8, ...", rich_help_panel=ONNX)]
+Config = Annotated[str | None, onnx_option(help="Named configuration: A8W8, XINT8, ...")]
 Target = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Runtime to quantize for: npu, ort_x64 or generic; with --recover also a number, the metric to reach.",
-        rich_help_panel=ONNX,
+    onnx_option(
+        help="Runtime to quantize for: npu, ort_x64 or generic; with --recover also a number, the metric to reach."
     ),
 ]
-Statistics = Annotated[
-    Path | None, typer.Option(help="File of calibration statistics, written or reused.", rich_help_panel=ONNX)
-]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of --calib in a sample.", rich_help_panel=ONNX)]
-Mean = Annotated[
-    str | None,
-    typer.Option(help="Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.", rich_help_panel=ONNX),
-]
-Std = Annotated[str | None, typer.Option(help="Of images, with --mean.", rich_help_panel=ONNX)]
-AllowNoop = Annotated[
-    bool, typer.Option("--allow-noop", help="Let algorithms that find nothing to do pass.", rich_help_panel=ONNX)
-]
+Statistics = Annotated[Path | None, onnx_option(help="File of calibration statistics, written or reused.")]
+BatchSize = Annotated[int | None, onnx_option(min=1, help="Rows of --calib in a sample.")]
+Mean = Annotated[str | None, onnx_option(help="Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.")]
+Std = Annotated[str | None, onnx_option(help="Of images, with --mean.")]
+AllowNoop = Annotated[bool, onnx_option("--allow-noop", help="Let algorithms that find nothing to do pass.")]
 Recover = Annotated[
     bool,
-    typer.Option(
-        "--recover",
-        help="Try other ranges and algorithms; keep what helps on samples that are held out.",
-        rich_help_panel=ONNX,
-    ),
+    onnx_option("--recover", help="Try other ranges and algorithms; keep what helps on samples that are held out."),
 ]
-Budget = Annotated[
-    str | None, typer.Option(help="Time for --recover: 90s, 10m (default), 1h ...", rich_help_panel=ONNX)
-]
-Metric = Annotated[
-    str | None, typer.Option(help="Of --recover: sqnr (default), psnr, cosine or l2.", rich_help_panel=ONNX)
-]
+Budget = Annotated[str | None, onnx_option(help="Time for --recover: 90s, 10m (default), 1h ...")]
+Metric = Annotated[str | None, onnx_option(help="Of --recover: sqnr (default), psnr, cosine or l2.")]
 
 
 def quantize(
