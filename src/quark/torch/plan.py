@@ -102,8 +102,8 @@ class Choice:
 
     def spec(self, name: str, kind: type[nn.Module]) -> LayerSpec:
         """The spec of a layer of this name and class; an empty one leaves it in float."""
-        linear = issubclass(kind, nn.Linear)
-        chosen = None if self.excludes(name) else self._config(name, kind)
+        linear, only_when_named = issubclass(kind, nn.Linear), issubclass(kind, ONLY_WHEN_NAMED)
+        chosen = None if self.excludes(name) else layer_config(self.config, name, kind, only_when_named)
         spec = lower_layer(chosen, per_token=linear)
         return with_cache(spec, self.config, name) if linear else spec
 
@@ -111,14 +111,18 @@ class Choice:
         """Whether a linear layer of this name is to be quantized."""
         return self.spec(name, nn.Linear) != LayerSpec()
 
-    def _config(self, name: str, kind: type[nn.Module]) -> QLayerConfig | None:
-        by_name = first_match(name, self.config.layer_quant_config)
-        if by_name is not None:
-            return by_name
-        for layer_type, by_type in self.config.layer_type_quant_config.items():
-            if issubclass(kind, layer_type):
-                return by_type
-        return None if issubclass(kind, ONLY_WHEN_NAMED) else self.config.global_quant_config
+
+def layer_config(
+    config: QConfig, name: str, kind: type[nn.Module] | None, only_when_named: bool
+) -> QLayerConfig | None:
+    """What a config says of a layer that it does not exclude: by name, by class, or of all but what must be named."""
+    by_name = first_match(name, config.layer_quant_config)
+    if by_name is not None:
+        return by_name
+    for layer_type, by_type in config.layer_type_quant_config.items():
+        if kind is not None and issubclass(kind, layer_type):
+            return by_type
+    return None if only_when_named else config.global_quant_config
 
 
 def chooser(config: QConfig, model: nn.Module) -> Choice:
@@ -152,7 +156,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         require_layers(patterns, names, candidates)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
         require_cache_patterns(config, candidates)
-        _require_types(config, candidates)
+        require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
     choice = chooser(config, model)
     layers, excluded = {}, []
     for name, module in candidates.items():
@@ -224,13 +228,13 @@ def require_layers(patterns: list[str], names: set[str], candidates: Collection[
             )
 
 
-def _require_types(config: QConfig, candidates: dict[str, nn.Module]) -> None:
+def require_types(config: QConfig, present: set[type[nn.Module]], none: str) -> None:
+    """Raise ConfigError, beginning with what `none` says, for a class in the config that no layer is of."""
     for layer_type in config.layer_type_quant_config:
-        if not any(isinstance(module, layer_type) for module in candidates.values()):
-            present = sorted({type(module).__name__ for module in candidates.values()})
+        if not any(issubclass(kind, layer_type) for kind in present):
+            names = sorted({kind.__name__ for kind in present})
             raise ConfigError(
-                f"layer_type_quant_config: no quantizable layer is a {layer_type.__name__}. "
-                f"Present: {', '.join(present) or 'none'}."
+                f"layer_type_quant_config: {none} is a {layer_type.__name__}. Present: {', '.join(names) or 'none'}."
             )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx, nn
 
-from quark.core.patterns import first_match, matches_any, require_matches
+from quark.core.patterns import matches_any, require_matches
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QConfig, QLayerConfig
@@ -33,7 +33,7 @@ from quark.torch.graph.operators import (
     source_of,
     target_name,
 )
-from quark.torch.plan import Plan, check_shapes, require_layers
+from quark.torch.plan import Plan, check_shapes, layer_config, require_layers, require_types
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,14 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
     require_matches(patterns, names, "exclude")
     require_layers(patterns, names, {*operators, *reasons})
     require_matches(config.layer_quant_config, operators, "layer_quant_config")
-    _require_types(config, operators)
+    present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
+    require_types(config, present, "no operator of this graph")
     selected = _selected(config, model, operators)
     layers, excluded = {}, []
     for name, operator in operators.items():
-        chosen = None if name in selected or matches_any(name, patterns) else _layer_config(config, operator)
+        chosen = None
+        if name not in selected and not matches_any(name, patterns):
+            chosen = layer_config(config, name, operator.kind.module, operator.kind.only_named)
         spec = _lowered(chosen, operator)
         if spec == LayerSpec():
             excluded.append(name)
@@ -204,16 +207,6 @@ def region(graph: fx.Graph) -> set[fx.Node]:
     return inside
 
 
-def _layer_config(config: QConfig, operator: QuantizableOperator) -> QLayerConfig | None:
-    by_name = first_match(operator.name, config.layer_quant_config)
-    if by_name is not None:
-        return by_name
-    for layer_type, by_type in config.layer_type_quant_config.items():
-        if operator.kind.module is not None and issubclass(operator.kind.module, layer_type):
-            return by_type
-    return None if operator.kind.only_named else config.global_quant_config
-
-
 def _lowered(config: QLayerConfig | None, operator: QuantizableOperator) -> LayerSpec:
     """The spec of a operator, without what it does not have."""
     spec = lower_layer(config, per_token=operator.kind.name == "linear")
@@ -222,16 +215,6 @@ def _lowered(config: QLayerConfig | None, operator: QuantizableOperator) -> Laye
     if all(parameter_of(node, operator.kind.bias) is None for node in operator.nodes):
         spec = replace(spec, bias=None)
     return replace(spec, input=None) if not activations_of(operator.nodes[0]) else spec
-
-
-def _require_types(config: QConfig, operators: dict[str, QuantizableOperator]) -> None:
-    present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
-    for layer_type in config.layer_type_quant_config:
-        if not any(issubclass(module, layer_type) for module in present):
-            raise ConfigError(
-                f"layer_type_quant_config: no operator of this graph is a {layer_type.__name__}. "
-                f"Present: {', '.join(sorted(module.__name__ for module in present)) or 'none'}."
-            )
 
 
 def _selected(config: QConfig, model: fx.GraphModule, operators: dict[str, QuantizableOperator]) -> set[str]:
