@@ -45,6 +45,9 @@ class Learning(Enum):
     """Trained threshold under a power-of-two scale."""
 
 
+FLOAT_SCALES = (ScaleType.float, ScaleType.float32, ScaleType.float16, ScaleType.bfloat16)
+"""Types fine enough that a scale may be any number."""
+
 SHORT_SCALES = {ScaleType.float8_e8m0fnu: "e8m0", ScaleType.float8_e5m3: "e5m3", ScaleType.float8_e4m3: "e4m3"}
 """How a spec that is printed calls its scale type; the others by their value."""
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from quark.core.rounding import RoundType
-from quark.core.spec import ScaleType
+from quark.core.spec import SHORT_SCALES, ScaleType
 from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType
 
 MX_ELEMENTS = (Dtype.int8, Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)
 
-SCALE_FORMATS = {
-    "e8m0": ScaleType.float8_e8m0fnu,
-    "e5m3": ScaleType.float8_e5m3,
-    "e4m3": ScaleType.float8_e4m3,
-    "float32": ScaleType.float32,
-}
+SCALE_FORMATS = {short: kind for kind, short in SHORT_SCALES.items()} | {"float32": ScaleType.float32}
 
 REQUIRED = {
     "integer": ("is_dynamic", "observer_cls", "qscheme", "symmetric", "round_method", "scale_type"),

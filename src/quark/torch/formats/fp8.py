@@ -20,7 +20,7 @@ from torch import nn
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerGroup, PerTensor
-from quark.core.spec import LayerSpec, ScaleType, TensorSpec
+from quark.core.spec import FLOAT_SCALES, LayerSpec, ScaleType, TensorSpec
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import (
@@ -109,8 +109,7 @@ class Fp8Format(FolderFormat):
 
 def _plain(spec: TensorSpec) -> bool:
     """float8_e4m3 under one level of float scales."""
-    floats = (ScaleType.float, ScaleType.float32, ScaleType.float16, ScaleType.bfloat16)
-    return spec.dtype == E4M3 and spec.scale_type in floats and not spec.scale_spec and not spec.code_spec
+    return spec.dtype == E4M3 and spec.scale_type in FLOAT_SCALES and not spec.scale_spec and not spec.code_spec
 
 
 def _input_split(weight: TensorSpec) -> PerTensor | PerGroup:

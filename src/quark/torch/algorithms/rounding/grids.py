@@ -18,10 +18,7 @@ from quark.core.quantize import elementwise, quantize_elements
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
 from quark.core.solvers.importance import weighted_qparams
-from quark.core.spec import ScaleType, TensorSpec
-
-CONTINUOUS = (ScaleType.float, ScaleType.float32, ScaleType.float16, ScaleType.bfloat16)
-"""Scale types fine enough to be fitted."""
+from quark.core.spec import FLOAT_SCALES, TensorSpec
 
 
 class StaticGrid:
@@ -116,7 +113,7 @@ def refitted(
         orders: Of each expert: column at each place.
     """
     split = spec.split
-    if not by_row(spec) or spec.scale_type not in CONTINUOUS or spec.scale_spec is not None or spec.dtype.is_block:
+    if not by_row(spec) or spec.scale_type not in FLOAT_SCALES or spec.scale_spec is not None or spec.dtype.is_block:
         return params
     length, dtype = len(orders[0]), dtype_name(weights[0][0])
     size = split.split(length)[1] if isinstance(split, PerGroup) else length

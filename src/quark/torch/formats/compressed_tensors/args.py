@@ -6,7 +6,7 @@ from typing import Any
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from quark.core.spec import ScaleRule, ScaleType, TensorSpec
+from quark.core.spec import FLOAT_SCALES, ScaleRule, ScaleType, TensorSpec
 from quark.core.spec import spec as make_spec
 from quark.errors import FormatError
 
@@ -19,7 +19,8 @@ FORMATS_OF_FLOATS = {
 """Of float weights in groups: element type, whether the scales are quantized -> form."""
 FLOATS = {4: "fp4_e2m1", 6: "fp6_e2m3", 8: "fp8_e4m3"}
 E8M0 = ScaleType.float8_e8m0fnu
-FLOAT_SCALES = (ScaleType.float, ScaleType.float32, ScaleType.float16, ScaleType.bfloat16, ScaleType.pof2)
+NUMBERS = (*FLOAT_SCALES, ScaleType.pof2)
+"""Types of scales that are stored as floats."""
 
 
 def refuse_args(spec: TensorSpec, role: str) -> str | None:
@@ -28,10 +29,10 @@ def refuse_args(spec: TensorSpec, role: str) -> str | None:
     if spec.code_spec or spec.float_zero_point or dtype.is_block or spec.is_cast:
         return f"a {role} in {spec}"
     if not dtype.is_float:
-        return None if dtype.bits <= 8 and spec.scale_type in FLOAT_SCALES and _splits(split, role) else f"{spec}"
+        return None if dtype.bits <= 8 and spec.scale_type in NUMBERS and _splits(split, role) else f"{spec}"
     if dtype.name not in FLOATS.values():
         return f"the type {dtype}"
-    if dtype.bits == 8 and spec.scale_type in FLOAT_SCALES and not spec.scale_spec:
+    if dtype.bits == 8 and spec.scale_type in NUMBERS and not spec.scale_spec:
         return None if _splits(split, role) else f"a {role} in {spec}"
     grouped = isinstance(split, PerGroup) and split.axis in (-1, 1)
     nv = spec.scale_spec is not None and spec.scale_spec.dtype.name == "fp8_e4m3" and dtype.bits == 4
