@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quark.core.array import Array, namespace
+from quark.core.array import namespace
 from quark.core.observers.base import Observer
 from quark.core.scales import QParams
 
@@ -14,6 +14,3 @@ class PlaceholderObserver(Observer):
         """Scale 1, shaped like the statistic."""
         low, _ = self.extremes()
         return QParams(namespace(low).ones_like(low))
-
-    def range(self) -> tuple[Array, Array]:
-        return self.extremes()

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.core.array import Array, dtype_name, is_torch, like
+from quark.core.array import Array, astype, dtype_name, is_torch, like
 from quark.errors import ConfigError
 
 MAX_CORE = 1024
@@ -70,7 +70,7 @@ class Rotation:
         if x.shape[-1] % self.size:
             raise ConfigError(f"A rotation of size {self.size} does not divide an axis of {x.shape[-1]} features.")
         dtype = x.dtype
-        wide = x if dtype_name(x) in ("float32", "float64") else _float32(x)
+        wide = x if dtype_name(x) in ("float32", "float64") else astype(x, "float32")
         blocks = wide.reshape(-1, self.size)
         if self.keep_mean:
             out = _times(_times(blocks, self.size, False) * self._signs(wide), self.size, True)
@@ -256,7 +256,3 @@ def _like(order: int, x: Array) -> Array:
 
 
 _TENSORS: dict[Any, Array] = {}
-
-
-def _float32(x: Array) -> Array:
-    return x.float() if is_torch(x) else x.astype(np.float32)

@@ -155,7 +155,7 @@ def _hold_stored(layer: QuantLayer, role: str, form: Format, pack_method: str, r
         return
     parameter: torch.Tensor = getattr(layer, role)
     layout = form.make_layout(quantizer.spec, layer.spec, parameter.dtype, pack_method, real)
-    tensors = _empty_tensors(layout, parameter)
+    tensors = stored_like(layout, layout.spec, parameter, parameter.device)
     setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
     layer.add_module(f"{role}_quantizer", StoredTensor(layout, tuple(parameter.shape), tensors))
     _register_extras(layer, role, tensors)
@@ -177,11 +177,6 @@ def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
     for suffix in ("scale_2", "zero_point_2", "shift"):
         if suffix in tensors:
             layer.register_buffer(f"{role}_{suffix}", tensors[suffix])
-
-
-def _empty_tensors(layout: Layout, parameter: torch.Tensor) -> Tensors:
-    """What `layout` stores for a tensor like `parameter`."""
-    return stored_like(layout, layout.spec, parameter, parameter.device)
 
 
 def stored_like(layout: Layout, spec: TensorSpec, x: torch.Tensor, device: torch.device | str = "meta") -> Tensors:

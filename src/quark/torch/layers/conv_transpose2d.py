@@ -19,12 +19,7 @@ class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):
     def forward(self, input: torch.Tensor, output_size: Any = None) -> torch.Tensor:
         x = self.quantized("input", input)
         # torch types these tuples as lists.
-        stride, padding, size, dilation = (
-            list(self.stride),
-            list(self.padding),
-            list(self.kernel_size),
-            list(self.dilation),
-        )
+        stride, padding, size, dilation = map(list, (self.stride, self.padding, self.kernel_size, self.dilation))
         extra: Any = self._output_padding(input, output_size, stride, padding, size, 2, dilation)  # type: ignore[arg-type]
         y = F.conv_transpose2d(
             x,

@@ -7,8 +7,8 @@ chosen together, in place of a grid for each group alone, and stored with the la
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,7 +19,6 @@ from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import fake_quantize, quantize_scales, range_of
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.solvers import smooth
-from quark.core.spec import TensorSpec
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import float_weight, store_qparams, weight_quantizer, weight_spec
@@ -63,7 +62,7 @@ class AWQ(Folding):
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         assert statistics.gram is not None and statistics.mean_abs is not None
         weights = [_some_rows(layer) for layer in layers.values()]
-        rounders = [_rounder(weight_spec(layer)) for layer in layers.values()]
+        rounders = [partial(fake_quantize, params=None, spec=weight_spec(layer)) for layer in layers.values()]
         mean_abs = fold.shared(statistics.mean_abs, "mean")
         return smooth.best_scale(weights, rounders, statistics.gram, mean_abs, fold.feasible)
 
@@ -130,7 +129,3 @@ def _some_rows(layer: QuantLayer) -> torch.Tensor:
     """About ROWS rows of the weight; all of them where they share ranges."""
     weight = float_weight(layer)
     return weight[:: -(-len(weight) // ROWS)] if _groups(layer) else weight
-
-
-def _rounder(spec: TensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda weight: fake_quantize(weight, None, spec)

@@ -157,7 +157,8 @@ class _Search:
         if alien:
             return f"{name!r} is read by {', '.join(map(repr, alien))} as well"
         factors = torch.ones(self.graph.values[node.outputs[0]].shape[-1], dtype=torch.float64)
-        factors[rows] = torch.linspace(1.5, 3.0, len(rows), dtype=torch.float64)[_shuffled(len(rows))]
+        shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        factors[rows] = torch.linspace(1.5, 3.0, len(rows), dtype=torch.float64)[shuffled]
         # The readers go on with the input that they had, so that all else (the choice of experts) stays as it was.
         before, reading = self.before[1], (*layers, *others)
         _, after = self.exact.run(outputs={name: factors}, watch=reading, instead=before)
@@ -208,10 +209,6 @@ class _Search:
             raise ConfigError(
                 f"scaling_layers: 'layers' names linear layers that the forward calls, got {item['layers']}."
             )
-
-
-def _shuffled(count: int) -> torch.Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(0))
 
 
 def _followed(before: torch.Tensor, after: torch.Tensor | None, factors: torch.Tensor) -> torch.Tensor | None:

@@ -25,11 +25,7 @@ def smoothed(
     fold: Fold, layers: dict[str, QuantLayer], act_max: torch.Tensor, alpha: float, floor: float
 ) -> torch.Tensor:
     """SmoothQuant's scale, one for all channels that the fold ties together."""
-    weight_max = torch.stack([column_max(layer) for layer in layers.values()]).amax(0).to(act_max.device)
+    of_layers = [float_weight(layer).abs().amax(0) for layer in layers.values()]
+    weight_max = torch.stack(of_layers).amax(0).to(act_max.device)
     s = smooth.smoothing_scale(fold.shared(act_max), fold.shared(weight_max), alpha, floor)
     return fold.feasible(s)
-
-
-def column_max(layer: QuantLayer) -> torch.Tensor:
-    """Largest |W| of each input channel, (in,)."""
-    return float_weight(layer).abs().amax(0)

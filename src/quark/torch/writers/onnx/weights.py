@@ -80,22 +80,19 @@ class Weight:
 def write_weight(writer: GraphWriter, node: ir.Node, tensor: MarkedTensor, x: torch.Tensor, four_bit: bool) -> None:
     """Put stored codes and their decoding in the place of a marker."""
     weight = Weight(tensor, x, tensor.params(x))
-    to = node.outputs[0].dtype
+    readers = [use.node for use in node.outputs[0].uses()]
     if tensor.spec.is_cast or _is_linear(tensor.spec):
-        readers = [use.node for use in node.outputs[0].uses()]
         one_scale = isinstance((tensor.spec.code_spec or tensor.spec).granularity, PerTensor)
         weight = replace(weight, transposed=bool(readers) and not one_scale and all(map(_is_transpose, readers)))
         decoded = (_cast if tensor.spec.is_cast else _linear)(writer, weight, four_bit)
-        result = writer.cast(decoded, to, f"{tensor.name}_Cast")
-        result.shape = ir.Shape(weight.shape)
-        writer.replace(node, result)
-        for reader in readers if weight.transposed else ():
-            reader.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
-            writer.graph.remove(reader, safe=True)
     else:
-        result = writer.cast(_computed(writer, weight, four_bit), to, f"{tensor.name}_Cast")
-        result.shape = ir.Shape(weight.shape)
-        writer.replace(node, result)
+        decoded = _computed(writer, weight, four_bit)
+    result = writer.cast(decoded, node.outputs[0].dtype, f"{tensor.name}_Cast")
+    result.shape = ir.Shape(weight.shape)
+    writer.replace(node, result)
+    for reader in readers if weight.transposed else ():
+        reader.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
+        writer.graph.remove(reader, safe=True)
 
 
 def _is_transpose(node: ir.Node) -> bool:
