@@ -14,6 +14,8 @@ from enum import Enum
 from functools import cache
 from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
+from typing_extensions import dataclass_transform
+
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -53,6 +55,12 @@ def checked(cls: type[T]) -> type[T]:
     target.__setattr__ = _refuse_assignment if target.__dataclass_params__.frozen else _check_assignment
     target.__pydantic_config__ = {"strict": True, "arbitrary_types_allowed": True}
     return cls
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def checked_dataclass(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass whose `__init__` validates; see `checked`."""
+    return checked(dataclasses.dataclass(frozen=True)(cls))
 
 
 def member(kind: type[E], text: str, where: str) -> E:

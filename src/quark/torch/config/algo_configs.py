@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quark.checked import checked, known_keys
+from quark.checked import checked_dataclass, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, FormatError
 
@@ -53,8 +53,7 @@ class PreQuantOptConfig(AlgoConfig):
     """Base of what runs before quantization; kept for code that names it."""
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class SmoothQuantConfig(PreQuantOptConfig):
     """SmoothQuant (Xiao et al. 2022): s = act_max^alpha / weight_max^(1 - alpha), folded into what precedes."""
 
@@ -65,8 +64,7 @@ class SmoothQuantConfig(PreQuantOptConfig):
     model_decoder_layers: str = ""
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class AWQConfig(AlgoConfig):
     """AWQ (Lin et al. 2023): searches the channel scales that protect salient weights."""
 
@@ -75,8 +73,7 @@ class AWQConfig(AlgoConfig):
     model_decoder_layers: str = ""
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class AutoSmoothQuantConfig(AlgoConfig):
     """SmoothQuant with alpha searched for each group of layers by `compute_scale_loss`."""
 
@@ -86,8 +83,7 @@ class AutoSmoothQuantConfig(AlgoConfig):
     compute_scale_loss: str | None = "MSE"
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class ImportanceScaleConfig(AlgoConfig):
     """Weight scales that minimise the square error weighted by the second moments of the inputs; quark's own name."""
 
@@ -124,8 +120,7 @@ class _ColumnOrder:
             raise ConfigError(f"{type(self).__name__}.refine_passes: {self.refine_passes} is below 0.")
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class GPTQConfig(_ColumnOrder, AlgoConfig):
     """GPTQ (Frantar et al. 2022): column by column, the error spread over the columns that follow."""
 
@@ -140,8 +135,7 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
     refine_passes: int = 1
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class GPTAQConfig(_ColumnOrder, AlgoConfig):
     """GPTAQ (Li et al. 2025): GPTQ against the float model's activations, weighted by alpha."""
 
@@ -157,8 +151,7 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
     refine_passes: int = 1
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class QronosConfig(_ColumnOrder, AlgoConfig):
     """Qronos (Zhang et al. 2025): corrects past quantization error, then rounds."""
 
@@ -174,8 +167,7 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     refine_passes: int = 1
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class OnlineRotationConfig:
     """Rotations that run with the model instead of being folded into weights."""
 
@@ -184,8 +176,7 @@ class OnlineRotationConfig:
     use_input_prescale: bool = False
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class RotationConfig(PreQuantOptConfig):
     """Hadamard rotations (QuaRot, SpinQuant): r1 residual, r2 heads of v/o, r3 queries and keys, r4 down."""
 
@@ -220,8 +211,7 @@ class RotationConfig(PreQuantOptConfig):
             raise ConfigError(f"{type(self).__name__}.rotation_size: {self.rotation_size} is below 1.")
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class QuaRotConfig(RotationConfig):
     """RotationConfig under its older name, with all four rotations on."""
 
@@ -231,8 +221,7 @@ class QuaRotConfig(RotationConfig):
     r4: bool = True
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class AutoRoundConfig(AlgoConfig):
     """AutoRound (Cheng et al. 2023): rounding and clipping learned by signed gradient descent."""
 
@@ -246,8 +235,7 @@ class AutoRoundConfig(AlgoConfig):
     model_decoder_layers: str = ""
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class SVDQuantConfig(AlgoConfig):
     """SVDQuant (Li et al. 2024): a low-rank branch in high precision carries the outliers."""
 

@@ -7,14 +7,14 @@ Objects are frozen; lists and dicts given to them are copied.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import nn
 
 from quark import __version__
-from quark.checked import checked, known_keys
+from quark.checked import checked_dataclass, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
 from quark.torch.config.enums import DeviceType, QSchemeType, QuantFlow, QuantizationMode
@@ -26,8 +26,7 @@ __all__ = ["Config", "QConfig", "QLayerConfig", "QuantizationConfig"]
 TensorConfigs = QTensorConfig | list[QTensorConfig] | None
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class QLayerConfig:
     """What happens to the tensors of a layer; None leaves a tensor in float.
 
@@ -63,8 +62,7 @@ class QLayerConfig:
         return cls(**{name: _from_json(value) for name, value in values.items()}, target_device=device)
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class QConfig:
     """The quantization of a model. Priority: exclude > layer_quant_config > layer_type_quant_config > global.
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
-from quark.checked import checked
+from quark.checked import checked_dataclass
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config import observer_classes as obs
 from quark.torch.config.enums import Dtype, TQTThresholdInitMeth
@@ -69,7 +68,6 @@ __all__ = [
     "Uint8PerTensorSpec",
 ]
 
-T = TypeVar("T")
 Fixed = Mapping[str, Any]
 
 OBSERVER_METHODS: dict[str, type[obs.ObserverBase]] = {
@@ -86,12 +84,7 @@ OBSERVER_METHODS: dict[str, type[obs.ObserverBase]] = {
 
 
 @dataclass_transform(frozen_default=True)
-def _spec(cls: type[T]) -> type[T]:
-    return checked(dataclass(frozen=True)(cls))
-
-
-@dataclass_transform(frozen_default=True)
-@_spec
+@checked_dataclass
 class DataTypeSpec:
     """Base of the shorthand specs."""
 
@@ -114,7 +107,7 @@ class DataTypeSpec:
         cls.__annotations__ = {**cls.__annotations__, **types}
         for name, value in defaults.items():
             setattr(cls, name, value)
-        _spec(cls)
+        checked_dataclass(cls)
 
     def to_quantization_spec(self) -> QTensorConfig:
         """The full config."""
@@ -325,7 +318,7 @@ class BFP16Spec(DataTypeSpec, dtype=Dtype.bfp16):
     scale_calculation_mode: str | None = "even"
 
 
-@_spec
+@checked_dataclass
 class TwoStageSpec:
     """Base of two configs in sequence; each a spec or a QTensorConfig."""
 
@@ -350,12 +343,12 @@ class ScaleQuantSpec(TwoStageSpec):
     scales = True
 
 
-@_spec
+@checked_dataclass
 class QATSpec:
     """Base of the values of `qat_spec`."""
 
 
-@_spec
+@checked_dataclass
 class TQTSpec(QATSpec):
     """Trained quantization thresholds."""
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from quark.checked import checked, known_keys
+from quark.checked import checked_dataclass, known_keys
 from quark.core.rounding import RoundType
 from quark.core.spec import Learning, ScaleRule, ScaleType
 from quark.errors import ConfigError, did_you_mean
@@ -22,8 +21,7 @@ from quark.torch.config.rules import ALLOWED, MX_ELEMENTS, REQUIRED, SCALE_FORMA
 __all__ = ["QTensorConfig", "QuantizationSpec"]
 
 
-@checked
-@dataclass(frozen=True)
+@checked_dataclass
 class QTensorConfig:
     """How one tensor is quantized.
 
