@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,7 +103,7 @@ def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison
     import torch
 
     from quark.commands.text import negative_log_likelihood
-    from quark.torch.model.batches import forward_batch, input_device
+    from quark.torch.model.batches import forward_batch, input_device, named_outputs
 
     device = input_device(before)
     outputs: dict[str, Output] = {}
@@ -125,27 +125,11 @@ def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison
     return FolderComparison((first, second) if tokens else None, outputs)
 
 
-def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The floating-point tensors of what a model returns, by name; caches are no output."""
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point() and output.numel():
-            yield prefix or "output", output
-    elif hasattr(output, "items"):
-        for name, value in output.items():
-            if "past" not in name and "cache" not in name:
-                yield from named_outputs(value, f"{prefix}.{name}".lstrip("."))
-    elif isinstance(output, (tuple, list)):
-        for index, value in enumerate(output):
-            yield from named_outputs(value, f"{prefix}.{index}".lstrip("."))
-
-
 def latency(model: Any, batch: Any) -> float:
     """The median of five runs on a batch, in seconds."""
     import torch
 
-    from quark.torch.model.batches import forward_batch, input_device
+    from quark.torch.model.batches import forward_batch, input_device, named_outputs
 
     device, times = input_device(model), []
     with torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quark.errors import ConfigError, did_you_mean
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 
 GGUF, ONNX = FILES = ("gguf", "onnx")
 """Forms that are one file, not a folder of safetensors."""
@@ -87,19 +87,30 @@ class Export:
         return folder_bytes(folder)
 
     def _write_onnx(self, model: Any) -> int:
-        """`quark_model.onnx` in the folder, for token ids of any length."""
+        """`quark_model.onnx` in the folder, for any number of samples, and of tokens."""
         import torch
 
         from quark.torch import export_onnx
+        from quark.torch.model.batches import named_outputs
+        from quark.torch.model.outside_reads import example
 
-        ids = torch.arange(2 * 8).reshape(2, 8) % model.config.vocab_size
-        axes = {"input_ids": {0: "batch", 1: "sequence"}}
+        one = example(model)
+        if one is None:
+            raise NotSupportedError(
+                f"--export-format onnx: what {type(model).__name__} takes is not known. Possible: "
+                "quark.torch.export_onnx with inputs of yours."
+            )
+        batch = {name: x.repeat(2, *([1] * (x.ndim - 1))) for name, x in one.items()}
+        with torch.no_grad():
+            outputs = [name.replace(".", "_") for name, _ in named_outputs(model(**batch))]
+        tokens = len(batch) == 1  # of several inputs, one may bound the length of another
+        axes = {name: {0: "batch", 1: "sequence"} if name == "input_ids" and tokens else {0: "batch"} for name in batch}
         file = export_onnx(
             model,
             self.output,
-            {"input_ids": ids},
-            input_names=["input_ids"],
-            output_names=["logits"],
+            batch,
+            input_names=list(batch),
+            output_names=outputs,
             dynamic_shapes=axes,
             overwrite=self.force,
         )

@@ -51,6 +51,20 @@ def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
     )
 
 
+def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating-point tensors of what a model returns, by name; caches are no output."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point() and output.numel():
+            yield prefix or "output", output
+    elif hasattr(output, "items"):
+        for name, value in output.items():
+            if "past" not in name and "cache" not in name:
+                yield from named_outputs(value, f"{prefix}.{name}".lstrip("."))
+    elif isinstance(output, (tuple, list)):
+        for index, value in enumerate(output):
+            yield from named_outputs(value, f"{prefix}.{index}".lstrip("."))
+
+
 def input_device(model: nn.Module) -> torch.device:
     """Where batches go: to the first parameter that is loaded."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))

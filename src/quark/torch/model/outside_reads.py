@@ -26,7 +26,7 @@ HARMLESS = frozenset(
 )  # fmt: skip
 """What codes answer as the float weight does."""
 
-TOKENS = 4
+TOKENS = 8
 """Of the text that a model of transformers is tried with."""
 
 
