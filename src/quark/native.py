@@ -3,6 +3,8 @@
 Each is one file without dependencies. Its library lies in the user's cache folder under a name that holds the hash of
 source and command: another version is another file, and two processes that build at once rename equal files into one
 place. Where there is no compiler, each has a substitute that gives the same results.
+
+A library is code: none is loaded that another user may have put there.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -37,13 +40,13 @@ def library(source: Path, purpose: str, without: str) -> Path:
 
     Raises:
         MissingDependencyError: This machine has no C++ compiler.
-        QuarkError: The compiler fails; shows its last lines.
+        QuarkError: The compiler fails; shows its last lines. Or another user owns or may write the cache folder.
         OutputError: The cache folder cannot be written.
     """
     command = _command(purpose, without)
     key = hashlib.sha256(source.read_bytes() + "\0".join([*command, platform.machine()]).encode())
-    path = cache_folder() / f"{source.stem}_{key.hexdigest()[:16]}{SUFFIX}"
-    if not path.exists():
+    path = _private(cache_folder(), without) / f"{source.stem}_{key.hexdigest()[:16]}{SUFFIX}"
+    if not path.exists() or not _is_safe(path):
         logger.info("Compiling %s, once: %s", purpose, path)
         _build(command, source, path, without)
     return path
@@ -56,6 +59,28 @@ def cache_folder() -> Path:
         return Path(named)
     variable, default = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
     return Path(os.environ.get(variable) or Path.home() / default) / "quark"
+
+
+def _private(folder: Path, without: str) -> Path:
+    """The cache folder, which is made if it is not there. Raises QuarkError where others may write into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"The cache folder {folder} cannot be made: {error.strerror}. {without}") from None
+    if not _is_safe(folder):
+        raise QuarkError(
+            f"The cache folder {folder} belongs to another user, or others may write into it: no library in it is "
+            f"loaded. Possible: chmod 700, or another folder in the environment variable QUARK_CACHE. {without}"
+        )
+    return folder
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether a file or folder is this user's, or root's, and no one else may write it."""
+    if not hasattr(os, "getuid"):  # Windows, where the cache folder takes the rights of the user's own
+        return True
+    found = path.stat()
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _command(purpose: str, without: str) -> list[str]:
