@@ -39,7 +39,8 @@ def fingerprint(name: str) -> str:
     Returns:
         16 hexadecimal digits; behind a refusal the name of the error.
     """
-    with empty_folder(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with empty_folder(), silent[0], silent[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seed()
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from quark.command_line import run
+from quark.command_line import DEBUG_HELP, run
 from quark.commands import COMMANDS
 
 app = typer.Typer(
     name="quark",
     help="Quantize a model, and see what it cost.\n\nExample: quark quantize ./llama --scheme uint4_wo_128 -o ./out",
+    epilog=DEBUG_HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

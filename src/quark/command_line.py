@@ -1,15 +1,28 @@
-"""Runs typer programs: what is wrong with a command line or a file is one line on stderr and exit code 1."""
+"""Runs typer programs: what is wrong with a command line, a file or the program is one line on stderr.
+
+Exit codes: 0 done; 1 refused, failed, or done but the results could not be printed; 130 interrupted by Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
 
 from quark.errors import QuarkError, one_line
+from quark.log import UnfailingStream
+
+DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
+DEBUG_HELP = f"{DEBUG}, anywhere on the line, or {DEBUG_VARIABLE}=1: show the traceback of an error."
+INTERRUPTED = 130
+PACKAGE = Path(__file__).parent
 
 
 def program(function: Callable[..., Any], epilog: str | None = None) -> typer.Typer:
@@ -21,34 +34,107 @@ def program(function: Callable[..., Any], epilog: str | None = None) -> typer.Ty
     """
     # The plain help shows every spelling of an option; the framed one cuts them.
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(epilog=epilog)(function)
+    app.command(epilog="\n\n".join(filter(None, [epilog, DEBUG_HELP])))(function)
     return app
 
 
+def results() -> Console:
+    """Where results are printed: stdout, in characters that it has. Names in brackets are no markup there."""
+    return Console(file=sys.stdout, markup=False, emoji=False)
+
+
 def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None = None) -> None:
-    """Run a program. Leaves with exit code 1 where it fails.
+    """Run a program. Leaves with an exit code other than 0 where it fails.
 
     Args:
         app: The program.
-        name: What its error lines begin with.
+        name: What its error lines begin with, and its help shows.
         arguments: What follows the program's name; by default what this process was started with.
     """
+    _open_descriptors()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = DEBUG in words or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    output = UnfailingStream(sys.stdout)
+    with redirect_stdout(cast(IO[str], output)):
+        code = _run(app, name, [word for word in words if word != DEBUG], debug)
+        output.flush()
+    if output.error is not None:
+        _silence(output)
+        # A reader that has seen enough is no failure.
+        if not code and not isinstance(output.error, BrokenPipeError):
+            code = _say(name, f"All is done, but the results could not be printed: {_reason(output.error)}.")
+    if code:
+        sys.exit(code)
+
+
+def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
+    """Run a program; return its exit code."""
     try:
-        code = app(args=arguments, standalone_mode=False)
+        # Not app(...): that takes a broken pipe of a worker for one of the terminal, and says nothing.
+        command = typer.main.get_command(app)
+        with command.make_context(name, words) as context:
+            command.invoke(context)
+    except typer.Exit as error:
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _trace(debug)
+        return _say(name, "Interrupted.", INTERRUPTED)
     except QuarkError as error:
-        _fail(name, str(error))
-    except Exception as error:
+        _trace(debug)
+        return _say(name, str(error))
+    except Exception as error:  # noqa: BLE001 - a program ends in a line
         # Errors of the command line's own parser: typer exports no base class for them, but all have this method.
-        if not hasattr(error, "format_message"):
-            raise
-        if error.format_message():  # none where the help was printed instead
-            _fail(name, error.format_message())
-    else:
-        if code:
-            sys.exit(code)
+        if hasattr(error, "format_message"):
+            message = error.format_message()  # none where the help was printed instead
+            return _say(name, message) if message else 0
+        _trace(debug)
+        return _say(name, _unexpected(error, debug))
+    return 0
 
 
-def _fail(name: str, message: str) -> NoReturn:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"{name}: {one_line(message)}", style="red", markup=False)
-    sys.exit(1)
+def _unexpected(error: Exception, debug: bool) -> str:
+    """What is said of an error that nobody foresaw: its kind, where it came up, and what to do."""
+    # This file is always among them.
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(PACKAGE)]
+    place = f"in {Path(own[-1].filename).relative_to(PACKAGE.parent)}, line {own[-1].lineno}"
+    if isinstance(error, MemoryError):
+        return f"Out of memory {place}{f': {error}' if str(error) else ''}."
+    message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")
+    return f"{message}. {'Please' if debug else f'Run again with {DEBUG} for the traceback, and please'} report it."
+
+
+def _trace(debug: bool) -> None:
+    if debug:
+        UnfailingStream(sys.stderr).write(traceback.format_exc())
+
+
+def _say(name: str, message: str, code: int = 1) -> int:
+    """Write an error line; return the exit code."""
+    errors = UnfailingStream(sys.stderr)
+    console = Console(file=cast(IO[str], errors), soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console.print(f"{name}: {one_line(message)}", style="red")
+    errors.flush()
+    if errors.error is not None:
+        _silence(errors)
+    return code
+
+
+def _open_descriptors() -> None:
+    """Let nothing be opened in the place of a closed stdout or stderr, where libraries of C write what they log."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _silence(broken: UnfailingStream) -> None:
+    """Let what a broken stream still holds go nowhere, which Python would fail to write when it ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, broken.fileno())
+        os.close(nowhere)

@@ -1,4 +1,8 @@
-"""The one logger of the package ("[QUARK-INFO]: ...") and its progress bars."""
+"""The one logger of the package ("[QUARK-INFO]: ..."), its progress bars, and streams that never fail.
+
+Lines and bars go to stderr: stdout is for results. A terminal that is gone, a full disk behind a redirection or a
+narrow encoding ends no run.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,71 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
 
-class _StdoutHandler(logging.Handler):
-    """Writes to whatever `sys.stdout` is at the time, so redirection and notebooks see the lines."""
+class UnfailingStream:
+    """A text stream whose `write` and `flush` never raise; all else is that of the stream within.
+
+    Characters that its encoding lacks are written as escapes. After an error nothing more is written.
+
+    Attributes:
+        stream: The stream within; None, as `sys.stdout` is where it was closed: all is dropped.
+        error: What ended it; None as long as it works.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self.stream = stream
+        self.error: OSError | ValueError | None = None
+
+    def write(self, text: str) -> int:
+        if self.stream is not None and self.error is None:
+            try:
+                self._write(self.stream, text)
+            except (OSError, ValueError) as error:  # ValueError: the stream is closed
+                self.error = error
+        return len(text)
+
+    def flush(self) -> None:
+        if self.stream is not None and self.error is None:
+            try:
+                self.stream.flush()
+            except (OSError, ValueError) as error:
+                self.error = error
+
+    @staticmethod
+    def _write(stream: IO[str], text: str) -> None:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:
+            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        try:
+            return self.stream is not None and self.stream.isatty()
+        except ValueError:
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever `sys.stderr` is at the time, so redirection and notebooks see the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stdout.write(self.format(record) + "\n")
-        sys.stdout.flush()
+        stream = UnfailingStream(sys.stderr)
+        stream.write(self.format(record) + "\n")
+        stream.flush()
 
 
 def _make_logger() -> logging.Logger:
     logger = logging.getLogger("quark")
     if not logger.handlers:
-        handler = _StdoutHandler()
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("[QUARK-%(levelname)s]: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
@@ -47,11 +99,13 @@ def severity(level: int | None) -> Iterator[None]:
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Iterate over `items` with a progress bar on stderr; silent where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    stream = UnfailingStream(sys.stderr)
+    if not stream.isatty():
         yield from items
         return
     # rich costs 50 ms: it is imported when a bar is really drawn, not with the package.
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(items, description=description, total=total, console=Console(stderr=True), transient=True)
+    bar: Any = stream
+    yield from track(items, description=description, total=total, console=Console(file=bar), transient=True)

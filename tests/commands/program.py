@@ -14,15 +14,16 @@ from quark.cli import main
 
 @dataclass(frozen=True)
 class Done:
-    """How a run ended: exit code, and what it wrote."""
+    """How a run ended: exit code, what it wrote, and what it logged on the way."""
 
     code: object
     out: str
     err: str
+    log: str
 
 
 def quark(*args: object) -> Done:
-    """Run `quark ARGS`. An exception that the program does not turn into an exit code comes out as it is."""
+    """Run `quark ARGS`; `err` is without the lines of the log."""
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
     with (
@@ -35,4 +36,6 @@ def quark(*args: object) -> Done:
             main()
         except SystemExit as end:
             code = end.code or 0
-    return Done(code, out.getvalue(), err.getvalue())
+    lines = err.getvalue().splitlines(keepends=True)
+    log = [line for line in lines if line.startswith("[QUARK-")]
+    return Done(code, out.getvalue(), "".join(line for line in lines if line not in log), "".join(log))

@@ -49,7 +49,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_1_to_4_run_as_printed(workplace: Path) -> None:
     done = run(snippet(), workplace)
     assert done.returncode == 0, done.stderr
-    assert "[QUARK-INFO]: Model quantization has been completed." in done.stdout
+    assert "[QUARK-INFO]: Model quantization has been completed." in done.stderr
 
 
 def test_step_5_exports_onnx_that_computes_the_same(workplace: Path) -> None:
@@ -70,4 +70,4 @@ for level, tolerance in ('4', 2e-2), ('1', 1e-5):
 """
     done = run(snippet() + step_5() + check, workplace)
     assert done.returncode == 0, done.stderr
-    assert "[QUARK-INFO]: Exported to export_path" in done.stdout
+    assert "[QUARK-INFO]: Exported to export_path" in done.stderr

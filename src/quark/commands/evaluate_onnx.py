@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from quark.command_line import results
 from quark.core.metrics import Comparison
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.evaluation.compare_models import ComparedLayer, compare_models
@@ -20,7 +20,7 @@ def evaluate_onnx(
     """Run both on the data and print the tables."""
     report = compare_models(float_model, quantized, reader, samples, threads)
     sizes = (file_bytes(float_model), file_bytes(quantized))
-    console = Console()
+    console = results()
     console.print(_summary(sizes, report.latency, threads))
     console.print(_outputs(report.outputs, report.samples))
     if report.unlike:

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
 from rich.table import Table
 
+from quark.command_line import results
 from quark.core.metrics import Comparison
 from quark.errors import ConfigError
 from quark.log import progress
@@ -77,7 +77,7 @@ def evaluate_folders(
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     batches = inputs_of(float_model, before).read(data, windows or ALL, length)
     report = compare(before, after, batches)
-    console = Console()
+    console = results()
     sizes = (folder_bytes(float_model), folder_bytes(quantized))
     console.print(_summary(sizes, report.perplexity, [latency(model, batches[0]) for model in (before, after)]))
     console.print(_outputs(report.outputs, len(batches)))

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from quark.command_line import results
 from quark.commands.kinds import is_onnx
 from quark.errors import FormatError
 
@@ -40,7 +41,7 @@ def inspect(
     from quark.onnx.calibration.data.inputs import file_bytes, read_header
     from quark.onnx.evaluation.ort_fusion import inspect_fusion
 
-    console, proto = Console(), read_header(model)
+    console, proto = results(), read_header(model)
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
     maker = f", by {proto.producer_name}" if proto.producer_name else ""
     console.print(f"{model}: {file_bytes(model) / 1e6:.2f} MB, {opsets}, IR {proto.ir_version}{maker}", highlight=False)
@@ -112,7 +113,7 @@ def _inspect_folder(folder: Path) -> None:
     except (ValueError, AttributeError) as error:
         raise FormatError(f"{file} is not the config of a model: {error}.") from None
     size = sum(weights.stat().st_size for weights in folder.glob("*.safetensors"))
-    console = Console()
+    console = results()
     console.print(f"{folder}: {config.get('model_type', 'model')}, {size / 1e6:.2f} MB", highlight=False)
     if quantization is None:
         console.print("Its config.json has no quantization_config: a float model.")
@@ -127,7 +128,7 @@ def _inspect_gguf(file: Path) -> None:
     """Metadata of a GGUF file, and how many tensors and bytes there are of each type."""
     from quark.torch.writers.gguf.reader import open_gguf
 
-    reader, console, rows = open_gguf(file), Console(), defaultdict[str, Counter[str]](Counter)
+    reader, console, rows = open_gguf(file), results(), defaultdict[str, Counter[str]](Counter)
     for tensor in reader.tensors:
         rows[tensor.tensor_type.name].update(tensors=1, values=int(tensor.n_elements), bytes=int(tensor.n_bytes))
     console.print(f"{file}: {file.stat().st_size / 1e6:.2f} MB", highlight=False)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from quark.command_line import results
 
 
 def plan(
@@ -32,7 +33,7 @@ def plan(
     before = predicted_bytes(meta, None)
     prepare(meta, chooser(config, meta).wanted)
     made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta))
-    console = Console()
+    console = results()
     console.print(made.table(meta))
     after = predicted_bytes(meta, made)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from quark.command_line import results
 from quark.commands.recover_onnx import Recovering
 from quark.errors import ConfigError, OutputExistsError
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
@@ -54,7 +53,7 @@ def quantize_onnx(
     else:
         recovery.run(quantizer, model, output, reader)
     before, after = file_bytes(model), file_bytes(output)
-    Console().print(
+    results().print(
         f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )

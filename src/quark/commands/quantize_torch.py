@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from quark.command_line import results
 from quark.commands.export_torch import Export
 from quark.errors import CalibrationError, ConfigError, OutputExistsError
 
@@ -54,7 +53,7 @@ def quantize_folder(
     read_config(model)
     export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(scheme, layer, [kv_cache, attention], config, calib)
-    console, start, before = Console(), time.perf_counter(), folder_bytes(model)
+    console, start, before = results(), time.perf_counter(), folder_bytes(model)
 
     def data(inputs: ModelInputs) -> list[Any] | None:
         return inputs.read(calib, samples or CALIBRATION_SAMPLES, CALIBRATION_LENGTH) if calib else None

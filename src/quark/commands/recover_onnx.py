@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from quark.command_line import results
 from quark.errors import ConfigError
 from quark.onnx import ModelQuantizer
 from quark.onnx.evaluation.recovery.search import Recovery
@@ -26,7 +26,7 @@ class Recovering:
     def run(self, quantizer: ModelQuantizer, model: Path, output: Path, reader: Any) -> None:
         """Quantize the model, write the best that was found, and print what each step gave."""
         found = quantizer.recover(model, output, reader, budget=self.budget, metric=self.metric, target=self.target)
-        console = Console()
+        console = results()
         console.print(_table(found))
         console.print(_summary(found), highlight=False)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from quark.command_line import results
 from quark.core.schemes import SCHEMES
 
 
@@ -16,4 +16,4 @@ def schemes() -> None:
     table = Table("scheme", "weight", "input activation")
     for name, layer in SCHEMES.items():
         table.add_row(name, str(layer.weight), str(layer.input or "float"))
-    Console().print(table)
+    results().print(table)

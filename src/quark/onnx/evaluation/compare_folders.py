@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from quark.command_line import program, run
+from quark.command_line import program, results, run
 from quark.core.array import NumpyArray
 from quark.core.metrics import Comparison, Metric
 from quark.errors import ConfigError, FormatError
@@ -71,7 +70,7 @@ def show(baseline: Path, quantized: Path) -> None:
         values = {file: getattr(comparison, name) for file, comparison in found.items()}
         file = Metric(name).worst_of(values)
         table.add_row(title, f"{sum(values.values()) / len(values):.6g}", f"{values[file]:.6g}", file)
-    Console().print(table)
+    results().print(table)
 
 
 def main() -> None:

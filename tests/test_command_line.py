@@ -1,0 +1,205 @@
+"""How a program ends: one line whatever goes wrong, and the work is never lost to a stream that cannot be written."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import pytest
+import typer
+
+import quark
+from quark import command_line
+from quark.command_line import program, results, run
+from quark.errors import ConfigError
+from quark.log import UnfailingStream, logger, progress
+
+SOURCE = Path(quark.__file__).parents[1]
+
+
+def ended(function: Callable[..., None], *words: str) -> int:
+    """The exit code of a program of this function."""
+    try:
+        run(program(function), "tool", words)
+    except SystemExit as end:
+        assert isinstance(end.code, int) and end.code
+        return end.code
+    return 0
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> NoReturn:
+        """Fail."""
+        raise error
+
+    return fail
+
+
+def deep() -> None:
+    """Go too deep."""
+    deep()
+
+
+FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
+    "own": (raising(ConfigError("No such\nscheme.")), 1, "No such scheme."),
+    "foreign": (
+        raising(TypeError("bad\nthing.")),
+        1,
+        r"Unexpected TypeError in quark/command_line.py, line \d+: bad",
+    ),
+    "pipe of a worker": (raising(BrokenPipeError(32, "Broken pipe")), 1, "Unexpected BrokenPipeError in .*: .*Broken"),
+    "end of a file": (raising(EOFError()), 1, "Unexpected EOFError"),
+    "depth": (deep, 1, "Unexpected RecursionError in .*: maximum recursion depth"),
+    "memory": (raising(MemoryError()), 1, r"Out of memory in quark/command_line.py, line \d+\."),
+    "memory of numpy": (raising(MemoryError("Unable to allocate 1 GiB")), 1, "Out of memory in .*: Unable to allocate"),
+    "interrupt": (raising(KeyboardInterrupt()), 130, "Interrupted."),
+}
+
+
+@pytest.mark.parametrize("how", ["plain", "flag", "variable"])
+@pytest.mark.parametrize("kind", FAILURES)
+def test_every_failure_is_one_line(
+    kind: str, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, code, message = FAILURES[kind]
+    monkeypatch.setenv("QUARK_DEBUG", "1" if how == "variable" else "0")
+    assert ended(function, *(["--debug"] if how == "flag" else [])) == code
+    shown = capsys.readouterr()
+    *before, line = shown.err.splitlines()
+    assert re.match(f"tool: {message}", line) and shown.out == ""
+    assert bool(before) == (how != "plain") and ("Traceback" in shown.err) == (how != "plain")
+    if "Unexpected" in line:
+        assert line.endswith(
+            "Run again with --debug for the traceback, and please report it." if how == "plain" else "Please report it."
+        )
+
+
+def test_the_help_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(deep, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "Usage: tool" in shown and "--debug" in shown and "QUARK_DEBUG=1" in shown
+
+
+def test_names_in_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    def show() -> None:
+        """Print."""
+        results().print("a[/b]:smile:[bold].onnx", highlight=False)
+
+    assert ended(show) == 0 and capsys.readouterr().out == "a[/b]:smile:[bold].onnx\n"
+    assert ended(raising(ConfigError("[/b]:smile:"))) == 1 and "[/b]:smile:" in capsys.readouterr().err
+
+
+# Streams that cannot be written. --------------------------------------------------------------------------------------
+
+
+def work(file: Annotated[Path, typer.Argument()]) -> None:
+    """Log, write a file, print a table."""
+    from rich.table import Table
+
+    logger.info("begins: ü")
+    file.write_text("done")
+    table = Table("name")
+    table.add_row("ü")
+    results().print(table)
+
+
+def job(file: Path, redirections: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same as a process, with its streams redirected by a shell."""
+    code = "from tests.test_command_line import *; run(program(work), 'tool')"
+    paths = {"PYTHONPATH": os.pathsep.join([str(SOURCE), str(Path(__file__).parents[1])])}
+    return subprocess.run(
+        ["bash", "-c", f'"$0" -c "{code}" "$1" {redirections}', sys.executable, str(file)],
+        env={**os.environ, **paths, **environment}, capture_output=True, text=True, check=False, errors="replace",
+    )  # fmt: skip
+
+
+FULL = "tool: All is done, but the results could not be printed: No space left on device.\n"
+STREAMS = {
+    "> /dev/full": (1, "[QUARK-INFO]: begins: ü\n" + FULL),
+    "2> /dev/full": (0, ""),
+    "> /dev/full 2> /dev/full": (1, ""),
+    ">&-": (0, "[QUARK-INFO]: begins: ü\n"),
+    ">&- 2>&-": (0, ""),
+    "| true; exit ${PIPESTATUS[0]}": (0, "[QUARK-INFO]: begins: ü\n"),
+    "2>&1 | true; exit ${PIPESTATUS[0]}": (0, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("redirections", STREAMS)
+def test_work_is_not_lost_to_a_stream(redirections: str, tmp_path: Path) -> None:
+    code, said = STREAMS[redirections]
+    done = job(tmp_path / "file", redirections, PYTHONUTF8="1")
+    assert (done.returncode, done.stderr) == (code, said)
+    assert (tmp_path / "file").read_text() == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="locales of POSIX")
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", r"| \xfc    |"), ("latin-1", "| \ufffd    |"), ("utf-8", "│ ü    │")]
+)
+def test_narrow_encodings(encoding: str, shown: str, tmp_path: Path) -> None:
+    done = job(tmp_path / "file", "", LC_ALL="C", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0 and shown in done.stdout and "Traceback" not in done.stderr
+
+
+class Broken(io.StringIO):
+    """Fails, as a terminal does that is gone."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("stream", [Broken(), None])
+def test_log_and_bars_never_raise(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    logger.warning("lost")
+    assert list(progress(range(3), "bar", 3)) == [0, 1, 2]
+
+
+def test_the_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    logger.warning("said")
+    assert capsys.readouterr() == ("", "[QUARK-WARNING]: said\n")
+
+
+def test_a_stream_that_failed_is_left_alone() -> None:
+    closed = io.StringIO()
+    closed.close()
+    for within in (Broken(), closed):
+        stream = UnfailingStream(within)
+        assert stream.write("abc") == 3 and isinstance(stream.error, (OSError, ValueError))
+        stream.flush()
+    assert not UnfailingStream(closed).isatty() and not UnfailingStream(None).isatty()
+    assert UnfailingStream(None).write("abc") == 3
+
+
+def test_closed_descriptors_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next file that is opened is where C libraries print."""
+    opened = []
+
+    class System:
+        devnull, O_RDWR = os.devnull, os.O_RDWR
+
+        @staticmethod
+        def fstat(descriptor: int) -> None:
+            if descriptor == 1:
+                raise OSError
+
+        @staticmethod
+        def open(path: str, flags: int) -> None:
+            opened.append(path)
+
+    monkeypatch.setattr(command_line, "os", System)
+    command_line._open_descriptors()
+    assert opened == [os.devnull]
