@@ -1,15 +1,48 @@
-"""Outputs that are whole or absent: written under a temporary name in the same folder, then renamed."""
+"""Outputs that are whole or absent: written into a temporary folder beside their place, then renamed.
+
+    .quark-1f0c93ab.tmp/        held by a lock as long as its process lives
+        out                     the new output under its own name, so that no name becomes too long
+        .quark-old/out          the output before, where the system cannot exchange two names
+
+A process that is killed leaves such a folder behind. Nobody holds its lock any longer, by which the next run that
+writes into the same folder knows that it may remove it. Where there are no such locks (Windows, NFS) it stays.
+
+A link to a folder stays, and the folder that it names is replaced: it says where there is room. A link to a file is
+replaced by the file, and what it names stays as it is: stores that keep equal files once are full of such links.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import re
 import shutil
+import stat
+import sys
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quark.errors import OutputError, OutputExistsError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+TEMPORARY = re.compile(r"\.quark-[0-9a-f]{8}\.tmp")
+"""Names of temporary folders."""
+OLD = ".quark-old"
+KINDS = {
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+}
 
 
 @contextmanager
@@ -20,97 +53,254 @@ def atomic_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iter
         OutputExistsError: `path` is a file or a folder that is not empty, and `overwrite` is False.
         OutputError: The disk is full or the folder cannot be written.
     """
-    target = Path(path)
-    refuse_existing(target, overwrite)
-    temporary = _beside(target)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        replace_folder(temporary, target)
-    except OSError as error:
-        raise _output_error(target, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    target = check_folder(path, overwrite)
+    with temporary_folder(target) as temporary:
+        folder = temporary / target.name
+        folder.mkdir()
+        yield folder
+        _put(folder, target, temporary)
 
 
-def replace_folder(folder: Path, target: Path) -> None:
-    """Rename a folder to `target`, which is replaced if it is there. Raises OutputError and leaves all as it was."""
-    old = _beside(target)
-    try:
-        if target.exists():
-            target.rename(old)
-        folder.rename(target)
-    except OSError as error:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise _output_error(target, error) from error
-    if old.exists():
-        shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
+def move_folder(folder: Path, path: str | os.PathLike[str]) -> None:
+    """Move a folder to `path`, which is replaced if it is there. Raises OutputError, and leaves `path` as it was.
+
+    From another file system it is copied, and stays where it was.
+    """
+    target = check_folder(path, overwrite=True)
+    with temporary_folder(target) as temporary:
+        whole = temporary / target.name
+        try:
+            folder.rename(whole)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copytree(folder, whole)
+        _put(whole, target, temporary)
 
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterator[Path]:
-    """Yield a temporary path whose file becomes `path` when the body ends, and vanishes when it fails."""
-    target = Path(path)
-    if not overwrite:
-        refuse_existing(target, overwrite)
-    temporary = _beside(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        temporary.replace(target)
-    except OSError as error:
-        raise _output_error(target, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Yield a temporary path whose file becomes `path` when the body ends, and vanishes when it fails.
+
+    Raises:
+        OutputExistsError: `path` is there, and `overwrite` is False; or it is a folder.
+        OutputError: The disk is full or the file cannot be written.
+    """
+    target = check_file(path, overwrite)
+    with temporary_folder(target) as temporary:
+        file = temporary / target.name
+        yield file
+        file.replace(target)
 
 
 @contextmanager
-def atomic_files(folder: str | os.PathLike[str], names: Iterable[str], overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty folder whose files move into `folder`, beside what is there, when the body ends.
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target`, made for this process alone, and gone when the body ends.
 
-    Args:
-        folder: Made if it is not there.
-        names: Of the files, in the order in which they move; one that the body did not write, and that is there, goes.
-        overwrite: Replace files of these names.
+    Folders above `target` are made, and removed where the body fails.
 
     Raises:
-        OutputExistsError: One of the files is there already, and `overwrite` is False.
-        OutputError: The disk is full or the folder cannot be written.
+        OutputError: In the place of an OSError of the body; names `target`.
     """
-    target, names = Path(folder), list(names)
-    for name in names:
-        refuse_existing(target / name, overwrite)
-    temporary = _beside(target)
+    made = [folder for folder in target.parents if not folder.exists()]
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            if (temporary / name).exists():
-                (temporary / name).replace(target / name)
-            else:
-                (target / name).unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_dead(target.parent)
+        temporary, lock = _make(target.parent)
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+    except BaseException as error:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        if not isinstance(error, OSError) or isinstance(error, (OutputError, OutputExistsError)):
+            raise
+        raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a folder is one of those that runs work in, by its name."""
+    return TEMPORARY.fullmatch(path.name) is not None
+
+
+def hold(folder: Path) -> int | None:
+    """Lock a folder for this process; a descriptor, or None where the system or the file system has no such locks.
+
+    The lock ends with the descriptor, which children made by fork share.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+        OSError: It is not there.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise _output_error(target, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
 
 
-def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raise OutputExistsError for a file, or a folder that is not empty, unless it may be replaced."""
-    empty_folder = target.is_dir() and not any(target.iterdir())
-    if target.exists() and not empty_folder and not overwrite:
+# What may be written. ------------------------------------------------------------------------------------------------
+
+
+def check_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The absolute path of a file that can be written. To be called before the work, whose end is too late to say no.
+
+    Raises:
+        OutputExistsError: It is there, and may not be replaced; or it is a folder.
+        OutputError: It cannot be written there; says why.
+    """
+    target = _absolute(path)
+    if _is_folder(target):
+        raise OutputExistsError(f"{path} is a folder, and the output is a file. Choose another output.")
+    return _checked(target, Path(path), overwrite)
+
+
+def check_folder(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The same of a folder; an empty one may be there. Where `path` is a link to a folder: the path of that folder."""
+    target = _absolute(path)
+    if _is_folder(target):
+        target = target.resolve()
+        if target.is_mount():
+            raise OutputError(f"{path} is a mount point, which cannot be replaced. Possible: a folder inside it.")
+        if Path.cwd().is_relative_to(target):
+            raise OutputError(f"{path} is or holds the folder that this program runs in. Choose another output.")
+    return _checked(target, Path(path), overwrite)
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for a name that is too long
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """Without "." and "..", but with links. Raises OutputError for what no system takes as a path."""
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise OutputError(f"{os.fspath(path)!r} is no path of an output.")
+    try:
+        target = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
+    except FileNotFoundError:
+        raise OutputError(f"{path} cannot be written: the folder that this program runs in is gone.") from None
+    try:
+        same = os.fsencode(target) == target.encode()
+    except UnicodeError:
+        same = False
+    if not same:  # libraries that are not Python take each path for UTF-8
+        raise OutputError(f"{target!a} is no UTF-8 under this locale. Possible: PYTHONUTF8=1, or a name in ASCII.")
+    return Path(target)
+
+
+def _checked(target: Path, named: Path, overwrite: bool) -> Path:
+    try:
+        found = target.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        found = None
+    except OSError as error:
+        raise OutputError(f"Could not write {named}: {error.strerror}. Nothing was left behind.") from error
+    if found is not None:
+        _check_replaceable(target, named, overwrite)
+    _check_parents(target, named)
+    return target
+
+
+def _check_replaceable(target: Path, named: Path, overwrite: bool) -> None:
+    """Raise for what is there and may not, or cannot, be replaced."""
+    if not target.exists():
+        raise OutputError(f"{named} is a link to {target.readlink()}, which does not exist. Remove the link.")
+    kind = stat.S_IFMT(target.stat().st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        raise OutputError(f"{named} is {KINDS.get(kind, 'no file')}, which is never replaced. Choose another output.")
+    empty_folder = kind == stat.S_IFDIR and not any(target.iterdir())
+    if not overwrite and not empty_folder:
         raise OutputExistsError(
-            f"{target} exists already. Choose another output, or replace it with overwrite (--force)."
+            f"{named} exists already. Choose another output, or replace it with overwrite (--force)."
         )
 
 
-def _beside(target: Path) -> Path:
-    return target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:8]}"
+def _check_parents(target: Path, named: Path) -> None:
+    """Raise OutputError where the folder of the output cannot be made, or cannot be written."""
+    folder = next(folder for folder in target.parents if os.path.lexists(folder))
+    if not _is_folder(folder):
+        raise OutputError(f"{named} cannot be written: {folder} is not a folder.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{named} cannot be written: {folder} is read-only, for this user or at all.")
+    longest = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    for name in target.relative_to(folder).parts:
+        if len(os.fsencode(name)) > longest:
+            raise OutputError(f"{named} cannot be written: the name {name[:20]}... has more than {longest} bytes.")
 
 
-def _output_error(target: Path, error: OSError) -> OSError:
-    if isinstance(error, (OutputError, OutputExistsError)):
-        return error
-    return OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.")
+# Temporary folders. --------------------------------------------------------------------------------------------------
+
+
+def _make(parent: Path) -> tuple[Path, int | None]:
+    """A new temporary folder, and its lock."""
+    while True:
+        folder = parent / f".quark-{uuid.uuid4().hex[:8]}.tmp"
+        folder.mkdir()
+        # Until the lock is held, another run may take the folder for a dead one.
+        with suppress(FileNotFoundError, BlockingIOError):
+            lock = hold(folder)
+            if lock is None or folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _remove_dead(parent: Path) -> None:
+    """Remove the temporary folders that no process holds."""
+    for folder in filter(is_temporary, parent.iterdir()):
+        try:
+            lock = hold(folder)
+        except OSError:  # alive, another's, or gone meanwhile
+            continue
+        if lock is not None:
+            _put_back(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _put(new: Path, target: Path, temporary: Path) -> None:
+    """Give `new` the name `target`; what had it goes into `temporary`."""
+    if not target.exists():
+        new.rename(target)
+        return
+    if _exchange(new, target):
+        return
+    (temporary / OLD).mkdir()
+    try:
+        target.rename(temporary / OLD / target.name)
+        new.rename(target)
+    except OSError:
+        _put_back(temporary)
+        raise
+
+
+def _put_back(temporary: Path) -> None:
+    """Undo the first of two renames between which a run failed or was killed."""
+    for old in (temporary / OLD).glob("*"):
+        if not os.path.lexists(temporary.parent / old.name):
+            with suppress(OSError):
+                old.rename(temporary.parent / old.name)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    here, exchange = -100, 2  # AT_FDCWD of Linux; RENAME_EXCHANGE, and RENAME_SWAP of macOS
+    paths = os.fsencode(one), os.fsencode(other)
+    try:
+        library = ctypes.CDLL(None)
+        if sys.platform == "linux":
+            return library.renameat2(here, paths[0], here, paths[1], exchange) == 0
+        if sys.platform == "darwin":
+            return library.renamex_np(*paths, exchange) == 0
+    except (AttributeError, OSError):  # an older C library
+        return False
+    return False

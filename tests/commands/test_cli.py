@@ -263,7 +263,7 @@ BAD = {
     "quantized already": ("quantize {quantized} --scheme int8_wo -o {out}", "quantized layers already"),
     "output exists": ("quantize {llama} --scheme int8_wo -o {quantized}", "--force"),
     "output is a file": ("quantize {llama} --scheme int8_wo -o {file}", "--force"),
-    "output under a file": ("quantize {llama} --scheme int8_wo -o {file}/out", "Could not write"),
+    "output under a file": ("quantize {llama} --scheme int8_wo -o {file}/out", "file is not a folder"),
     "static without data": (QUANTIZE + "--scheme int8", "calibration data"),
     "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "is not there"),
     "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),

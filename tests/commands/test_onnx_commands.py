@@ -252,8 +252,14 @@ BAD = {
     "missing model": ("quantize {missing} --config A8W8 --calib {samples} -o {out}", "missing.onnx"),
     "broken model": ("quantize {broken} --config A8W8 --calib {samples} -o {out}", "not an ONNX model"),
     "quantized already": ("quantize {quantized} --config A8W8 --calib {samples} -o {out}", "quantized already"),
-    "output is a folder": ("quantize {cnn} --config A8W8 --calib {samples} --force -o {empty}", "exists already"),
-    "output under a file": ("quantize {cnn} --config A8W8 --calib {samples} -o {text}/out.onnx", "Could not write"),
+    "output is a folder": (
+        "quantize {cnn} --config A8W8 --calib {samples} --force -o {empty}",
+        "is a folder, and the output is a file",
+    ),
+    "output under a file": (
+        "quantize {cnn} --config A8W8 --calib {samples} -o {text}/out.onnx",
+        "text.txt is not a folder",
+    ),
     "evaluate: no data": ("evaluate {cnn} {quantized}", "Missing option --data"),
     "evaluate: text": ("evaluate {cnn} {quantized} --data {samples} --text {text}", "--text does not apply"),
     "evaluate: another model": ("evaluate {mlp} {quantized} --data {vectors}", "differ in their inputs"),

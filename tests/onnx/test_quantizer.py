@@ -26,8 +26,9 @@ from quark.errors import (
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import load, save, to_proto
+from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
+from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 U8 = spec("uint8", symmetric=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.files import check_file, check_folder
 
 GGUF, ONNX = FILES = ("gguf", "onnx")
 """Forms that are one file, not a folder of safetensors."""
@@ -72,6 +73,20 @@ class Export:
         import_gguf()
         architecture_of(load_config(source))
 
+    def check_output(self, source: Path) -> None:
+        """Raise for an output that cannot be written, or may not be replaced."""
+        if self.form not in FILES or not self.force:
+            check_folder(self.output, self.force)
+        if self.form == GGUF:
+            check_file(self._gguf_file(source), self.force)
+        if self.form == ONNX:
+            from quark.torch.writers.onnx.export import FILE  # imports torch: after --help
+
+            check_file(self.output / FILE, self.force)
+
+    def _gguf_file(self, source: Path) -> Path:
+        return self.output if self.output.suffix == ".gguf" else self.output / f"{source.resolve().name}.gguf"
+
     def write(self, model: Any, source: Path) -> int:
         """Write the model; return the bytes of its weights on disk."""
         from quark.commands.models import folder_bytes
@@ -80,9 +95,8 @@ class Export:
         if self.form == ONNX:
             return self._write_onnx(model)
         if self.form == GGUF:
-            file = self.output.suffix == ".gguf"
-            folder, name = (self.output.parent, self.output.stem) if file else (self.output, source.resolve().name)
-            return export_gguf(model, folder, name, source, overwrite=self.force).stat().st_size
+            file = self._gguf_file(source)
+            return export_gguf(model, file.parent, file.stem, source, overwrite=self.force).stat().st_size
         folder = export_safetensors(model, self.output, self.form, **self.options)
         return folder_bytes(folder)
 

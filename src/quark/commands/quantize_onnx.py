@@ -9,7 +9,8 @@ from typing import Any
 
 from quark.command_line import results
 from quark.commands.recover_onnx import Recovering
-from quark.errors import ConfigError, OutputExistsError
+from quark.errors import ConfigError
+from quark.files import check_file
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig
@@ -31,8 +32,7 @@ def quantize_onnx(
     recovery: Recovering | None = None,
 ) -> None:
     """Quantize, write, and say what it took."""
-    if output.is_dir() or (output.exists() and not force):
-        raise OutputExistsError(f"{output} exists already. Choose another output, or replace a file with --force.")
+    check_file(output, force)
     quantizer = ModelQuantizer(named_config(config))
     settings = quantizer.settings
     specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.command_line import results
 from quark.commands.export_torch import Export
-from quark.errors import CalibrationError, ConfigError, OutputExistsError
+from quark.errors import CalibrationError, ConfigError
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
 """The calibration data for a model that takes these inputs."""
@@ -45,9 +45,7 @@ def quantize_folder(
     from quark.commands.models import folder_bytes
     from quark.torch.model.model_folder import read_config
 
-    output = export.output
-    if output.exists() and any(output.iterdir() if output.is_dir() else [output]) and not export.force:
-        raise OutputExistsError(f"{output} exists already. Choose another output, or replace it with --force.")
+    export.check_output(model)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
     config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)

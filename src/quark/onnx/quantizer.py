@@ -13,14 +13,17 @@ import onnx_ir as ir
 
 from quark.core.metrics import Metric
 from quark.errors import ConfigError, OutputExistsError
+from quark.files import check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import checked_proto, load, save
+from quark.onnx.graph.model_file import checked_proto, load
+from quark.onnx_ops.saving import save
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
@@ -68,13 +71,13 @@ class ModelQuantizer:
         Raises:
             QuarkError: See its children; no file is written then.
         """
-        _refuse_overwriting(model_input, model_output)
-        reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         settings = lower(self.config, tuple(algorithms)) if algorithms else self.settings
+        _check_outputs(model_input, model_output, settings)
+        reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         check_algorithms(settings.algorithms)
-        model = quantize(load(model_input), settings, reader)
+        written = self._written(quantize(load(model_input), settings, reader), model_output)
         logger.info("Model quantization has been completed.")
-        return self._written(model, model_output)
+        return written
 
     def recover(
         self,
@@ -107,7 +110,7 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples.
             QuarkError: See its children; no file is written then.
         """
-        _refuse_overwriting(model_input, model_output)
+        _check_outputs(model_input, model_output, self.settings)
         seconds = None if budget is None else duration(budget)
         measure, reader = Metric(metric), _reader(model_input, calibration_data_reader, calibration_data_path)
         found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
@@ -130,8 +133,13 @@ def _reader(model: Any, reader: Any, path: str | None) -> Any:
     return PathDataReader(model, path)
 
 
-def _refuse_overwriting(source: Any, output: Any) -> None:
-    """Raise OutputExistsError where the output would replace the float model."""
+def _check_outputs(source: Any, output: Any, settings: Settings) -> None:
+    """Raise OutputError for what cannot be written, and OutputExistsError where the float model would be replaced."""
+    statistics = settings.calibration.statistics
+    if output is not None:
+        check_file(output, overwrite=True)
+    if statistics and not os.path.isfile(statistics):  # noqa: PTH113 - Path.is_file raises for a name too long
+        check_file(statistics, overwrite=True)
     paths = [Path(path).resolve() for path in (source, output) if isinstance(path, (str, os.PathLike))]
     if len(paths) == 2 and paths[0] == paths[1]:
         raise OutputExistsError(f"{output} is the float model itself. Choose another output.")

@@ -25,7 +25,8 @@ from quark.onnx.converters import TOOLS
 from quark.onnx.converters.command_line import run_tool
 from quark.onnx.converters.remove_qdq import decode
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import load, read, save, to_proto
+from quark.onnx.graph.model_file import load, read, to_proto
+from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Builder, Reader, cnn, feed, half, images, legacy, mlp, outputs, pools, shared
 
 S8, U8 = spec("int8"), spec("uint8", symmetric=False)

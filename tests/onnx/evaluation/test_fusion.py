@@ -18,8 +18,9 @@ from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
 from quark.onnx.evaluation.ort_fusion_rules import REASONS
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import load, save
+from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import quantize_dynamic
+from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Reader, cnn, images, mlp, vectors
 
 KINDS = {name: getattr(TensorProto, name.upper()) for name in ("uint8", "int8", "uint16", "int16", "int32", "int4")}

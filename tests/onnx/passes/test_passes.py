@@ -16,9 +16,10 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import load, opset, read, save, to_proto
+from quark.onnx.graph.model_file import load, opset, read, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
 from quark.onnx.passes import PASSES
+from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import (
     ZOO,
     Builder,

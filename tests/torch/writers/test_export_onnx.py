@@ -16,6 +16,7 @@ from quark.core.granularity import PerBlock, PerChannel, PerGroup
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, OutputExistsError, QuarkError
+from quark.onnx_ops import saving
 from quark.torch import (
     LLMTemplate,
     ModelExporter,
@@ -29,7 +30,6 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.export import ExporterConfig, OnnxExporterConfig
 from quark.torch.layers import LAYERS
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
-from quark.torch.writers.onnx import export as onnx_export
 from quark.torch.writers.onnx import marked_tensors
 from tests.commands.program import quark
 from tests.models.onnx_sessions import exact_session, session
@@ -294,7 +294,7 @@ def test_the_least_opset_that_holds_the_types(tmp_path: Path) -> None:
 def test_a_model_over_the_limit_of_a_message_has_its_weights_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_export, "PROTOBUF_LIMIT", 5000)
+    monkeypatch.setattr(saving, "PROTOBUF_LIMIT", 5000)
     model, x = weight_only(), torch.randn(3, 128)
     file = export_onnx(model, tmp_path, x)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["quark_model.onnx", "quark_model.onnx.data"]

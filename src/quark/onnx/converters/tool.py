@@ -9,7 +9,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from quark.onnx.graph.model_file import read, save
+from quark.files import check_file
+from quark.onnx.graph.model_file import read
+from quark.onnx_ops.saving import save
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Tool:
             external_data: Write the weights beside the model.
             **flags: A value for each of `flags`.
         """
+        check_file(target, overwrite=True)
         model = self.read(source)
         count = self.run(model, **flags)
         self.write(model, target, external_data)

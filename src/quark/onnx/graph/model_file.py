@@ -1,11 +1,10 @@
-"""Loading, checking and saving of ONNX models; onnx_ir inside, weights memory-mapped until they are needed."""
+"""Loading and checking of ONNX models; onnx_ir inside, weights memory-mapped until they are needed."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +15,10 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from quark.errors import ConfigError, FormatError, OutputError
+from quark.errors import ConfigError, FormatError, one_line
 from quark.onnx.graph.check import check_graph, check_weights
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, files_read, weight_bytes
 
-SMALL = 1024
-"""Bytes below which a weight stays inside the model."""
-DATA_SUFFIX = ".data"
-PROTOBUF_LIMIT = 2**31 - 2**20
 QUANTIZED_OPS = frozenset({"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"})
 QUANTIZED_OPS |= frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
@@ -108,10 +104,6 @@ def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
     return light, arrays
 
 
-def _has_external(model: ir.Model) -> bool:
-    return any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
-
-
 def name_nodes(model: ir.Model) -> None:
     """Give every node without a name one that is free."""
     used = {node.name for node in model.graph.all_nodes() if node.name}
@@ -190,61 +182,12 @@ def checked_proto(model: ir.Model) -> onnx.ModelProto:
         FormatError: The model is not valid.
     """
     proto = to_proto(model)
-    if weight_bytes(model) < PROTOBUF_LIMIT and not _has_external(model):
+    if weight_bytes(model) < PROTOBUF_LIMIT and not files_read(model):
         try:
             onnx.checker.check_model(proto)
         except onnx.checker.ValidationError as error:
-            raise FormatError(f"The result is no valid ONNX model: {_first_line(error)}") from error
+            raise FormatError(f"The result is no valid ONNX model: {one_line(error)}") from error
     return proto
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers."""
-    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-
-
-def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = False) -> None:
-    """Check and write a model; the file appears whole or not at all.
-
-    Args:
-        model: The model.
-        path: Where to; an existing file is replaced.
-        external_data: Write weights to `<name>.data` beside it, as is always done with a model over 2 GB and one that
-            was read with weights outside and still has some of them.
-
-    Raises:
-        OutputError: The file cannot be written. Nothing is left behind.
-        FormatError: The model is not valid.
-    """
-    target = Path(path)
-    temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:8]}"
-    outside = external_data or weight_bytes(model) > PROTOBUF_LIMIT or _has_external(model)
-    data = target.name + DATA_SUFFIX if outside else None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        ir.save(model, temporary / target.name, external_data=data, size_threshold_bytes=SMALL)
-        onnx.checker.check_model(str(temporary / target.name))
-        for file in (data, target.name):
-            if file and (temporary / file).exists():
-                (temporary / file).replace(target.parent / file)
-    except OSError as error:
-        raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
-    except onnx.checker.ValidationError as error:
-        raise FormatError(f"What would be written to {target} is no valid ONNX model: {_first_line(error)}") from error
-    finally:
-        _remove(temporary)
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.glob("*") if folder.exists() else []:
-        file.unlink(missing_ok=True)
-    if folder.exists():
-        folder.rmdir()
 
 
 def is_constant(value: ir.Value | None) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quark.errors import QuarkError
-from quark.files import refuse_existing, replace_folder
+from quark.files import check_folder, move_folder
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
@@ -69,7 +69,7 @@ def stream(
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
-    refuse_existing(output, overwrite)
+    check_folder(output, overwrite)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     job = CheckpointJob(config, source, **options)
     batches = None if data is None else list(data)
@@ -88,7 +88,7 @@ def stream(
         wait()
         if rank() == 0:
             job.write_rest(run.folder)
-            replace_folder(run.folder, output)
+            move_folder(run.folder, output)
             manifest.remove()
         wait()
     logger.info("Quantized %s to %s.", source, output)

@@ -28,7 +28,7 @@ from quark.onnx.algorithms.mixed_precision.trials import Trials, distance_of, st
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.model_file import weight_bytes
+from quark.onnx_ops.saving import weight_bytes
 
 MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
 """Parameters that scores depend on, beside the settings."""

@@ -27,9 +27,10 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
-from quark.onnx.graph.model_file import constant, to_proto, weight_bytes
+from quark.onnx.graph.model_file import constant, to_proto
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.placement.place import place
+from quark.onnx_ops.saving import weight_bytes
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -21,20 +21,17 @@ from torch import nn
 from quark import __version__
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, FormatError, NotSupportedError, one_line, require_packages
-from quark.files import atomic_files
+from quark.errors import ConfigError, NotSupportedError, one_line, require_packages
+from quark.files import check_file
 from quark.log import logger
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-FILE, DATA = "quark_model.onnx", "quark_model.onnx.data"
+FILE = "quark_model.onnx"
 PLAIN_OPSET, DEFAULT_OPSET = 20, 21
 PLAIN_TYPES = frozenset({"int8", "uint8", "int32", "uint32", "bfloat16", "float16"})
 """Types that opset 20 holds, per tensor and per channel; all others need 21."""
-PROTOBUF_LIMIT = 2**31 - 2**20
-SMALL = 1024
-"""Bytes below which a constant stays in the file of the graph."""
 
 
 def export_onnx(
@@ -79,13 +76,16 @@ def export_onnx(
     """
     _check_options(operator_export_type, dynamo)
     args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
-    with atomic_files(output_dir, (DATA, FILE), overwrite) as folder:
-        options: dict[str, Any] = {"input_names": list(input_names) or None, "output_names": list(output_names) or None}
-        options |= {"verbose": verbose, "optimize": do_constant_folding, "dynamic_shapes": dynamic_shapes}
-        written = _quantized_graph(model, args, kwargs, opset_version, uint4_int4_flag, options)
-        _save(written, folder)
-    logger.info("Exported to %s.", Path(output_dir) / FILE)
-    return Path(output_dir) / FILE
+    file = Path(output_dir) / FILE
+    check_file(file, overwrite)
+    options: dict[str, Any] = {"input_names": list(input_names) or None, "output_names": list(output_names) or None}
+    options |= {"verbose": verbose, "optimize": do_constant_folding, "dynamic_shapes": dynamic_shapes}
+    written = _quantized_graph(model, args, kwargs, opset_version, uint4_int4_flag, options)
+    from quark.onnx_ops.saving import save  # imports onnx: when a model is really exported
+
+    save(written, file, overwrite=overwrite)
+    logger.info("Exported to %s.", file)
+    return file
 
 
 def _check_options(operator_export_type: Any, dynamo: bool) -> None:
@@ -218,21 +218,3 @@ def _constant(value: ir.Value | None) -> torch.Tensor | None:
         return None
     raw = getattr(value.const_value, "raw", None)
     return raw.detach() if isinstance(raw, torch.Tensor) else torch.from_numpy(value.const_value.numpy().copy())
-
-
-def _save(model: ir.Model, folder: Path) -> None:
-    """Write and check.
-
-    Raises:
-        FormatError: onnx.checker does not accept the result.
-    """
-    import onnx
-    import onnx_ir as ir
-
-    values = model.graph.initializers.values()
-    large = sum(v.const_value.nbytes for v in values if v.const_value is not None) > PROTOBUF_LIMIT
-    ir.save(model, folder / FILE, external_data=DATA if large else None, size_threshold_bytes=SMALL)
-    try:
-        onnx.checker.check_model(str(folder / FILE))
-    except onnx.checker.ValidationError as error:
-        raise FormatError(f"The export is no valid ONNX model: {one_line(error)}") from error

@@ -1,0 +1,160 @@
+"""Saving of ONNX models: a file, and the weights in a file beside it where that is asked for or they are too large.
+
+At no moment does a model lie beside the weights of another run: weights that differ from those of the model that is
+replaced get a name of their own, the model is renamed last, and the weights that it no longer reads are removed after.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from quark.errors import FormatError, one_line
+from quark.files import check_file, temporary_folder
+
+SMALL = 1024
+"""Bytes below which a weight stays inside the model."""
+PROTOBUF_LIMIT = 2**31 - 2**20
+LONGEST_STEM = 255 - len(".0123456789ab.data")
+"""Bytes of a model's name that the names of its weights begin with."""
+
+
+def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = False, overwrite: bool = True) -> None:
+    """Check and write a model; the file appears whole or not at all.
+
+    Args:
+        model: The model.
+        path: Where to.
+        external_data: Write weights to `<name>.data` beside it, or to `<name>.<hash>.data` where a model is replaced
+            that reads other weights from there. A model over 2 GB, and one that was read with weights outside and still
+            has some of them, is always written so.
+        overwrite: Replace a file that is there.
+
+    Raises:
+        OutputExistsError, OutputError: See `quark.files.check_file`. Nothing is left behind.
+        FormatError: The model is not valid.
+    """
+    target = check_file(path, overwrite)
+    read = files_read(model)
+    outside = external_data or bool(read) or weight_bytes(model) > PROTOBUF_LIMIT
+    with temporary_folder(target) as temporary:
+        file, data = temporary / target.name, temporary / f"{_stem(target)}.data"
+        ir.save(model, file, external_data=data.name if outside else None, size_threshold_bytes=SMALL)
+        before = _Before(target, read)
+        if data.exists():
+            data = data.rename(temporary / before.name_for(data))
+            _relocate(file, data.name)
+        _check(file, target)
+        if data.exists():
+            before.stale.discard(data.replace(target.with_name(data.name)))
+        file.replace(target)
+        for old in before.stale:
+            with suppress(OSError):  # Windows: while a session reads it
+                old.unlink()
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers."""
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+
+
+def files_read(model: ir.Model) -> set[Path]:
+    """The files that hold initializers of the model."""
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return {Path(tensor.path).resolve() for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+
+
+def _stem(target: Path) -> str:
+    return os.fsencode(target.name)[:LONGEST_STEM].decode(errors="ignore")
+
+
+class _Before:
+    """The weights that lie beside a target before it is written.
+
+    Args:
+        target: The model.
+        read: Files that the new model takes its weights from.
+
+    Attributes:
+        stale: Those that nothing reads when the target is replaced: its own, and those of runs that were killed.
+    """
+
+    def __init__(self, target: Path, read: set[Path]) -> None:
+        self.target = target
+        pattern = re.compile(re.escape(_stem(target)) + r"(\.[0-9a-f]{12})?\.data")
+        found = {path for path in target.parent.iterdir() if pattern.fullmatch(path.name) and path.is_file()}
+        models = target.parent.glob("*.onnx") if found else ()
+        own = _files_of(target) if found else set()
+        # Weights may bear this name and be those of another model: a file that was renamed, or shares them.
+        others = set[Path]().union(read - own, *(_files_of(model) for model in models if model.name != target.name))
+        self.free = {path for path in found if path.resolve() not in others}
+        plain = target.with_name(f"{_stem(target)}.data")
+        # A file of the plain name that no model reads may be anyone's, unless the target went on to another name.
+        self.stale = {path for path in self.free if path != plain or own & {p.resolve() for p in found}}
+
+    def name_for(self, data: Path) -> str:
+        """The name of new weights: one that no other weights have which a model reads at this time.
+
+        It depends on nothing but the files that are there and the weights: the same run gives the same bytes.
+        """
+        plain = self.target.with_name(data.name)
+        if (not plain.exists() and not self.stale) or (not self.target.exists() and plain in self.free):
+            return data.name
+        hashed = f"{_stem(self.target)}.{_sha256(data)[:12]}.data"
+        if self.target.with_name(hashed).exists():
+            return hashed
+        same = plain in self.free and filecmp.cmp(plain, data, shallow=False)
+        return data.name if same or not plain.exists() else hashed
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _relocate(file: Path, name: str) -> None:
+    """Let the weights of a model, which all lie in one file beside it, be read from a file of this name."""
+    proto = onnx.load(file, load_external_data=False)
+    entries = [entry for entry in _location_entries(proto.graph) if entry.value != name]
+    for entry in entries:
+        entry.value = name
+    if entries:
+        onnx.save(proto, file)
+
+
+def _files_of(file: Path) -> set[Path]:
+    """The files that hold the weights of a model file; none where it cannot be read."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        entries = _location_entries(onnx.load(file, load_external_data=False).graph)
+        return {file.with_name(Path(entry.value).name).resolve() for entry in entries}
+    except (OSError, ValueError, DecodeError):
+        return set()
+
+
+def _location_entries(graph: onnx.GraphProto) -> Iterator[onnx.StringStringEntryProto]:
+    for tensor in graph.initializer:
+        yield from (entry for entry in tensor.external_data if entry.key == "location")
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                yield from _location_entries(body)
+
+
+def _check(file: Path, target: Path) -> None:
+    try:
+        onnx.checker.check_model(str(file))
+    except onnx.checker.ValidationError as error:
+        raise FormatError(f"What would be written to {target} is no valid ONNX model: {one_line(error)}") from error

@@ -1,0 +1,293 @@
+"""Outputs are whole or absent, the leavings of dead runs are removed, and what cannot be written is said at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quark import files
+from quark.errors import OutputError, OutputExistsError, QuarkError
+from quark.files import atomic_file, atomic_folder, check_file, check_folder, move_folder, temporary_folder
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="locks and special files of POSIX")
+SOURCE = Path(files.__file__).parents[1]
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "file").write_text(text)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "two renames":
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+
+
+# Replacing. ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("before", ["nothing", "empty", "folder", "file", "old"])
+def test_a_folder_replaces_what_is_there(before: str, tmp_path: Path) -> None:
+    target = tmp_path / ("old" if before == "old" else "out")  # the name of nothing that a run makes
+    if before == "file":
+        target.write_text("old")
+    elif before != "nothing":
+        target.mkdir()
+    if before in ("folder", "old"):
+        write(target, "old")
+    with atomic_folder(target, overwrite=True) as folder:
+        write(folder, "new")
+        assert names(tmp_path) == sorted([folder.parent.name, *([target.name] if before != "nothing" else [])])
+    assert (target / "file").read_text() == "new" and names(tmp_path) == [target.name]
+
+
+@pytest.mark.usefixtures("either_way")
+def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        write(folder, "new")
+        raise ZeroDivisionError
+    with pytest.raises(OutputError, match="Could not write .*out: No space"), atomic_folder(tmp_path / "out", True):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(OutputError), atomic_file(tmp_path / "made" / "on the way" / "file"):
+        raise OSError(28, "No space left on device")
+    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "old"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2")
+def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
+    write(tmp_path / "one", "one"), write(tmp_path / "other", "other")
+    assert files._exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "file").read_text() == "other" and (tmp_path / "other" / "file").read_text() == "one"
+    assert not files._exchange(tmp_path / "one", tmp_path / "absent")
+
+
+def test_an_error_between_two_renames_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    write(tmp_path / "out", "old")
+    with pytest.raises(OutputError), atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        folder.rmdir()
+    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "old"
+
+
+def test_a_folder_of_another_file_system_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def across(self: Path, target: Path) -> Path:
+        if self == tmp_path / "work":
+            raise OSError(18, "Invalid cross-device link")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", across)
+    move_folder(write(tmp_path / "work", "new"), write(tmp_path / "out", "old"))
+    assert (tmp_path / "out" / "file").read_text() == "new" and names(tmp_path) == ["out", "work"]
+
+
+@POSIX
+def test_a_link_to_a_folder_stays_and_a_link_to_a_file_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "disk", "old")
+    (tmp_path / "link").symlink_to("disk")
+    with atomic_folder(tmp_path / "link", overwrite=True) as folder:
+        write(folder, "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "file").read_text() == "new"
+    (tmp_path / "link to file").symlink_to("disk/file")
+    with atomic_file(tmp_path / "link to file") as file:
+        file.write_text("other")
+    assert not (tmp_path / "link to file").is_symlink() and (tmp_path / "disk" / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("length", [241, 255])
+def test_names_as_long_as_the_system_takes(length: int, tmp_path: Path) -> None:
+    with atomic_file(tmp_path / ("f" * length)) as file:
+        file.write_text("")
+    for _ in range(2):
+        with atomic_folder(tmp_path / ("d" * length), overwrite=True) as folder:
+            write(folder, "")
+    assert names(tmp_path) == ["d" * length, "f" * length]
+
+
+# What a dead run left. -----------------------------------------------------------------------------------------------
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from quark import files
+files._exchange = lambda one, other: False
+def stop(*args):
+    if sys.argv[2] == "alive":
+        print("ready", flush=True)
+        sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "between":
+    rename = Path.rename
+    Path.rename = lambda self, target: stop() if "new" in str(self.parent) or self.parent.suffix == ".tmp" else rename(
+        self, target)
+with files.atomic_folder(Path(sys.argv[1]), overwrite=True) as folder:
+    (folder / "file").write_text("new")
+    if sys.argv[2] != "between":
+        stop()
+"""
+
+
+def child(target: Path, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(target), how]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def living(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that is busy with a folder."""
+    with child(tmp_path / "living", "alive") as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@POSIX
+@pytest.mark.slow
+def test_what_a_dead_run_left_is_removed_and_nothing_of_a_living_one(
+    living: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    (kept,) = names(tmp_path)
+    write(tmp_path / "out", "old")
+    child(tmp_path / "out", "killed").communicate()
+    (dead,) = set(names(tmp_path)) - {"out", kept}
+    (tmp_path / ".quark-mine.tmp").mkdir()
+    with atomic_file(tmp_path / "other") as file:
+        file.write_text("")
+        assert (tmp_path / kept / "living" / "file").read_text() == "new" and not (tmp_path / dead).exists()
+    assert names(tmp_path) == sorted([kept, ".quark-mine.tmp", "other", "out"])
+    living.communicate()
+    with atomic_file(tmp_path / "other") as file:
+        file.write_text("")
+    assert names(tmp_path) == [".quark-mine.tmp", "other", "out"]
+
+
+@POSIX
+@pytest.mark.slow
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    child(tmp_path / "out", "between").communicate()
+    assert not (tmp_path / "out").exists()
+    with atomic_file(tmp_path / "other") as file:
+        file.write_text("")
+    assert names(tmp_path) == ["other", "out"] and (tmp_path / "out" / "file").read_text() == "old"
+
+
+@POSIX
+def test_a_folder_that_was_taken_for_dead_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may find it before its lock is held."""
+    hold, found = files.hold, []
+
+    def meanwhile(folder: Path) -> int | None:
+        if len(found) < 2:
+            found.append(folder)
+            if len(found) == 1:
+                shutil.rmtree(folder)
+            else:
+                raise BlockingIOError
+        return hold(folder)
+
+    monkeypatch.setattr(files, "hold", meanwhile)
+    with temporary_folder(tmp_path / "out") as folder:
+        assert folder.is_dir() and folder not in found
+
+
+@POSIX
+def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".quark-01234567.tmp").mkdir()
+    for missing in (True, False):
+        if missing:
+            monkeypatch.setattr(files, "fcntl", None)
+        else:
+            monkeypatch.undo()
+        with atomic_file(tmp_path / "out") as file:
+            file.write_text("")
+        assert names(tmp_path) == [*([".quark-01234567.tmp"] if missing else []), "out"]
+
+
+# What may be written. ------------------------------------------------------------------------------------------------
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(os.path.relpath(path))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (_fifo, "is a pipe, which is never replaced"),
+    "socket": (_socket, "is a socket, which is never replaced"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which does not exist"),
+    "link to a device": (lambda path: path.symlink_to("/dev/null"), "is a device"),
+}
+
+
+@POSIX
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_file_and_no_folder_stays(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, message = REFUSED[kind]
+    make(tmp_path / "out")
+    mode = (tmp_path / "out").lstat().st_mode
+    for check in (check_file, check_folder):
+        with pytest.raises(OutputError, match=message):
+            check("out", overwrite=True)
+    with pytest.raises(OutputError, match=message), atomic_file("out"):
+        raise AssertionError
+    assert (tmp_path / "out").lstat().st_mode == mode
+
+
+def test_outputs_that_cannot_be_are_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    write(tmp_path / "full", "")
+    monkeypatch.chdir(tmp_path / "full")
+    refused: dict[str, tuple[Callable[..., Path], object, bool]] = {
+        "file is not a folder": (check_file, tmp_path / "file" / "x", True),
+        "has more than": (check_file, tmp_path / "absent" / ("x" * 256), True),
+        "File name too long": (check_folder, tmp_path / ("x" * 256), True),
+        "is no path of an output": (check_file, "", True),
+        r"'a\\x00b' is no path": (check_file, "a\0b", True),
+        "is a folder, and the output is a file": (check_file, tmp_path / "full", True),
+        "full exists already": (check_folder, tmp_path / "full" / ".." / "full", False),
+        "file exists already": (check_file, tmp_path / "file", False),
+        "folder that this program runs in": (check_folder, "..", True),
+        "is a mount point": (check_folder, "/", True),
+    }
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == Path("/"))
+    for message, (check, path, overwrite) in refused.items():
+        if "exists already" in message:
+            monkeypatch.chdir(tmp_path)
+        with pytest.raises(QuarkError, match=message):
+            check(path, overwrite)
+    assert check_folder(tmp_path / "new" / "er", overwrite=False) == tmp_path / "new" / "er"
+    assert names(tmp_path) == ["file", "full"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # root, as whom tests may run, can write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(OutputError, match="is read-only, for this user or at all"):
+        check_file(tmp_path / "new" / "file", overwrite=False)
+    with pytest.raises(OutputExistsError):
+        check_folder(write(tmp_path / "out", ""), overwrite=False)
