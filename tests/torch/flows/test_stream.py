@@ -17,7 +17,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetenso
 from quark.torch.config.algo_configs import AWQConfig, GPTAQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.flows.from_disk import stream
-from quark.torch.flows.resume import Manifest
+from quark.torch.flows.resume import Manifest, in_use
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import contents, save_float
 
@@ -135,6 +135,39 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         killed_after(1, patch)
         stream(scheme("int8"), source, tmp_path / "out", token_batches(), max_shard_size="60KB")
     return tmp_path / "out.partial"
+
+
+@pytest.mark.parametrize("left", ["nothing", "first manifest", "begun", "moved", "removed"])
+def test_a_run_that_was_killed_at_its_beginning_or_end_begins_anew(left: str, tmp_path: Path, unfinished: Path) -> None:
+    """What is left holds no finished block, or the output is in place already: never a reason to refuse."""
+    if left in ("nothing", "first manifest"):
+        shutil.rmtree(unfinished)
+        (unfinished / ".quark-0123abcd.tmp").mkdir(parents=True)
+        if left == "first manifest":
+            (unfinished / ".quark-0123abcd.tmp" / "manifest.json").write_text('{"settings": ')
+    if left in ("begun", "moved", "removed"):
+        shutil.rmtree(unfinished / "model")
+    if left == "removed":
+        (unfinished / "inputs-1-0.safetensors").unlink()
+    for overwrite in (False, True):
+        found = streamed(scheme("int8"), tmp_path / "float", tmp_path / "out", token_batches(), overwrite=overwrite)
+    assert found == streamed(scheme("int8"), tmp_path / "float", tmp_path / "whole", token_batches())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "out", "whole"]
+
+
+def test_a_folder_in_which_another_run_works_is_refused(unfinished: Path) -> None:
+    folder = unfinished.parent
+    with in_use(unfinished), pytest.raises(ConfigError, match="Another run works in .*out.partial"):
+        streamed(scheme("int8"), folder / "float", folder / "out", token_batches())
+    assert (unfinished / "manifest.json").exists()
+
+
+def test_a_folder_of_that_name_which_is_no_run_stays(unfinished: Path) -> None:
+    folder = unfinished.parent
+    (unfinished / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="is no folder of an unfinished run"):
+        streamed(scheme("int8"), folder / "float", folder / "out", token_batches())
+    assert (unfinished / "model").is_dir()
 
 
 OTHER = {

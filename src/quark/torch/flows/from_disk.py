@@ -32,7 +32,7 @@ from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.per_block import quantize_blocks, refuse_attention, refuse_whole
-from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files
+from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.meta_model import fill_buffers
@@ -76,8 +76,9 @@ def stream(
     settings = _settings(config, options, [source / "config.json", *job.files], batches)
     refuse_attention(config)
     refuse_whole(algorithms_of(config.algo_config or []))
-    work = work or output.with_name(f"{output.name}.partial")
+    work = check_folder(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
     with (
+        in_use(work),
         replaced(job.model, job.plan) as layers,
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):

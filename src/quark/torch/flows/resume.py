@@ -4,23 +4,26 @@
     work/inputs-3-0.safetensors  inputs of block 3 on rank 0, and the state of the random numbers there
     work/model/                  shards of full size, filled as far as the manifest says
 
-It is written anew after each block, under another name and then renamed, so what it says is always true.
+It is written anew after each block, under another name and then renamed, so what it says is always true. It comes first
+and goes last: a folder without it is no work of ours, and one without the model is of a run that is over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quark import __version__
-from quark.errors import ConfigError, FormatError
-from quark.files import atomic_file
+from quark.errors import ConfigError, FormatError, OutputError
+from quark.files import atomic_file, hold, is_temporary
 from quark.torch.algorithms.block_loop import LoopState
 from quark.torch.calibration.distributed import rank, wait
 from quark.torch.checkpoint.safetensors_file import ByteRange, read_range
@@ -55,20 +58,18 @@ class Manifest:
             FormatError: It is corrupt.
         """
         settings = json.loads(json.dumps({"quark": __version__, **settings}))
-        path = folder / "manifest.json"
+        path, model = folder / "manifest.json", folder / "model"
         if not path.exists():
-            if folder.exists() and any(item.name != "model" for item in folder.iterdir()):
+            if folder.exists() and not (folder.is_dir() and all(map(is_temporary, folder.iterdir()))):
                 raise ConfigError(f"{folder} is no folder of an unfinished run. Choose another, or remove it.")
-            shutil.rmtree(folder, ignore_errors=True)
-            (folder / "model").mkdir(parents=True)
-            manifest = cls(folder, settings, [])
-            manifest._save()
-            return manifest
+            return cls._begun(folder, settings)
         try:
             stored = json.loads(path.read_text())
             begun, blocks = stored["settings"], list(stored["blocks"])
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path} is corrupt: {error}. Remove {folder} to begin anew.") from None
+        if not model.is_dir():
+            return cls._begun(folder, settings)
         other = differences(begun, settings)
         if other:
             raise ConfigError(
@@ -76,6 +77,16 @@ class Manifest:
                 "remove the folder to begin anew."
             )
         return cls(folder, settings, blocks)
+
+    @classmethod
+    def _begun(cls, folder: Path, settings: Mapping[str, Any]) -> Manifest:
+        """The manifest of a run that begins in a folder without a model."""
+        manifest = cls(folder, settings, [])
+        manifest._save()
+        for inputs in folder.glob("inputs-*.safetensors"):
+            inputs.unlink()
+        (folder / "model").mkdir()
+        return manifest
 
     def state(self) -> LoopState:
         """Where the run stands. Raises FormatError when the inputs of the next block are absent or corrupt."""
@@ -117,11 +128,36 @@ class Manifest:
                 )
 
     def remove(self) -> None:
-        """The run is finished."""
-        shutil.rmtree(self.folder)
+        """The run is finished. The manifest goes last, so that what is left at any moment is known as ours."""
+        shutil.rmtree(self.folder / "model", ignore_errors=True)
+        for inputs in self.folder.glob("inputs-*.safetensors"):
+            inputs.unlink()
+        (self.folder / "manifest.json").unlink()
 
     def _inputs(self, block: int) -> Path:
         return self.folder / f"inputs-{block}-{rank()}.safetensors"
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Within: no other run works in the folder, which is made, and stays unless it is empty. Raises ConfigError."""
+    if rank() > 0:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = hold(folder)
+    except BlockingIOError:
+        raise ConfigError(f"Another run works in {folder}. Wait for it, or choose another output.") from None
+    except OSError as error:
+        raise OutputError(f"{folder}, the folder of the unfinished run, cannot be used: {error.strerror}.") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+        if lock is not None:
+            os.close(lock)
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
