@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,15 @@ import pytest
 
 from quark import files
 from quark.errors import OutputError, OutputExistsError, QuarkError
-from quark.files import atomic_file, atomic_folder, check_file, check_folder, move_folder, temporary_folder
+from quark.files import (
+    atomic_file,
+    atomic_folder,
+    check_file,
+    check_folder,
+    move_folder,
+    scratch_folder,
+    temporary_folder,
+)
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="locks and special files of POSIX")
 SOURCE = Path(files.__file__).parents[1]
@@ -208,6 +217,24 @@ def test_a_folder_that_was_taken_for_dead_is_made_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(files, "hold", meanwhile)
     with temporary_folder(tmp_path / "out") as folder:
         assert folder.is_dir() and folder not in found
+
+
+@POSIX
+def test_samples_and_activations_of_a_dead_run_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".quark-01234567.tmp").mkdir()
+    with scratch_folder(tmp_path) as folder:
+        assert names(tmp_path) == [folder.name] and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_listed_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with atomic_file(tmp_path / "out") as file:
+        file.write_text("")
+    assert (tmp_path / "out").exists()
 
 
 @POSIX

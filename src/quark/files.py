@@ -105,14 +105,8 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     made = [folder for folder in target.parents if not folder.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_dead(target.parent)
-        temporary, lock = _make(target.parent)
-        try:
+        with scratch_folder(target.parent) as temporary:
             yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
     except BaseException as error:
         for folder in made:
             with suppress(OSError):
@@ -120,6 +114,22 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         if not isinstance(error, OSError) or isinstance(error, (OutputError, OutputExistsError)):
             raise
         raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield an empty folder in `parent` for this user alone, gone when the body ends.
+
+    Where the process is killed, the next run that makes such a folder in `parent` removes it.
+    """
+    _remove_dead(parent)
+    folder, lock = _make(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def is_temporary(path: Path) -> bool:
@@ -245,7 +255,7 @@ def _make(parent: Path) -> tuple[Path, int | None]:
     """A new temporary folder, and its lock."""
     while True:
         folder = parent / f".quark-{uuid.uuid4().hex[:8]}.tmp"
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         # Until the lock is held, another run may take the folder for a dead one.
         with suppress(FileNotFoundError, BlockingIOError):
             lock = hold(folder)
@@ -256,7 +266,11 @@ def _make(parent: Path) -> tuple[Path, int | None]:
 
 def _remove_dead(parent: Path) -> None:
     """Remove the temporary folders that no process holds."""
-    for folder in filter(is_temporary, parent.iterdir()):
+    try:
+        found = list(filter(is_temporary, parent.iterdir()))
+    except OSError:  # a folder may be written and not be read
+        return
+    for folder in found:
         try:
             lock = hold(folder)
         except OSError:  # alive, another's, or gone meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,3 +153,14 @@ def test_an_algorithm_without_data_says_so() -> None:
         required(None, S8)
     with pytest.raises(CalibrationError, match="no sample"):
         required(Samples([], {}), S8)
+
+
+def test_arrays_on_disk_lie_where_the_next_run_finds_them(tmp_path: Path) -> None:
+    """Those of a run that was killed would else fill the folder for ever."""
+    (tmp_path / ".quark-01234567.tmp").mkdir()
+    store = Store(0, str(tmp_path))
+    store["a"] = np.ones(3)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name != ".quark-01234567.tmp" and store["a"].sum() == 3
+    del store
+    assert not list(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from quark.core.scales import QParams
 from quark.core.solvers.adaround import AdaQuant, AdaRound
 from quark.core.solvers.reconstruct import Activation, Outcome, OutputGrid, Rows, Training, Unit, train
 from quark.errors import ConfigError, NotSupportedError, QuarkError
+from quark.files import scratch_folder
 from quark.log import logger
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
@@ -238,8 +239,9 @@ class _Run:
     @contextmanager
     def _space(self) -> Iterator[Space]:
         level = self.config.mem_opt_level
-        with tempfile.TemporaryDirectory(dir=self.config.cache_dir) if level == 2 else nullcontext() as folder:
-            yield replace(ROWS[level], folder=None if folder is None else Path(folder))
+        parent = Path(self.config.cache_dir or tempfile.gettempdir())
+        with scratch_folder(parent) if level == 2 else nullcontext() as folder:
+            yield replace(ROWS[level], folder=folder)
 
 
 class EndToEnd:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError
+from quark.files import scratch_folder
 from quark.onnx.calibration.data.inputs import Feed, Input
 from quark.onnx.calibration.data.readers import samples
 
@@ -55,9 +56,10 @@ class Store:
             self._arrays[key] = array
             return
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(dir=self._parent))
+            stack = ExitStack()
+            self._folder = stack.enter_context(scratch_folder(Path(self._parent or tempfile.gettempdir())))
             # On Windows a file that is still mapped stays.
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            weakref.finalize(self, stack.close)
         self._count += 1
         file = self._folder / f"{self._count}.npy"
         np.save(file, array, allow_pickle=False)
