@@ -129,6 +129,34 @@ def test_the_source_keeps_its_weights(tmp_path: Path) -> None:
     assert weights(source) == weights(output) == 1
 
 
+def test_a_source_in_the_folder_above_keeps_its_weights(tmp_path: Path) -> None:
+    save(model(1), tmp_path / "float.onnx", external_data=True)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "float.onnx.data").rename(tmp_path / "sub" / "m.onnx.data")
+    proto = onnx.load(tmp_path / "float.onnx", load_external_data=False)
+    for entry in proto.graph.initializer[0].external_data:
+        if entry.key == "location":
+            entry.value = "sub/m.onnx.data"
+    onnx.save(proto, tmp_path / "float.onnx")
+    save(read(tmp_path / "float.onnx"), tmp_path / "sub" / "m.onnx")
+    save(model(2), tmp_path / "sub" / "m.onnx")
+    save(read(tmp_path / "float.onnx"), tmp_path / "sub" / "m.onnx")
+    assert sorted(contents(tmp_path / "sub")) == ["m.onnx", hashed(1), "m.onnx.data"]
+    assert weights(tmp_path / "float.onnx") == weights(tmp_path / "sub" / "m.onnx") == 1
+
+
+def test_the_source_in_memory_keeps_its_weights(tmp_path: Path) -> None:
+    """Whatever its file is called, if it is still there."""
+    save(model(1), tmp_path / "m.onnx", external_data=True)
+    source = read(tmp_path / "m.onnx")
+    save(model(3), tmp_path / "n.onnx")
+    (tmp_path / "n.onnx").replace(tmp_path / "m.onnx")
+    save(source, tmp_path / "m.onnx")
+    save(source, tmp_path / "other.onnx")
+    assert weights(tmp_path / "m.onnx") == weights(tmp_path / "other.onnx") == 1
+    assert (tmp_path / "m.onnx.data").exists()
+
+
 @pytest.mark.parametrize("length", [240, 255])
 def test_long_names(length: int, tmp_path: Path) -> None:
     path = tmp_path / ("m" * (length - 5) + ".onnx")

@@ -91,10 +91,10 @@ class _Before:
         self.target = target
         pattern = re.compile(re.escape(_stem(target)) + r"(\.[0-9a-f]{12})?\.data")
         found = {path for path in target.parent.iterdir() if pattern.fullmatch(path.name) and path.is_file()}
-        models = target.parent.glob("*.onnx") if found else ()
+        beside = [*target.parent.glob("*.onnx"), *target.parent.parent.glob("*.onnx")] if found else []
         own = _files_of(target) if found else set()
-        # Weights may bear this name and be those of another model: a file that was renamed, or shares them.
-        others = set[Path]().union(read - own, *(_files_of(model) for model in models if model.name != target.name))
+        # Weights may bear this name and be those of another model: one that was renamed, lies above, or shares them.
+        others = set[Path]().union(read - own, *(_files_of(model) for model in beside if model != target))
         self.free = {path for path in found if path.resolve() not in others}
         plain = target.with_name(f"{_stem(target)}.data")
         # A file of the plain name that no model reads may be anyone's, unless the target went on to another name.
@@ -139,7 +139,7 @@ def _files_of(file: Path) -> set[Path]:
 
     try:
         entries = _location_entries(onnx.load(file, load_external_data=False).graph)
-        return {file.with_name(Path(entry.value).name).resolve() for entry in entries}
+        return {(file.parent / entry.value).resolve() for entry in entries}
     except (OSError, ValueError, DecodeError):
         return set()
 
