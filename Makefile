@@ -1,4 +1,4 @@
-# make demo | quick | test | coverage | check | bench | fingerprint, each from a bare clone; quick is for the edit loop.
+# make demo | quick | test | coverage | check | bench | fingerprint | kill, each from a bare clone; quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo quick test check coverage bench fingerprint format clean
+.PHONY: demo quick test check coverage bench fingerprint kill format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -39,6 +39,10 @@ bench: $(STAMP)
 # make fingerprint AGAINST=main prints what differs from that revision.
 fingerprint: $(STAMP)
 	$(BIN)/python -m benchmarks.fingerprint $(if $(AGAINST),--against $(AGAINST))
+
+# Kill long jobs at 300 moments, and look at what is left.
+kill: $(STAMP)
+	$(BIN)/python -m tests.kill --count 300
 
 format: $(STAMP)
 	$(BIN)/ruff format .

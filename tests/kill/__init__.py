@@ -1,0 +1,1 @@
+"""Kills long jobs at each of their file events and at random moments, and looks at what is left."""

@@ -1,0 +1,123 @@
+"""Runs jobs in forked children of one process that has all libraries loaded, and kills them there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+WATCHED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
+LIMIT = 300
+"""Seconds after which a child that hangs is ended."""
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: before the file event of a number, counted from 1, or after so many seconds; never by default."""
+
+    event: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"before event {self.event}" if self.event else f"after {self.seconds or 0:.3f} s"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a child ended: its exit code, below 0 that of a signal; its file events; seconds."""
+
+    code: int
+    events: int
+    seconds: float
+
+
+def fork(action: Callable[[], None], folder: Path, moment: Moment, log: Path) -> End:
+    """Run an action that writes into a folder in a child.
+
+    Args:
+        action: What to run.
+        folder: Where file events are counted.
+        moment: When to kill the child.
+        log: What it prints goes there.
+    """
+    reader, writer = os.pipe()
+    start = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        _be_child(action, folder, moment, log, writer)
+    os.close(writer)
+    if moment.seconds is not None:
+        time.sleep(moment.seconds)
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reader, "rb") as pipe:
+        events = len(pipe.read())
+    _, status = os.waitpid(child, 0)
+    return End(os.waitstatus_to_exitcode(status), events, time.perf_counter() - start)
+
+
+def modules_of(log: Path) -> Path:
+    """Where a child that ran to the end says which modules it loaded."""
+    return log.with_suffix(".modules")
+
+
+def load_modules(log: Path) -> None:
+    """Load what the last child loaded: the next ones have it from the start."""
+    for name in modules_of(log).read_text().splitlines():
+        if name not in sys.modules:
+            with suppress(Exception):  # some are no modules of their own
+                importlib.import_module(name)
+
+
+def _be_child(action: Callable[[], None], folder: Path, moment: Moment, log: Path, writer: int) -> None:
+    code = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        signal.alarm(LIMIT)
+        random.seed(0)
+        sys.addaudithook(_Watch(folder, moment.event, writer))
+        action()
+        code = 0
+        modules_of(log).write_text("\n".join(sys.modules))
+    except BaseException:  # noqa: BLE001 - a child must not return into the server
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Watch:
+    """An audit hook that tells of each change of a file in the folder, by one byte, and kills before a certain one."""
+
+    def __init__(self, folder: Path, fatal: int | None, writer: int) -> None:
+        self.root, self.fatal, self.writer, self.count = os.fspath(folder), fatal, writer, 0
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        if not self._is_change(event, arguments):
+            return
+        self.count += 1
+        if self.count == self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(self.writer, b".")
+
+    def _is_change(self, event: str, arguments: tuple[object, ...]) -> bool:
+        if event == "ctypes.dlsym":  # two names are about to be exchanged
+            return arguments[1] in ("renameat2", "renamex_np")
+        if event == "open":
+            path, _, flags = arguments
+            return isinstance(flags, int) and bool(flags & WRITES) and self._inside(path)
+        # With a descriptor of a folder, as shutil.rmtree calls them, a path is a bare name.
+        return event in WATCHED and any(self._inside(x) or (isinstance(x, str) and os.sep not in x) for x in arguments)
+
+    def _inside(self, path: object) -> bool:
+        return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(self.root)
