@@ -18,7 +18,8 @@ from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, spec
 from quark.errors import NotSupportedError
-from quark.onnx_ops import DOMAIN, Operator, block, function, live
+from quark.onnx_ops.live import live
+from quark.onnx_ops.operators import DOMAIN, Operator, block, function
 
 Array = np.ndarray[Any, Any]
 OPSET = 21

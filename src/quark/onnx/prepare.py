@@ -19,8 +19,8 @@ from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import run_passes
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.qdq.qdq_nodes import EXTENDED
-from quark.onnx_ops import BLOCK_OPSET
 from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
+from quark.onnx_ops.operators import BLOCK_OPSET
 
 CONVERT_OPSET = convert_opset_version.__name__
 

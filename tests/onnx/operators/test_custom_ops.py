@@ -19,7 +19,7 @@ from quark.core.rounding import RoundType
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import ConfigError, MissingDependencyError, NotSupportedError
 from quark.onnx.custom_ops import get_library_path
-from quark.onnx_ops import DOMAIN, LINEAR_TYPES, Operator, block, function, linear
+from quark.onnx_ops.operators import DOMAIN, LINEAR_TYPES, Operator, block, function, linear
 
 Array = np.ndarray[Any, Any]
 BLOCKS = {"fp4_e2m1": 32, "fp6_e3m2": 32, "fp6_e2m3": 32, "fp8_e4m3": 32, "fp8_e5m2": 32, "mxint8": 32}

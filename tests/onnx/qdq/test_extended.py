@@ -24,7 +24,7 @@ from quark.onnx.config.tensor_specs import BFloat16Spec, Float16Spec, Int32Spec,
 from quark.onnx.custom_ops import get_library_path
 from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import ModelQuantizer
-from quark.onnx_ops import ATTRIBUTES, DOMAIN
+from quark.onnx_ops.operators import ATTRIBUTES, DOMAIN
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}

@@ -39,7 +39,7 @@ from quark.onnx.config.tensor_specs import (
     QTensorConfig,
     XInt8Spec,
 )
-from quark.onnx_ops import BFP_FORMATS
+from quark.onnx_ops.operators import BFP_FORMATS
 
 T = TypeVar("T")
 Options = Mapping[str, Any]

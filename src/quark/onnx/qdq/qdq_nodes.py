@@ -24,9 +24,9 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx.config.settings import Settings
-from quark.onnx_ops import Operator, block, linear
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import GraphWriter
+from quark.onnx_ops.operators import Operator, block, linear
 
 EXTENDED = {"bfloat16": "bfloat16", "bfloat16_scaled": "bfloat16", "float16": "float16"}
 EXTENDED |= {"int32": "int32", "uint32": "uint32"}

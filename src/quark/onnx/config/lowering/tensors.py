@@ -24,7 +24,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
-from quark.onnx_ops import BFP_FORMATS, MX_ELEMENTS
+from quark.onnx_ops.operators import BFP_FORMATS, MX_ELEMENTS
 
 FLOATS = ("float16", "bfloat16")
 SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)

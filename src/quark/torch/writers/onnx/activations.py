@@ -30,9 +30,10 @@ from quark.core.rounding import RoundType
 from quark.core.scales import QParams
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NotSupportedError
-from quark.onnx_ops import BFP_FORMATS, MX_ELEMENTS, block, live
 from quark.onnx_ops.element_types import FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import GraphWriter
+from quark.onnx_ops.live import live
+from quark.onnx_ops.operators import BFP_FORMATS, MX_ELEMENTS, block
 from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 
 if TYPE_CHECKING:
