@@ -17,7 +17,7 @@ from quark.onnx.calibration.qparams import ModelQParams, fit_int32_biases, weigh
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.reserved_names import make_way
-from quark.onnx.npu import adjust
+from quark.onnx.npu.adjust import adjust
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import Placement

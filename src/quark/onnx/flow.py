@@ -12,7 +12,7 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
-from quark.onnx.npu import simulate
+from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
 from quark.onnx.prepare import prepare
 

@@ -26,8 +26,8 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.config.tensor_specs import Int8Spec, XInt8Spec
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.npu import CONVERSIONS, RULES
-from quark.onnx.npu.simulation import mean_factor
+from quark.onnx.npu.rules import RULES
+from quark.onnx.npu.simulation import CONVERSIONS, mean_factor
 from quark.onnx.placement.place import place
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 from tests.models.torch_zoo import ROOT
@@ -312,7 +312,7 @@ def pools(b: Builder) -> None:
 
 
 def simulated(settings: Settings) -> onnx.ModelProto:
-    from quark.onnx.npu import simulate
+    from quark.onnx.npu.simulation import simulate
 
     model = load(small(pools, channels=3))
     simulate(model, settings)
@@ -376,7 +376,7 @@ def test_a_factor_is_part_of_its_operator() -> None:
 
 
 def test_operators_that_stay_in_float_are_not_simulated() -> None:
-    from quark.onnx.npu import simulate
+    from quark.onnx.npu.simulation import simulate
 
     model = load(small(pools, channels=3))
     before = to_proto(model).SerializeToString()

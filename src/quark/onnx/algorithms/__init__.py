@@ -105,15 +105,3 @@ def _counted(algorithm: Any, count: int, settings: Settings) -> int:
         )
     logger.info("%s: %d places.", type(algorithm).__name__, count)
     return count
-
-
-__all__ = [
-    "AFTER",
-    "BEFORE",
-    "PRECISION",
-    "NothingQualifiesError",
-    "check_algorithms",
-    "run_after",
-    "run_before",
-    "run_precision",
-]

@@ -1,9 +1,3 @@
 """What the NPU's convolution engine (DPU) asks of an XINT8 model: positions that its shifters reach, and operators
 computed as it computes them. A new rule is a function in `rules.py` and a line in its table; a conversion likewise.
 """
-
-from quark.onnx.npu.adjust import adjust
-from quark.onnx.npu.rules import RULES
-from quark.onnx.npu.simulation import CONVERSIONS, simulate
-
-__all__ = ["CONVERSIONS", "RULES", "adjust", "simulate"]
