@@ -15,14 +15,15 @@ between the two and the constant stays float.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.model_file import constant, infer_shapes
+from quark.onnx.graph.edit import axes_of
+from quark.onnx.graph.model_file import infer_shapes
 from quark.onnx.placement.placement import FACTOR
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
@@ -46,7 +47,7 @@ def leaky_relu(model: ir.Model, node: ir.Node) -> bool:
     """Round the slope of a LeakyRelu to 1/256."""
     if node.op_type != "LeakyRelu":
         return False
-    alpha = _float(node, "alpha", 0.01)
+    alpha = node.attributes.get_float("alpha", 0.01)
     rounded = round(256 * alpha) / 256
     _set(node, "alpha", rounded)
     return rounded != alpha
@@ -64,9 +65,10 @@ def sigmoid(model: ir.Model, node: ir.Node) -> bool:
 
 def hard_sigmoid_factor(model: ir.Model, node: ir.Node) -> bool:
     """Scale a HardSigmoid of slope 1/6 as the DPU's multiplication by 2731 / 2^14 does."""
-    if node.op_type != "HardSigmoid" or not math.isclose(_float(node, "alpha", 0.2), 1 / 6, rel_tol=1e-4):
+    if node.op_type != "HardSigmoid":
         return False
-    return _scale(model, node, HARD_SIGMOID_FACTOR)
+    is_sixth = math.isclose(node.attributes.get_float("alpha", 0.2), 1 / 6, rel_tol=1e-4)
+    return is_sixth and _scale(model, node, HARD_SIGMOID_FACTOR)
 
 
 def average_pool(model: ir.Model, node: ir.Node) -> bool:
@@ -82,9 +84,7 @@ def reduce_mean(model: ir.Model, node: ir.Node) -> bool:
     """Scale a ReduceMean."""
     if node.op_type != "ReduceMean":
         return False
-    listed = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    axes = node.attributes["axes"].as_ints() if "axes" in node.attributes else listed
-    return _scale(model, node, mean_factor(*_sizes(node, axes)))
+    return _scale(model, node, mean_factor(*_sizes(node, axes_of(node))))
 
 
 def mean_factor(*sizes: int) -> float:
@@ -97,13 +97,13 @@ def mean_factor(*sizes: int) -> float:
     return count * round(power / count) / power
 
 
-def _sizes(node: ir.Node, axes: object) -> tuple[int, ...]:
+def _sizes(node: ir.Node, axes: Sequence[int] | None) -> tuple[int, ...]:
     """Sizes of the averaged axes; of all but the first two if None is given to a pool."""
     shape = None if node.inputs[0] is None else node.inputs[0].shape
     sizes: list[object] = [None]
     if shape is not None:
-        chosen = range(2 if node.op_type == "GlobalAveragePool" else 0, len(shape)) if axes is None else axes
-        sizes = [shape[int(axis)] for axis in chosen]  # type: ignore[attr-defined]
+        first = 2 if node.op_type == "GlobalAveragePool" else 0
+        sizes = [shape[axis] for axis in (range(first, len(shape)) if axes is None else axes)]
     if not all(isinstance(size, int) for size in sizes):
         raise ConfigError(
             f"How many values {node.name} ({node.op_type}) averages is not fixed: {shape}. Possible: fix the input "
@@ -131,10 +131,6 @@ def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
         if output is old:
             model.graph.outputs[position] = new
     return True
-
-
-def _float(node: ir.Node, name: str, default: float) -> float:
-    return node.attributes[name].as_float() if name in node.attributes else default
 
 
 def _set(node: ir.Node, name: str, value: float) -> None:
