@@ -138,3 +138,11 @@ def scalar(value: ir.Value | None) -> float:
         return math.nan
     array = constant(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else math.nan
+
+
+def clip_bounds(clip: ir.Node) -> tuple[float, float]:
+    """Lower and upper bound of a Clip; infinite where there is none, NaN where it is no constant."""
+    if clip.attributes:
+        return clip.attributes.get_float("min", -math.inf), clip.attributes.get_float("max", math.inf)
+    lower, upper = [*clip.inputs[1:], None, None][:2]
+    return -math.inf if lower is None else scalar(lower), math.inf if upper is None else scalar(upper)

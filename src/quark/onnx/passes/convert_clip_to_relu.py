@@ -8,14 +8,14 @@ import onnx_ir as ir
 from quark.core.dtypes import DTYPES
 from quark.onnx.graph.edit import is_op, read_once, replace
 from quark.onnx.graph.model_file import constant
-from quark.onnx.graph.pattern import scalar
+from quark.onnx.graph.pattern import clip_bounds, scalar
 
 
 def convert_clip_to_relu(model: ir.Model) -> int:
     """Replace Clip(0, m) before a QuantizeLinear in which m is the largest code: outputs stay as they are."""
     count = 0
     for node in [node for node in model.graph if is_op(node, "Clip")]:
-        lower, upper = bounds(node)
+        lower, upper = clip_bounds(node)
         readers = [use.node for use in node.outputs[0].uses()]
         if lower == 0 and read_once(node.outputs[0]) and _saturates(readers[0], upper):
             replace(node, "Relu", [node.inputs[0]], {})
@@ -26,19 +26,10 @@ def convert_clip_to_relu(model: ir.Model) -> int:
 def replace_clip6_relu(model: ir.Model) -> int:
     """Replace every Clip(0, 6) by Relu, which differs where the input is over 6."""
     count = 0
-    for node in [node for node in model.graph if is_op(node, "Clip") and bounds(node) == (0, 6)]:
+    for node in [node for node in model.graph if is_op(node, "Clip") and clip_bounds(node) == (0, 6)]:
         replace(node, "Relu", [node.inputs[0]], {})
         count += 1
     return count
-
-
-def bounds(clip: ir.Node) -> tuple[float, float]:
-    """Lower and upper bound of a Clip; infinite where there is none, NaN where it is no constant."""
-    if clip.attributes:
-        return clip.attributes.get_float("min", -np.inf), clip.attributes.get_float("max", np.inf)
-    given = [*clip.inputs[1:], None, None][:2]
-    lower, upper = (scalar(value) if value is not None else None for value in given)
-    return -np.inf if lower is None else lower, np.inf if upper is None else upper
 
 
 def _saturates(reader: ir.Node, bound: float) -> bool:

@@ -10,7 +10,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import read_once
-from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.pattern import clip_bounds
 from quark.onnx.operators import ALIGN_GROUPS, rule_of
 from quark.onnx.placement.placement import FACTOR, Placement
 
@@ -89,9 +89,4 @@ def free_relu_zero(placement: Placement) -> None:
 
 def _starts_at_zero(node: ir.Node) -> bool:
     """Whether a node is a Relu, or a Clip whose lower bound is 0."""
-    if node.op_type != "Clip":
-        return node.op_type == "Relu"
-    if "min" in node.attributes:
-        return node.attributes["min"].as_float() == 0
-    low = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    return low is not None and bool(low == 0)
+    return node.op_type == "Relu" or (node.op_type == "Clip" and clip_bounds(node)[0] == 0)

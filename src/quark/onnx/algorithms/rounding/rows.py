@@ -16,6 +16,7 @@ from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit
 from quark.onnx.algorithms.rounding.patches import Product
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.graph.pattern import clip_bounds
 
 ACTIVATED_ROWS = 1 << 14
 """Targets that go through the activation at a time."""
@@ -120,18 +121,7 @@ def activation_of(node: ir.Node | None, outputs: int) -> Activation | None:
     if node.op_type == "LeakyRelu":
         return Activation(slope=float(node.attributes.get_float("alpha", 0.01) or 0.0))
     if node.op_type == "Clip":
-        return _clip(node)
+        low, high = clip_bounds(node)
+        return None if math.isnan(low) or math.isnan(high) else Activation(low, high)
     slope = np.ravel(constant(node.inputs[1])) if is_constant(node.inputs[1]) else np.empty(0)
     return Activation(slope=np.asarray(slope, np.float32)) if slope.size in (1, outputs) else None
-
-
-def _clip(node: ir.Node) -> Activation | None:
-    ends = [node.attributes.get_float("min", -math.inf), node.attributes.get_float("max", math.inf)]
-    for place in range(2):
-        value = node.inputs[place + 1] if len(node.inputs) > place + 1 else None
-        if value is not None:
-            if not is_constant(value):
-                return None
-            ends[place] = float(np.reshape(constant(value), ()))
-    low, high = ends
-    return Activation(-math.inf if low is None else low, math.inf if high is None else high)
