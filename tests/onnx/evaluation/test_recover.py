@@ -362,13 +362,6 @@ def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: p
         assert (reserve > 50 * result.trials[0].seconds) == kept
 
 
-def test_algorithms_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quark.onnx.evaluation.recovery.changes.BEFORE", {})
-    (step,) = (step for step in STEPS if step.name == "CLE")
-    assert step.change(S8, Situation(S8)) == "CLEConfig is not part of this version"
-    assert AFTER
-
-
 # Bad input. -----------------------------------------------------------------------------------------------------------
 
 

@@ -71,11 +71,11 @@ STRICTER = 0.9
 POWER_OF_TWO = {"min_max": "pof2_non_overflow", "mse": "pof2_min_mse"}
 
 
-def ranges(observer: str, percentile: float | None = None) -> Change:
-    """Ranges of activations by another statistic of the values that were seen."""
+def ranges(observer: str, percentile: float | None = None, of: tuple[str, ...] = ("input", "output")) -> Change:
+    """Ranges by another statistic: of activations, from the values that were seen, or of what `of` names."""
 
     def change(settings: Settings, _: Situation) -> Settings | None:
-        changed = _each_spec(settings, ("input", "output"), lambda spec: _observed(spec, observer))
+        changed = _each_spec(settings, of, lambda spec: _observed(spec, observer))
         if percentile is not None and changed != settings:
             changed = replace(changed, calibration=replace(changed.calibration, percentile=percentile))
         return None if changed == settings else changed
@@ -93,22 +93,10 @@ def again(other: Change) -> Change:
     return change
 
 
-def weight_ranges(observer: str) -> Change:
-    """Ranges of weights by another statistic."""
-
-    def change(settings: Settings, _: Situation) -> Settings | None:
-        changed = _each_spec(settings, ("weight",), lambda spec: _observed(spec, observer))
-        return None if changed == settings else changed
-
-    return change
-
-
 def algorithm(config: AlgoConfig) -> Change:
     """One more algorithm."""
 
-    def change(settings: Settings, _: Situation) -> Settings | str | None:
-        if type(config) not in {**BEFORE, **AFTER}:
-            return f"{type(config).__name__} is not part of this version"
+    def change(settings: Settings, _: Situation) -> Settings | None:
         present = any(type(one) is type(config) for one in settings.algorithms)
         return None if present else replace(settings, algorithms=(*settings.algorithms, config))
 
@@ -136,8 +124,6 @@ def tuning(config: AdaRoundConfig | AdaQuantConfig) -> Change:
     """
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
-        if type(config) not in AFTER:
-            return f"{type(config).__name__} is not part of this version"
         # Imports torch, whose seconds say nothing about those of training.
         optimizer_device(config)
         all_layers = situation.share >= 1

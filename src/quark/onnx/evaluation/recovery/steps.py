@@ -20,7 +20,6 @@ from quark.onnx.evaluation.recovery.changes import (
     raise_bits,
     ranges,
     tuning,
-    weight_ranges,
     with_plain_ranges,
 )
 
@@ -57,7 +56,7 @@ OFTEN = 10
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items()),
-    Step("weight ranges: MinMSE", weight_ranges("mse")),
+    Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
     Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
     Step("CLE", EQUALIZE),
     Step("CLE, ranges of the config", with_plain_ranges(EQUALIZE)),
