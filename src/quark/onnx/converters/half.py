@@ -6,7 +6,6 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.flow import quantize
@@ -57,7 +56,7 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
         raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
     config = get_default_config("BF16")
     config.extra_options["BF16QDQToCast"] = format == "with_cast"
-    quantize(model, lower(Config(global_quant_config=config)))
+    quantize(model, lower(config))
     return sum(node.op_type in ("Cast", "ExtendedDequantizeLinear") for node in model.graph)
 
 

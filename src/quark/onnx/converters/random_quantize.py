@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.flow import quantize
@@ -23,6 +22,6 @@ def random_quantize(model: ir.Model, config: str, exclude_nodes: str) -> int:
     options = get_default_config(config)
     options.extra_options["UseRandomData"] = True
     options.nodes_to_exclude = [name for name in exclude_nodes.split(";") if name]
-    quantize(model, lower(Config(global_quant_config=options)))
+    quantize(model, lower(options))
     readers = {use.node for node in model.graph if node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()}
     return len(readers)
