@@ -151,9 +151,7 @@ def scale_for_bias(bias: NumpyArray, scale: NumpyArray, data_scale: NumpyArray) 
 
 def fit_int32_biases(placement: Placement, qparams: ModelQParams) -> None:
     """Enlarge the scale of every weight under which its int32 bias would not fit: |bias| <= (2^31 - 1) s_in s_w."""
-    owners = {place: (place[0], weight) for place, weight in placement.biases.items()}
-    owners |= {place: (matmul, 1) for place, matmul in placement.added_biases.items()}
-    for (node, index), weight in owners.items():
+    for (node, index), weight in placement.weights_of_biases.items():
         data = weight[0].inputs[0]
         source = None if data is None else qparams.activations.get(placement.root(data))
         if source is None or weight not in qparams.weights:

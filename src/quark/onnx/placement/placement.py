@@ -44,6 +44,12 @@ class Placement:
     dynamic: list[ir.Node] = field(default_factory=list)
     nodes: list[ir.Node] = field(default_factory=list)
 
+    @property
+    def weights_of_biases(self) -> dict[Operand, Operand]:
+        """Each int32 bias -> the weight whose scale it has a part of."""
+        weights = {(node, index): (node, weight) for (node, index), weight in self.biases.items()}
+        return weights | {operand: (matmul, 1) for operand, matmul in self.added_biases.items()}
+
     def root(self, value: ir.Value) -> ir.Value:
         """The tensor that stands for the class of `value`."""
         while value in self.shared:

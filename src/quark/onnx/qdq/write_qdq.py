@@ -7,7 +7,7 @@ import onnx_ir as ir
 from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.config.settings import Settings
 from quark.onnx.placement.dual_pairs import drop_borders
-from quark.onnx.placement.placement import Operand, Placement
+from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import ConstantStore
 from quark.onnx.qdq.dynamic_quantize import write_dynamic
@@ -40,7 +40,7 @@ def write_qdq(
             replaced[node] = producer_of(write_nbits(writer, store, node, spec, settings.qdq.matmul_nbits))
         else:
             store.write_weight(operand, spec)
-    for operand, weight in _biases(placement).items():
+    for operand, weight in placement.weights_of_biases.items():
         data = weight[0].inputs[0]
         assert data is not None
         params = qparams.activations.get(placement.root(data))
@@ -53,12 +53,6 @@ def write_qdq(
     _drop_unused_constants(model.graph)
     model.graph.sort()
     return replaced
-
-
-def _biases(placement: Placement) -> dict[Operand, Operand]:
-    """Each bias -> the weight whose scale it has a part of."""
-    biases = {(node, index): (node, weight) for (node, index), weight in placement.biases.items()}
-    return biases | {operand: (matmul, 1) for operand, matmul in placement.added_biases.items()}
 
 
 def _drop_unused_constants(graph: ir.Graph) -> None:
