@@ -16,7 +16,7 @@ from quark.onnx.calibration.overrides import override_params, override_specs
 from quark.onnx.calibration.qparams import ModelQParams, fit_int32_biases, weight_params, widen_softmax
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.reserved_names import make_way
+from quark.onnx.graph.reserved_names import free_reserved_names
 from quark.onnx.npu.adjust import adjust
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
@@ -76,7 +76,7 @@ def write(decision: Decision) -> dict[ir.Node, ir.Node]:
     Returns:
         Each node that another stands for now -> that one.
     """
-    make_way(decision.model.graph)
+    free_reserved_names(decision.model.graph)
     return write_qdq(decision.model, decision.settings, decision.placement, decision.qparams)
 
 

@@ -17,6 +17,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from quark.errors import ConfigError, FormatError, one_line
 from quark.onnx.graph.check import check_graph, check_weights
+from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, files_read, weight_bytes
 
 QUANTIZED_OPS = frozenset({"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"})
@@ -109,11 +110,8 @@ def name_nodes(model: ir.Model) -> None:
     used = {node.name for node in model.graph.all_nodes() if node.name}
     for index, node in enumerate(model.graph.all_nodes()):
         if not node.name:
-            name = f"{node.op_type}_{index}"
-            while name in used:
-                name += "_"
-            node.name = name
-            used.add(name)
+            node.name = free_name(f"{node.op_type}_{index}", used)
+            used.add(node.name)
 
 
 def infer_shapes(model: ir.Model) -> None:

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.onnx_ops.graph_writer import fixed_shape
+from quark.onnx_ops.graph_writer import fixed_shape, free_name
 
 NODES = ("_QuantizeLinear", "_DequantizeLinear")
 VALUES = ("_scale", "_zero_point", "_quantized", "_QuantizeLinear_Input", *(f"{name}_Output" for name in NODES))
 
 
-def make_way(graph: ir.Graph) -> None:
+def free_reserved_names(graph: ir.Graph) -> None:
     """Rename inner tensors and nodes whose names will be written; inputs and outputs keep theirs."""
     made = [value for node in graph for value in node.outputs]
     values = [*graph.inputs, *graph.initializers.values(), *made]
     names = {value.name for value in values if value.name}
     for value in values:
         if not (value.is_graph_input() or value.is_graph_output()) and _is_reserved(value.name, VALUES, names):
-            _rename(value, _free(value.name or "", names))
+            name = free_name(value.name or "", names)
+            _rename(value, name)
+            names.add(name)
     nodes = {node.name for node in graph if node.name}
     for node in graph:
         if _is_reserved(node.name, NODES, names):
-            node.name = _free(node.name or "", nodes)
+            node.name = free_name(node.name or "", nodes)
+            nodes.add(node.name)
 
 
 def _rename(value: ir.Value, name: str) -> None:
@@ -38,10 +41,3 @@ def _rename(value: ir.Value, name: str) -> None:
 
 def _is_reserved(name: str | None, suffixes: tuple[str, ...], tensors: set[str]) -> bool:
     return any(name.endswith(suffix) and name.removesuffix(suffix) in tensors for suffix in suffixes) if name else False
-
-
-def _free(name: str, names: set[str]) -> str:
-    while name in names:
-        name += "_"
-    names.add(name)
-    return name
