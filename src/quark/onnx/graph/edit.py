@@ -73,6 +73,13 @@ def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], att
     return new.outputs[0]
 
 
+def replace_output(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    """Make a value an output of a graph in the place of another; who reads that goes on reading it."""
+    for position, output in enumerate(graph.outputs):
+        if output is old:
+            graph.outputs[position] = new
+
+
 def prune(node: ir.Node) -> None:
     """Remove a node that nothing reads, and every node before it that then nothing reads."""
     stack = [node]

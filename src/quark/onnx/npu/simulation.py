@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import axes_of
+from quark.onnx.graph.edit import axes_of, replace_output
 from quark.onnx.graph.model_file import infer_shapes
 from quark.onnx.placement.placement import FACTOR
 from quark.onnx.placement.select_nodes import select_nodes
@@ -127,9 +127,7 @@ def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
     old.name, new.name = f"{name}_Mul_Input", name
     for use in uses:
         use.node.replace_input_with(use.idx, new)
-    for position, output in enumerate(model.graph.outputs):
-        if output is old:
-            model.graph.outputs[position] = new
+    replace_output(model.graph, old, new)
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import is_op, prune
+from quark.onnx.graph.edit import insert, is_op, prune, replace_output
 from quark.onnx_ops.graph_writer import fixed_shape, redirect
 
 FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
@@ -136,11 +136,8 @@ def _cast_input(node: ir.Node, index: int) -> None:
     value = node.inputs[index]
     if value is None or value.dtype == ir.DataType.FLOAT:
         return
-    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{node.name}_input_{index}_float")
-    cast.outputs[0].name = cast.name
-    assert node.graph is not None
-    node.graph.insert_before(node, [cast])
-    node.replace_input_with(index, cast.outputs[0])
+    to_float = {"to": int(ir.DataType.FLOAT)}
+    node.replace_input_with(index, insert(node, "Cast", [value], to_float, f"{node.name}_input_{index}_float"))
 
 
 def _keep_input_type(graph: ir.Graph, value: ir.Value) -> None:
@@ -164,6 +161,4 @@ def _keep_output_type(graph: ir.Graph, value: ir.Value) -> None:
     result = cast.outputs[0]
     value.name = f"{name}_low"
     result.name, result.type, result.shape = name, ir.TensorType(ir.DataType.FLOAT), value.shape
-    for position, output in enumerate(graph.outputs):
-        if output is value:
-            graph.outputs[position] = result
+    replace_output(graph, value, result)

@@ -14,8 +14,10 @@ from typing import Any
 import onnx_ir as ir
 
 from quark.core.spec import TensorSpec
+from quark.onnx.graph.edit import insert
 from quark.onnx.operators import rule_of
 from quark.onnx.placement.placement import Placement
+from quark.onnx_ops.graph_writer import producer_of
 
 BORDER = "quark.border"
 """Key in `meta` of an Identity: the name of the tensor that is quantized twice."""
@@ -41,12 +43,10 @@ def split_borders(placement: Placement) -> None:
         if value is None or actual is None or actual.dtype == spec.dtype or _moves(node, value, placement):
             continue
         if (value, spec) not in made:
-            border = ir.node("Identity", [value], name=_free_name(node, value))
+            output = insert(node, "Identity", [value], {}, _free_name(node, value))
+            output.type, output.shape = value.type, value.shape
+            border = producer_of(output)
             border.meta[BORDER] = value.name
-            output = border.outputs[0]
-            output.name, output.type, output.shape = border.name, value.type, value.shape
-            assert node.graph is not None
-            node.graph.insert_before(node, [border])
             placement.nodes.append(border)
             placement.activations[output] = spec
             made[value, spec] = output

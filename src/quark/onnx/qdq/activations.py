@@ -13,6 +13,7 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.qparams import CAST
 from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import replace_output
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.placement import FACTOR, Operand, Placement
 from quark.onnx.qdq.qdq_nodes import QdqNodes
@@ -52,7 +53,7 @@ class ActivationWriter:
                 node.replace_input_with(index, result)
             if is_output and not suffix:
                 value.name, result.name = f"{name}_QuantizeLinear_Input", name
-                self._set_output(value, result)
+                replace_output(self.writer.graph, value, result)
 
     def _reads(self, value: ir.Value) -> tuple[list[Operand], bool]:
         """What reads the quantized tensor: uses, and whether it is an output of the graph."""
@@ -82,9 +83,3 @@ class ActivationWriter:
             return [("", uses)] if uses or is_output else []
         pairs = [(f"_{number}", [use for use in uses if use[0] is node]) for number, node in enumerate(nodes, 1)]
         return [("", []), *pairs] if is_output else pairs
-
-    def _set_output(self, old: ir.Value, new: ir.Value) -> None:
-        outputs = self.writer.graph.outputs
-        for position, output in enumerate(outputs):
-            if output is old:
-                outputs[position] = new
