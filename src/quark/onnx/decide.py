@@ -92,8 +92,7 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
         assert spec is not None
         if float(zero) != spec.dtype.min or len(list(source.uses())) != 1 or source.producer() is None:
             continue
-        for use in list(output.uses()):
-            use.node.replace_input_with(use.idx, source)
+        output.replace_all_uses_with(source)
         root = placement.root(output)
         del placement.activations[output]
         placement.activations[source] = spec

@@ -275,7 +275,7 @@ def test_layers_whose_input_others_read() -> None:
 
 
 @pytest.mark.slow
-def test_pairs_at_borders_and_shared_scales() -> None:
+def test_pairs_where_precisions_meet_and_shared_scales() -> None:
     """last_conv reads what MaxPool moves from a Concat, and nothing else shares that scale."""
     made = {
         mode: mixed(cnn(21), data=images(1), include_layers=["last_conv_node"], shared_param_mode=mode)

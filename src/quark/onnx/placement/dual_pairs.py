@@ -4,7 +4,7 @@
 
 A tensor that no quantized node writes has the widest type that is asked for first. Until both pairs are written an
 Identity stands between them: what it gives has a spec and a scale of its own like any tensor. What only moves data
-and shares the scale of its input has no border before it.
+and shares the scale of its input has none before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quark.onnx.operators import rule_of
 from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.graph_writer import producer_of
 
-BORDER = "quark.border"
+REQUANTIZED = "quark.requantized"
 """Key in `meta` of an Identity: the name of the tensor that is quantized twice."""
 
 
@@ -34,7 +34,7 @@ def widen_sources(placement: Placement) -> None:
         placement.activations[value] = max(specs, key=lambda spec: spec.dtype.bits)
 
 
-def split_borders(placement: Placement) -> None:
+def insert_identities(placement: Placement) -> None:
     """Put an Identity before every node that reads another type than its input has."""
     made: dict[tuple[ir.Value, TensorSpec], ir.Value] = {}
     for (node, index), spec in placement.reads.items():
@@ -45,28 +45,28 @@ def split_borders(placement: Placement) -> None:
         if (value, spec) not in made:
             output = insert(node, "Identity", [value], {}, _free_name(node, value))
             output.type, output.shape = value.type, value.shape
-            border = producer_of(output)
-            border.meta[BORDER] = value.name
-            placement.nodes.append(border)
+            identity = producer_of(output)
+            identity.meta[REQUANTIZED] = value.name
+            placement.nodes.append(identity)
             placement.activations[output] = spec
             made[value, spec] = output
         node.replace_input_with(index, made[value, spec])
 
 
-def drop_borders(graph: ir.Graph) -> None:
+def drop_identities(graph: ir.Graph) -> None:
     """Remove the Identities again."""
-    for node in [node for node in graph if BORDER in node.meta]:
+    for node in [node for node in graph if REQUANTIZED in node.meta]:
         source = node.inputs[0]
         assert source is not None
-        for use in list(node.outputs[0].uses()):
-            use.node.replace_input_with(use.idx, source)
+        node.outputs[0].replace_all_uses_with(source)
         graph.remove(node, safe=True)
 
 
 def source_name(value: ir.Value) -> str:
     """The name of the tensor of the user's model that holds these values."""
     producer = value.producer()
-    return str(producer.meta[BORDER]) if producer is not None and BORDER in producer.meta else value.name or ""
+    name = None if producer is None else producer.meta.get(REQUANTIZED)
+    return str(name or value.name or "")
 
 
 def _moves(node: ir.Node, value: ir.Value, placement: Placement) -> bool:

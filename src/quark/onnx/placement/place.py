@@ -22,7 +22,7 @@ from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.placement.block_axes import refine_block_axes
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
-from quark.onnx.placement.dual_pairs import split_borders, widen_sources
+from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
 from quark.onnx.placement.kernels import fits_dynamic, gains
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.select_nodes import select_nodes
@@ -132,7 +132,7 @@ def _arrange_scales(placement: Placement, settings: Settings) -> None:
         widen_sources(placement)
     share_scales(placement, settings)
     if settings.qdq.dual_pairs:
-        split_borders(placement)
+        insert_identities(placement)
     if settings.specs.unsigned_relu:
         free_relu_zero(placement)
 

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.config.settings import Settings
-from quark.onnx.placement.dual_pairs import drop_borders
+from quark.onnx.placement.dual_pairs import drop_identities
 from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import ConstantStore
@@ -49,7 +49,7 @@ def write_qdq(
     activations = ActivationWriter(writer, settings, placement, qparams.activations)
     for value, spec in placement.activations.items():
         activations.write(value, spec)
-    drop_borders(model.graph)
+    drop_identities(model.graph)
     _drop_unused_constants(model.graph)
     model.graph.sort()
     return replaced
