@@ -52,8 +52,19 @@ def model_inputs(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> 
     """
     if isinstance(model, (str, os.PathLike)):
         model = read_header(model)
-    found = _proto_inputs(model) if isinstance(model, onnx.ModelProto) else _ir_inputs(model)
-    return {entry.name: entry for entry in found}
+    if isinstance(model, onnx.ModelProto):
+        defaults = {tensor.name for tensor in model.graph.initializer}
+        values = [ir.serde.deserialize_value_info_proto(value, None) for value in model.graph.input]
+    else:
+        defaults, values = set(model.graph.initializers), list(model.graph.inputs)
+    return {value.name or "": _input(value) for value in values if value.name not in defaults}
+
+
+def _input(value: ir.Value) -> Input:
+    if not isinstance(value.type, ir.TensorType) or value.type.dtype is ir.DataType.UNDEFINED:
+        raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
+    dims = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+    return Input(value.name or "", str(value.type.dtype.numpy()), dims)
 
 
 def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
@@ -69,36 +80,6 @@ def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
     if not proto.opset_import or not proto.graph.node:
         raise FormatError(f"{path} is not an ONNX model: it has no operators.")
     return proto
-
-
-def _proto_inputs(model: onnx.ModelProto) -> list[Input]:
-    weights = {tensor.name for tensor in model.graph.initializer}
-    found = []
-    for value in model.graph.input:
-        if value.name in weights:
-            continue
-        kind = value.type.tensor_type
-        if not kind.elem_type:
-            raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
-        dims = tuple(_size(d.WhichOneof("value"), d) for d in kind.shape.dim) if kind.HasField("shape") else None
-        found.append(Input(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), dims))
-    return found
-
-
-def _size(kind: str | None, dimension: Any) -> int | str | None:
-    return None if kind is None else getattr(dimension, kind)
-
-
-def _ir_inputs(model: ir.Model) -> list[Input]:
-    found = []
-    for value in model.graph.inputs:
-        if (value.name or "") in model.graph.initializers:
-            continue
-        if value.dtype is None:
-            raise FormatError(f"The input {value.name} has no element type.")
-        dims = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
-        found.append(Input(value.name or "", str(value.dtype.numpy()), dims))
-    return found
 
 
 def check_feed(feed: Any, inputs: dict[str, Input], where: str = "A calibration sample") -> None:
