@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 
 from quark.onnx.calibration.data.inputs import read_header
-from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, QuantizedGraph
+from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, QuantizedGraph, QuantizedNode
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
 from quark.onnx.graph.sessions import open_session
 
@@ -83,7 +83,7 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
         if node.op_type == "MatMulNBits":
             kernel, integer, *why = _nbits(node)
         else:
-            why = ["", ""] if integer else list(explain(graph.quantized_node(node)))
+            why = ["", ""] if integer else list(explain(QuantizedNode(node, graph)))
         found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
     return found
 

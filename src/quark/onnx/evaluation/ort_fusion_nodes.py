@@ -33,10 +33,6 @@ class QuantizedGraph:
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
 
-    def quantized_node(self, node: onnx.NodeProto) -> QuantizedNode:
-        """One node with what surrounds it."""
-        return QuantizedNode(node, self)
-
     def decoder(self, name: str) -> onnx.NodeProto | None:
         """The DequantizeLinear that makes a tensor."""
         node = self.producers.get(name)
@@ -127,7 +123,7 @@ class QuantizedNode:
         index = 2
         owner: QuantizedNode = self
         if self.op == "MatMul" and self.follower is not None and self.follower.op_type == "Add":
-            owner = self.graph.quantized_node(self.follower)
+            owner = QuantizedNode(self.follower, self.graph)
             index = 1 - list(self.follower.input).index(self.node.output[0])
         elif self.op not in ("Conv", "Gemm") or len(self.node.input) < 3:
             return ""

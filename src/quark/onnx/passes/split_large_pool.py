@@ -23,7 +23,7 @@ def split_large_pool(model: ir.Model) -> int:
         value = insert(node, "AveragePool", [node.inputs[0]], attributes, f"{node.name}_first")
         value.type = node.outputs[0].type
         node.replace_input_with(0, value)
-        _set_shape(value, [*shape[:2], shape[2] // kernel[0], shape[3] // kernel[1]])
+        value.shape = ir.Shape([*shape[:2], shape[2] // kernel[0], shape[3] // kernel[1]])
         count += 1
     return count
 
@@ -39,7 +39,3 @@ def _first_kernel(height: int, width: int) -> list[int] | None:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _set_shape(value: ir.Value, shape: list[int | None]) -> None:
-    value.shape = ir.Shape(shape)
