@@ -11,7 +11,6 @@ Q is orthonormal, and keeps the mean where a norm subtracts it. All is computed 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,13 +20,15 @@ from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, StructureError
 from quark.log import logger
 from quark.onnx.algorithms.rescaling.rotation_config import read_streams
-from quark.onnx.calibration.calibrate import collect
+from quark.onnx.calibration.calibrate import model_session
+from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import QuarotConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import ChannelConstant, bias_of
 from quark.onnx.graph.norms import Normalization
 from quark.onnx.graph.residual_stream import ResidualStream, find_streams
+from quark.onnx.graph.sessions import run_sample
 
 TOLERANCE = 1e-3
 """Largest change of an output, relative to its largest value, that float32 arithmetic explains."""
@@ -127,19 +128,12 @@ def _move(shift: NumpyArray, weight: ChannelConstant, bias: ChannelConstant) -> 
     bias.change(partial(np.add, moved), len(moved))
 
 
-class _Kept:
-    """The last value of a tensor."""
-
-    def update(self, x: NumpyArray) -> None:
-        """See a value."""
-        self.value = np.asarray(x)
-
-
-def _outputs(model: ir.Model, sample: Any, settings: Settings) -> dict[str, NumpyArray]:
+def _outputs(model: ir.Model, sample: Feed, settings: Settings) -> dict[str, NumpyArray]:
     """The float outputs for a sample."""
-    kept = {value.name or "": _Kept() for value in model.graph.outputs}
-    collect(model, kept, [sample], settings)
-    return {name: output.value for name, output in kept.items() if output.value.dtype.kind == "f"}
+    names = [value.name or "" for value in model.graph.outputs]
+    with model_session(model, [], settings) as session:
+        arrays = map(np.asarray, run_sample(session, names, sample))
+        return {name: array for name, array in zip(names, arrays, strict=True) if array.dtype.kind == "f"}
 
 
 def _prove(before: dict[str, NumpyArray], after: dict[str, NumpyArray]) -> None:
