@@ -27,19 +27,15 @@ def _unique(model: ir.Model, op_types: str) -> int:
     return PASSES["copy_shared_init"](model, tuple(name.strip() for name in op_types.split(",") if name.strip()))
 
 
-def _fixed(model: ir.Model, fix_shapes: str) -> int:
-    return PASSES["fix_shapes"](model, fix_shapes)
-
-
 def _nothing(model: object) -> int:
     return 0
 
 
 for _name, _tool in {
-    "fix_shapes": Tool(_fixed, "Give inputs fixed shapes.", _shapes),
-    "convert_dynamic_to_fixed": Tool(_fixed, "Give inputs fixed shapes.", _shapes),
+    "fix_shapes": Tool(PASSES["fix_shapes"], "Give inputs fixed shapes.", _shapes),
+    "convert_dynamic_to_fixed": Tool(PASSES["fix_shapes"], "Give inputs fixed shapes.", _shapes),
     "convert_opset_version": Tool(
-        lambda model, target_opset: PASSES["convert_opset_version"](model, target_opset),
+        PASSES["convert_opset_version"],
         "Convert a model to another opset.",
         {"target_opset": Flag("the opset", int)},
         ("input", "target_opset", "output"),

@@ -34,7 +34,7 @@ class Tool:
     """A conversion.
 
     Attributes:
-        run: (model, **flags) -> how many places changed.
+        run: (model, *flags), in their order -> how many places changed.
         summary: What it does, in one line.
         flags: Its flags by name.
         order: What stands where on the command line, without flags.
@@ -60,6 +60,6 @@ class Tool:
         """
         check_file(target, overwrite=True)
         model = self.read(source)
-        count = self.run(model, **flags)
+        count = self.run(model, *(flags[name] for name in self.flags))
         self.write(model, target, external_data)
         return count
