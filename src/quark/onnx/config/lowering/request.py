@@ -49,6 +49,14 @@ FIELD_OPTIONS = {
     "convert_nchw_to_nhwc": "ConvertNCHWToNHWC",
 }
 """Legacy field -> the option that says the same, and wins."""
+LEGACY_METHODS: Mapping[Enum, tuple[CalibMethod, ScaleType]] = {
+    **{method: (CalibMethod[method.name], ScaleType.Float32) for method in CalibrationMethod},
+    PowerOfTwoMethod.NonOverflow: (CalibMethod.MinMax, ScaleType.PowerOf2),
+    PowerOfTwoMethod.MinMSE: (CalibMethod.MinMSE, ScaleType.PowerOf2),
+    Int16Method.MinMax: (CalibMethod.MinMax, ScaleType.Int16),
+    LayerWiseMethod.LayerWisePercentile: (CalibMethod.LayerwisePercentile, ScaleType.Float32),
+}
+"""Legacy calibration method -> how the range is found, and which scales there are."""
 FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft", "include_auto_mp")
 
 
@@ -156,7 +164,7 @@ def from_legacy(config: QuantizationConfig) -> Request:
 
 def _legacy_layer(config: QuantizationConfig, options: Mapping[str, Any]) -> QLayerConfig:
     """The specs of a legacy config: unsigned types have a zero point, and so have signed activations."""
-    method, scale = _legacy_method(config.calibrate_method)
+    method, scale = LEGACY_METHODS[config.calibrate_method]
 
     def tensor(quant_type: Enum, asymmetric: tuple[str, ...]) -> QTensorConfig:
         data_type = data_type_of(element_type(quant_type, config.quant_format), options)
@@ -168,16 +176,3 @@ def _legacy_layer(config: QuantizationConfig, options: Mapping[str, Any]) -> QLa
     if scale is ScaleType.Float32:
         weight.set_calibration_method(CalibMethod.MinMax)
     return QLayerConfig(input_tensors=activation, weight=weight)
-
-
-def _legacy_method(method: Any) -> tuple[CalibMethod, ScaleType]:
-    """What a legacy calibration method says: how the range is found, and which scales there are."""
-    if isinstance(method, PowerOfTwoMethod):
-        name = CalibMethod.MinMSE if method is PowerOfTwoMethod.MinMSE else CalibMethod.MinMax
-        return name, ScaleType.PowerOf2
-    if isinstance(method, Int16Method):
-        return CalibMethod.MinMax, ScaleType.Int16
-    if isinstance(method, LayerWiseMethod):
-        return CalibMethod.LayerwisePercentile, ScaleType.Float32
-    assert isinstance(method, CalibrationMethod)
-    return CalibMethod[method.name], ScaleType.Float32
