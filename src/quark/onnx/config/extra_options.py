@@ -160,20 +160,31 @@ _obeyed("WeightSymmetric", BOOL, None, "zero point of weights fixed; overrules t
 _obeyed("EnableNPUCnn", BOOL, None, "the XINT8 path; on by itself where both scale types are PowerOf2")
 _obeyed("EnableNPUTransformer", BOOL, False, "quantize Gemm and MatMul with a constant operand only")
 _obeyed("SimulateDPU", BOOL, True, "the Convert... options below are on by themselves in the XINT8 path")
-for _name, _meaning in (
-    ("ConvertLeakyReluToDPUVersion", "round the slope of LeakyRelu to 1/256"),
-    ("ConvertSigmoidToHardSigmoid", "Sigmoid becomes HardSigmoid"),
-    ("ConvertHardSigmoidToDPUVersion", "scale HardSigmoid by 2731 * 6 / 16384"),
-    ("ConvertAvgPoolToDPUVersion", "scale average pooling by the DPU's approximation of 1/N"),
-    ("ConvertReduceMeanToDPUVersion", "scale ReduceMean by the DPU's approximation of 1/N"),
-):
+NPU_CONVERSIONS = {
+    "LeakyRelu": ("ConvertLeakyReluToDPUVersion", "round the slope of LeakyRelu to 1/256"),
+    "Sigmoid": ("ConvertSigmoidToHardSigmoid", "Sigmoid becomes HardSigmoid"),
+    "HardSigmoid": ("ConvertHardSigmoidToDPUVersion", "scale HardSigmoid by 2731 * 6 / 16384"),
+    "AvgPool": ("ConvertAvgPoolToDPUVersion", "scale average pooling by the DPU's approximation of 1/N"),
+    "ReduceMean": ("ConvertReduceMeanToDPUVersion", "scale ReduceMean by the DPU's approximation of 1/N"),
+}
+"""Conversion of `npu/simulation.py` -> its option, and what that does."""
+for _name, _meaning in NPU_CONVERSIONS.values():
     _obeyed(_name, BOOL, None, _meaning)
 for _name in ("ConvertSoftmaxToDPUVersion", "ConvertInstanceNormToDPUVersion", "ConvertClipToDPUVersion"):
     _later(_name, BOOL, False)
 _obeyed("NPULimitationCheck", BOOL, True, "a shift out of the NPU's reach is an error, in the XINT8 path")
 _obeyed("MaxLoopNum", INT, 5, "most rounds of adjusting positions")
-for _name in ("ShiftCut", "ShiftBias", "ShiftRead", "ShiftWrite", "HardSigmoid", "ShiftSwish"):
-    _obeyed(f"Adjust{_name}", BOOL, True, "adjust positions to this rule of the NPU, in the XINT8 path")
+NPU_RULES = {
+    "shift_cut": "AdjustShiftCut",
+    "shift_bias": "AdjustShiftBias",
+    "shift_read": "AdjustShiftRead",
+    "shift_write": "AdjustShiftWrite",
+    "hard_sigmoid": "AdjustHardSigmoid",
+    "swish": "AdjustShiftSwish",
+}
+"""Rule of `npu/rules.py` -> its option."""
+for _name in NPU_RULES.values():
+    _obeyed(_name, BOOL, True, "adjust positions to this rule of the NPU, in the XINT8 path")
 for _name in ("Concat", "Pool", "Pad", "Slice"):
     _obeyed(f"Align{_name}", BOOL, None, "inputs and output share one scale; on by itself in the XINT8 path")
 for _name in ("AlignTranspose", "AlignReshape"):
