@@ -1,7 +1,6 @@
 """The ONNX flow.
 
-`import quark.onnx` loads nothing: a name is taken from the first of its homes that has it, when it is asked for. Asking
-for a config loads neither onnx_ir nor a session of ONNX Runtime.
+`import quark.onnx` loads nothing: a name is taken from the first of its homes that has it, when it is asked for.
 """
 
 from __future__ import annotations

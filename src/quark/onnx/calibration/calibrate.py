@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 
 from quark.core.observers import Observer
 from quark.core.scales import QParams
@@ -31,9 +32,6 @@ from quark.onnx.graph.sessions import run_sample
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.placement import Placement
-
-if TYPE_CHECKING:
-    import onnxruntime
 
 
 def activation_params(
@@ -203,9 +201,6 @@ def _update(observers: Mapping[str, Collector], values: Mapping[str, Any]) -> No
 @contextmanager
 def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
     """A session that can give the wanted tensors too, over the weights of the model where they are."""
-    # onnxruntime is imported when a session is made.
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     # A plan of where tensors lie saves nothing where nearly all of them are outputs, and costs a tenth of the time.

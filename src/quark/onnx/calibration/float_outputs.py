@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+import onnxruntime
 
 from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.sessions import run_sample
 
-if TYPE_CHECKING:
-    import onnxruntime
-
-OpenSession = Callable[[ir.Model], "AbstractContextManager[onnxruntime.InferenceSession]"]
+OpenSession = Callable[[ir.Model], AbstractContextManager[onnxruntime.InferenceSession]]
 
 
 class FloatOutputs:

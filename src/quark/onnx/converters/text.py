@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from google.protobuf import text_format
 
 from quark.errors import FormatError
 from quark.files import atomic_file
@@ -14,8 +15,6 @@ from quark.onnx.graph.model_file import read, to_proto
 
 def read_text(path: Path) -> ir.Model:
     """Read a model from text. Raises FormatError where it is none."""
-    from google.protobuf import text_format
-
     if not path.is_file():
         raise FormatError(f"{path} is not a file.")
     try:
@@ -26,7 +25,5 @@ def read_text(path: Path) -> ir.Model:
 
 def write_text(model: ir.Model, path: Path, external_data: bool = False) -> None:
     """Write a model as text, weights inside."""
-    from google.protobuf import text_format
-
     with atomic_file(path) as temporary:
         temporary.write_text(text_format.MessageToString(to_proto(model)), "utf-8")

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 
 from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
@@ -22,9 +23,6 @@ from quark.log import progress
 from quark.onnx.calibration.data.inputs import Feed, model_inputs, read_header
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.sessions import open_session, run_sample
-
-if TYPE_CHECKING:
-    import onnxruntime
 
 DECODED = "_DequantizeLinear_Output"
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import ShapeInferencePass
 
 from quark.errors import ConfigError, FormatError, one_line
@@ -73,8 +74,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _load_file(path: Path) -> ir.Model:
-    from google.protobuf.message import DecodeError
-
     if not path.is_file():
         raise FormatError(f"{path} is not a file.")
     try:

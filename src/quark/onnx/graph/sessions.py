@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
+import onnxruntime
 
 from quark.errors import CalibrationError, FormatError
-
-if TYPE_CHECKING:
-    import onnxruntime
 
 PROVIDERS = ("CPUExecutionProvider",)
 
@@ -35,8 +33,6 @@ def open_session(
     Raises:
         FormatError: ONNX Runtime does not load it.
     """
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

@@ -6,16 +6,13 @@ attached again afterwards, unread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import onnx
 import onnx_ir as ir
+from onnx import checker, helper, version_converter
 
 from quark.errors import NotSupportedError, QuarkError
 from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
 from quark.onnx_ops.graph_writer import fixed_shape
-
-if TYPE_CHECKING:
-    import onnx
 
 LARGEST_INSIDE = 1024
 """Bytes: the converter reads small constants such as axes and shapes."""
@@ -28,8 +25,6 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
         QuarkError: An operator has no counterpart there.
         NotSupportedError: The model has local functions, which the converter drops.
     """
-    from onnx import helper
-
     source = opset(model)
     if source == target:
         return 0
@@ -68,8 +63,6 @@ def _without(model: ir.Model, weights: dict[str, ir.Value]) -> onnx.ModelProto:
 
 
 def _convert(proto: onnx.ModelProto, source: int, target: int) -> onnx.ModelProto:
-    from onnx import checker, version_converter
-
     try:
         converted = version_converter.convert_version(proto, target)
         checker.check_model(converted)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
 
 from quark.onnx.graph.edit import dims, is_op, is_read, prune, remove_unused
 from quark.onnx.graph.model_file import constant, is_constant, opset
@@ -93,9 +95,6 @@ def _shape(node: ir.Node) -> Any:
 
 def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
     """The output of a node of constants by the reference evaluator of onnx; None where it is large or fails."""
-    from onnx import helper
-    from onnx.reference import ReferenceEvaluator
-
     proto = ir.to_proto(node)
     infos = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 
 from quark.core.array import NumpyArray
 from quark.core.dtypes import MICRO_EXPONENT
@@ -31,9 +32,6 @@ from quark.onnx.graph.model_file import constant, to_proto
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.placement.place import place
 from quark.onnx_ops.saving import weight_bytes
-
-if TYPE_CHECKING:
-    import onnxruntime
 
 Distance = Callable[[Iterable[tuple[NumpyArray, NumpyArray]]], float]
 """(float output, quantized output) of each sample -> distance; less is better."""

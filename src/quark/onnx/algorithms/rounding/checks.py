@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnxruntime import get_available_providers
+
 from quark.errors import ConfigError, NotSupportedError, did_you_mean, require_packages
 from quark.onnx.config.algo_configs import TUNED, AdaQuantConfig, AdaRoundConfig
 
@@ -62,8 +64,6 @@ def _kind(device: str) -> str:
 
 
 def _check_inference(device: str, name: str) -> None:
-    from onnxruntime import get_available_providers
-
     kinds = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "rocm": "ROCMExecutionProvider"}
     if _kind(device) not in kinds:
         raise ConfigError(f"{name}.infer_device: {device!r}. {did_you_mean(device, kinds)}")

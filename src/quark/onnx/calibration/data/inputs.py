@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError
@@ -69,8 +70,6 @@ def _input(value: ir.Value) -> Input:
 
 def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
     """A model file without its external data. Raises FormatError when it is none."""
-    from google.protobuf.message import DecodeError
-
     try:
         proto = onnx.load(path, load_external_data=False)
     except OSError as error:
