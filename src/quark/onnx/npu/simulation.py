@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import axes_of, replace_output
+from quark.onnx.graph.edit import axes_of
 from quark.onnx.graph.model_file import infer_shapes
 from quark.onnx.placement.placement import FACTOR
 from quark.onnx.placement.select_nodes import select_nodes
@@ -119,15 +119,13 @@ def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
     old = node.outputs[0]
     name = old.name or ""
     writer = GraphWriter(model)
-    uses = list(old.uses())
     new = writer.node("Mul", [old, writer.constant(f"{name}_Factor", np.array(factor, np.float32))], f"{node.name}_Mul")
     producer_of(new).meta[FACTOR] = True
     writer.insert_after(node)
     new.type, new.shape = old.type, old.shape
     old.name, new.name = f"{name}_Mul_Input", name
-    for use in uses:
-        use.node.replace_input_with(use.idx, new)
-    replace_output(model.graph, old, new)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    producer_of(new).replace_input_with(0, old)
     return True
 
 
