@@ -143,8 +143,8 @@ def test_algorithms_round_trip_as_dict_and_as_options(name: str) -> None:
     made = ALGO_CONFIGS[name]()
     assert made.to_dict() == {"name": name}
     assert AlgoConfig.from_dict(made.to_dict()) == made
-    options = made.get_options()
-    assert ALGO_CONFIGS[name].from_options(options.get(made.nest, options)) == made
+    options = {key: getattr(made, field) for field, key in made.keys.items()}
+    assert ALGO_CONFIGS[name].from_options({**made.flag, **options}) == made
 
 
 def test_every_parameter_reaches_the_options() -> None:

@@ -1,7 +1,6 @@
 """The documented algorithm configs (`algo_config=[...]`): parameters only, and their place among the extra options.
 
-Each class knows the option keys that say the same (`keys`), and so turns into them (`get_options`) and comes from
-them (`from_options`).
+Each class knows the option keys that say the same (`keys`), and so comes from them (`from_options`).
 """
 
 from __future__ import annotations
@@ -63,15 +62,6 @@ class AlgoConfig:
             if value != (entry.default if factory is dataclasses.MISSING else factory()):
                 changed[entry.name] = value
         return {"name": self.name, **changed}
-
-    def get_options(self) -> dict[str, Any]:
-        """The extra options that say the same."""
-        options = {key: getattr(self, name) for name, key in self.keys.items()}
-        options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
-        if not self.nest:
-            return {**self.flag, **options}
-        inside = self.flag if self.nest == "FastFinetune" else {}
-        return {**({} if inside else self.flag), self.nest: {**inside, **options}}
 
     @classmethod
     def from_options(cls: type[A_], options: Mapping[str, Any]) -> A_:
