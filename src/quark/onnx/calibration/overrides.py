@@ -14,10 +14,8 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.calibration.qparams import ModelQParams, onnx_range
 from quark.onnx.config.settings import Override, Settings
-from quark.onnx.placement.placement import Placement
+from quark.onnx.placement.placement import Operand, Placement
 from quark.onnx.placement.weight_spec import weight_spec
-
-Constant = tuple["ir.Node", int]
 
 
 def override_specs(placement: Placement, settings: Settings) -> None:
@@ -61,7 +59,7 @@ def override_params(placement: Placement, qparams: ModelQParams, settings: Setti
             qparams.weights[key] = _given(override, qparams.weights[key], placement.weights[key])
 
 
-def _named(placement: Placement, name: str) -> tuple[set[ir.Value], list[Constant]]:
+def _named(placement: Placement, name: str) -> tuple[set[ir.Value], list[Operand]]:
     """The classes and constants of this name."""
     roots = {placement.root(value) for value in placement.activations if value.name == name}
     constants = [(node, i) for node, i in placement.weights if getattr(node.inputs[i], "name", None) == name]
