@@ -11,13 +11,17 @@ from quark.errors import FormatError
 
 
 def check_graph(model: ir.Model, name: str) -> None:
-    """Raise FormatError for a graph that no runtime runs; put nodes that are out of order into one."""
+    """Raise FormatError for a graph that no runtime runs."""
     if not model.opset_imports or len(model.graph) == 0:
         raise FormatError(f"{name} is not an ONNX model: it has no operators.")
     if not model.graph.outputs:
         raise FormatError(f"{name} has no outputs.")
     _check_versions(model, name)
     _check_names(model, name)
+
+
+def sort_nodes(model: ir.Model, name: str) -> None:
+    """Put nodes that are out of order into one. Raises FormatError where none exists."""
     try:
         model.graph.sort()
     except ValueError as error:

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import ShapeInferencePass
 
 from quark.errors import ConfigError, FormatError, one_line
-from quark.onnx.graph.check import check_graph, check_weights
+from quark.onnx.graph.check import check_graph, check_weights, sort_nodes
 from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, files_read, weight_bytes
 
@@ -56,6 +56,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
         model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
     name = "The ModelProto" if isinstance(source, onnx.ModelProto) else os.fspath(source)
     check_graph(model, name)
+    sort_nodes(model, name)
     check_weights(model, name)
     name_nodes(model)
     return model
