@@ -61,18 +61,15 @@ class ConstantStore:
             array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
             return array.T if transpose else array
 
-        def scale() -> NumpyArray:
-            return stored_qparams(self.qparams[operand], spec, self.settings)[0]
+        def stored() -> tuple[NumpyArray, NumpyArray]:
+            return stored_qparams(self.qparams[operand], spec, self.settings)
 
-        def zero_point() -> NumpyArray:
-            return stored_qparams(self.qparams[operand], spec, self.settings)[1]
-
-        first = scale()
-        scale_dtype = ir.DataType.from_numpy(first.dtype)
+        scale, zero_point = stored()
+        scale_dtype = ir.DataType.from_numpy(scale.dtype)
         return (
             self.writer.shared(f"{name}_quantized", codes, dtype, shape[::-1] if transpose else shape),
-            self.writer.shared(f"{name}_scale", scale, scale_dtype, first.shape),
-            self.writer.shared(f"{name}_zero_point", zero_point, dtype, zero_point().shape),
+            self.writer.shared(f"{name}_scale", lambda: stored()[0], scale_dtype, scale.shape),
+            self.writer.shared(f"{name}_zero_point", lambda: stored()[1], dtype, zero_point.shape),
         )
 
     def write_weight(self, operand: Operand, spec: TensorSpec) -> None:
