@@ -21,11 +21,13 @@ from quark.onnx.graph.check import check_graph, check_weights, sort_nodes
 from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, files_read, weight_bytes
 
-QUANTIZED_OPS = frozenset({"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"})
-QUANTIZED_OPS |= frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"})
+QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
+QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
+QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
+PLAIN = {ir.DataType[name] for name in ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "INT16", "INT8", "UINT8")}
+"""The element types that numpy has itself."""
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
-QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
@@ -94,7 +96,7 @@ def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
     The model is another message, as a message never gives memory back.
     """
     arrays = {}
-    kinds = {int(kind): kind.numpy() for kind in _plain()}
+    kinds = {int(kind): kind.numpy() for kind in PLAIN}
     for tensor in proto.graph.initializer:
         if tensor.data_type in kinds and tensor.HasField("raw_data") and math.prod(tensor.dims) >= SMALL:
             kind = kinds[tensor.data_type]
@@ -147,7 +149,7 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
         if value.const_value is not None
         # The runtime drops what nothing reads, and then misses it.
         and value.uses()
-        and value.const_value.dtype in _plain()
+        and value.const_value.dtype in PLAIN
         and (value.const_value.nbytes >= SMALL or isinstance(value.const_value, ir.ExternalTensor))
     }
     tensors = {name: value.const_value for name, value in values.items()}
@@ -165,12 +167,6 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
     return proto, {
         name: np.asarray(tensor.numpy(), order="C") for name, tensor in tensors.items() if tensor is not None
     }
-
-
-def _plain() -> set[ir.DataType]:
-    """The element types that numpy has itself."""
-    kinds = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "INT16", "INT8", "UINT8")
-    return {ir.DataType[kind] for kind in kinds}
 
 
 def checked_proto(model: ir.Model) -> onnx.ModelProto:
