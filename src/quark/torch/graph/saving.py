@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from quark.errors import ConfigError, FormatError
+from quark.errors import ConfigError, FormatError, one_line
 from quark.files import atomic_file
+from quark.torch.graph.archived_code import refuse_code
 from quark.torch.graph.training import allow_training, set_training
+from quark.torch.model.folder_files import regular_file
 
 
 def save_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, path: Path) -> Path:
@@ -45,15 +47,16 @@ def load_graph(path: str | os.PathLike[str]) -> fx.GraphModule:
     """The model that `save_graph` wrote; it computes with the quantized values, and is not to be quantized again.
 
     Raises:
-        FormatError: The file is missing or no file of torch.export.
+        FormatError: The file is missing, no file of torch.export, or would run code; nothing of it is run then.
     """
     try:
-        with Path(path).open("rb") as stream:
+        with regular_file(Path(path)).open("rb") as stream:
+            refuse_code(stream)
             model = torch.export.load(stream).module()
     except OSError as error:
         raise FormatError(f"{path!s} cannot be read: {error.strerror}.") from None
     except Exception as error:  # noqa: BLE001 - torch documents no error for a damaged file
-        raise FormatError(f"{path!s} is not a file of save_params in fx_graph_mode: {error}") from None
+        raise FormatError(f"{path!s} is not a file of save_params in fx_graph_mode: {one_line(error)}") from None
     assert isinstance(model, fx.GraphModule)
     allow_training(model)
     return model

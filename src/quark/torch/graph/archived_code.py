@@ -1,0 +1,130 @@
+"""Refuses files of torch.export that would run code while they are loaded.
+
+torch.export.load takes pickles of weights, constants, custom objects and example inputs, loads compiled libraries, and
+evaluates text: guards and symbolic sizes as expressions, names as parts of the source of the graph. What `save_graph`
+writes needs numbers, names and operators alone, so everything else is refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+
+from quark.errors import FormatError
+
+MODEL, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
+TABLES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+_ENTRIES = re.compile(
+    r"(\.data/(version|serialization_id)|archive_format|archive_version|byteorder|data/weights/weight_\d+"
+    r"|data/constants/tensor_\d+|" + "|".join(map(re.escape, (MODEL, INPUTS, *TABLES))) + ")"
+)
+_TENSOR = re.compile(r"(weight|tensor)_\d+")
+_NAME = re.compile(r"[\w.\-]*")
+"""Names become parts of the source of the graph."""
+_TARGET = re.compile(
+    r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|math\.\w+"
+    r"|_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|and_|or_|not_|eq|ne|lt|le|gt|ge|getitem)"
+)
+_TEXT = frozenset({"as_string", "metadata", "opset_version", "torch_version", "verifiers"})
+"""Entries that are kept as text; the strings in them may be any."""
+_ARITHMETIC = (
+    ast.Expression,
+    *(ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Call, ast.Attribute, ast.keyword),
+    *(ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
+)
+_METHODS = frozenset({"size", "stride", "storage_offset", "inf", "isnan"})
+"""What guards say of a tensor or a number."""
+
+
+def refuse_code(stream: IO[bytes]) -> None:
+    """Raise FormatError for a file of torch.export that would run code; leave the stream at its beginning.
+
+    Args:
+        stream: The open file.
+
+    Raises:
+        FormatError: It holds a pickle, a compiled library, or text that is more than arithmetic and names.
+    """
+    from torch.export.pt2_archive import PT2ArchiveReader
+
+    # torch falls back from its own reader of zip files to Python's, so that both have to see the same entries.
+    with zipfile.ZipFile(stream) as archive:
+        names = [name.partition("/")[2] for name in archive.namelist()]
+    stream.seek(0)
+    with PT2ArchiveReader(stream) as reader:
+        for name in {*names, *reader.get_file_names()}:
+            if not _ENTRIES.fullmatch(name):
+                raise _refusal(f"the entry {name!r}")
+        for table in TABLES:
+            _check_tensors(json.loads(reader.read_string(table)))
+        for key, text in _texts("", json.loads(reader.read_string(MODEL))):
+            if not _is_plain(key, text):
+                raise _refusal(f"the {key} {text[:60]!r}")
+        try:
+            torch.load(io.BytesIO(reader.read_bytes(INPUTS)), weights_only=True)
+        except UnpicklingError:
+            raise _refusal("example inputs that are no plain tensors") from None
+    stream.seek(0)
+
+
+def _check_tensors(table: dict[str, Any]) -> None:
+    """Check that weights or constants are stored as numbers."""
+    for name, entry in table["config"].items():
+        if entry["use_pickle"] or not _TENSOR.fullmatch(entry["path_name"]):
+            raise _refusal(f"{name!r}, a pickle or an object")
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The strings of a JSON value, each with the key that it stands under. The keys of names are names, too."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            yield "name", inner
+            if inner not in _TEXT:
+                yield from _texts(inner, item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(key, item)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _is_plain(key: str, text: str) -> bool:
+    """Whether a string can do no more than what its key says."""
+    if key in ("in_spec", "out_spec"):
+        # Both import a module that the text names.
+        return "__enum__" not in text and "defaultdict" not in text
+    if key in ("expr_str", "guards_code"):
+        return _is_arithmetic(text)
+    return bool((_TARGET if key == "target" else _NAME).fullmatch(text))
+
+
+def _is_arithmetic(text: str) -> bool:
+    """Whether an expression compares and computes numbers, sizes and symbols, and calls nothing else."""
+    try:
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+    except SyntaxError:
+        return False
+    return all(isinstance(node, _ARITHMETIC) and _is_harmless(node) for node in nodes)
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        # sympy's classes: Symbol, Max, FloorDiv.
+        return node.func.id[0].isupper()
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute)
+    if isinstance(node, ast.Attribute):
+        return node.attr in _METHODS
+    return not (isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.isidentifier())
+
+
+def _refusal(what: str) -> FormatError:
+    return FormatError(f"it holds {what}, which torch would run as code; save_params writes no such file.")
