@@ -14,12 +14,13 @@ from torch import nn
 
 from quark.errors import ConfigError, FormatError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
-from quark.torch.checkpoint.shards import read_names, read_tensors, shard_files
+from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
 from quark.torch.layers import ROLES, layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
+from quark.torch.model.folder_files import check_files, regular_file, shard_files
 from quark.torch.model.model_folder import import_transformers
 from quark.torch.model.published_names import published_names
 from quark.torch.model.tied_weights import tying_configs
@@ -78,11 +79,11 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
 def read_quantization_config(folder: Path) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint folder. Raises FormatError for one of another quantizer."""
     path = folder / "config.json"
+    check_files(folder)
+    content = regular_file(path).read_bytes()
     try:
-        stored = json.loads(path.read_text()).get("quantization_config")
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+        stored = json.loads(content).get("quantization_config")
+    except (ValueError, AttributeError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}.") from None
     if not isinstance(stored, dict):
         raise FormatError(f"{path} has no quantization_config: the model is not quantized.")

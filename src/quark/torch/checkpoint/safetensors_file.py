@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from quark.errors import FormatError, NotSupportedError
+from quark.torch.model.folder_files import regular_file
 
 DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
@@ -70,7 +71,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as handle:
+            with regular_file(path).open("rb") as handle:
                 self._size = handle.seek(0, 2)
                 self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
             length = struct.unpack("<Q", self._map[:8])[0]

@@ -16,7 +16,6 @@ from torch import nn
 
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec
-from quark.errors import FormatError
 from quark.log import progress
 from quark.torch.checkpoint.loading import empty_activation, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
@@ -28,10 +27,10 @@ from quark.torch.layers.attention import probability_quantizers
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.folder_files import INDEX
 from quark.torch.model.published_names import published_names
 from quark.torch.plan import Plan
 
-INDEX = "model.safetensors.index.json"
 Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
 Naming = Callable[[str, str], str]
@@ -206,24 +205,6 @@ def save_tensors(tensors: Tensors, file: Path) -> None:
     places = create_file(file, tensors)
     for name, tensor in tensors.items():
         write_tensor(tensor, places[name])
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder. Raises FormatError if there are none or one is absent."""
-    index = folder / INDEX
-    if not index.exists():
-        single = folder / "model.safetensors"
-        if not single.exists():
-            raise FormatError(f"{folder} holds neither model.safetensors nor {INDEX}.")
-        return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise FormatError(f"{index} is not a safetensors index: {error}.") from None
-    missing = [name for name in names if not (folder / name).exists()]
-    if missing:
-        raise FormatError(f"{index} names {missing[0]}, which is not there.")
-    return [folder / name for name in names]
 
 
 def read_names(files: list[Path]) -> Iterator[str]:

@@ -24,11 +24,11 @@ from quark.torch.checkpoint.shards import (
     entries,
     names_in_file,
     plain_entry,
-    shard_files,
     stored_shapes,
 )
 from quark.torch.checkpoint.source import Source, quantization_of
 from quark.torch.config.config import QConfig
+from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import read_config
 from quark.torch.model.outside_reads import weights_read_elsewhere

@@ -6,17 +6,19 @@ rights of whoever runs quark; a pipe or a device would be waited for without end
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from quark.errors import FormatError
 
-SIDE_FILES = re.compile(
+INDEX = "model.safetensors.index.json"
+_SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
 )
 """Files of a source checkpoint that travel along."""
-_READ = re.compile(rf"{SIDE_FILES.pattern}|\.json$|\.safetensors$")
+_READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$")
 """Files that quark, or transformers on its behalf, opens."""
 _BLOB = re.compile(r"models--[^/]+/blobs/[0-9a-f]{40,64}$")
 """What the links in a snapshot of huggingface's cache lead to: contents under their hashes."""
@@ -28,8 +30,6 @@ def regular_file(path: Path) -> Path:
         mode = path.stat().st_mode
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # a NUL in the name
-        raise FormatError(f"{str(path)!r} cannot be read: {error}.") from None
     if not stat.S_ISREG(mode):
         raise FormatError(f"{path} is a folder, a pipe or a device; a regular file is needed.")
     return path
@@ -45,14 +45,7 @@ def file_of(folder: Path, name: str) -> Path:
     Raises:
         FormatError: The name, or the link of that name, leads out of the folder; there is no such file, or no file.
     """
-    parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
-    if ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
-        raise FormatError(f"{folder} names {name!r}, which leads out of it.")
-    path = regular_file(folder / name)
-    target = path.resolve()
-    if not target.is_relative_to(folder.resolve()) and not _BLOB.search(target.as_posix()):
-        raise FormatError(f"{path} is a link to {target}, out of its folder; copy the file to its place.")
-    return path
+    return regular_file(_within(folder, name))
 
 
 def check_files(folder: Path) -> None:
@@ -60,12 +53,55 @@ def check_files(folder: Path) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if _READ.search(path.name) and not path.is_dir():
             file_of(folder, path.name)
+    # A plan needs no weights, so that shards may be absent.
+    for name in _shard_names(folder / INDEX) if (folder / INDEX).exists() else []:
+        if _within(folder, name).exists():
+            file_of(folder, name)
 
 
 def side_files(folder: Path) -> list[Path]:
     """The files that travel along with a checkpoint. Raises FormatError as `file_of` does."""
-    return [
-        file_of(folder, path.name)
-        for path in sorted(folder.iterdir())
-        if SIDE_FILES.search(path.name) and not path.is_dir()
-    ]
+    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    return [file_of(folder, name) for name in names if _SIDE_FILES.search(name)]
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder.
+
+    Raises:
+        FormatError: There are none, the index is damaged, or names what is no file of the folder.
+    """
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.exists():
+        names = _shard_names(index)
+        missing = next((name for name in names if not _within(folder, name).exists()), None)
+        if missing:
+            raise FormatError(f"{index} names {missing}, which is not there.")
+        return [file_of(folder, name) for name in names]
+    if not single.exists():
+        raise FormatError(f"{folder} holds neither model.safetensors nor {INDEX}.")
+    return [file_of(folder, single.name)]
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The files that an index names. Raises FormatError for one that is damaged."""
+    content = file_of(index.parent, index.name).read_bytes()
+    try:
+        names = set(json.loads(content)["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{index} is not a safetensors index: {error}.") from None
+    if not all(isinstance(name, str) for name in names):
+        raise FormatError(f"{index} is not a safetensors index: its weight_map holds other things than file names.")
+    return sorted(names)
+
+
+def _within(folder: Path, name: str) -> Path:
+    """The path of a name that does not lead out of a folder, whether it is there or not."""
+    parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+    if ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\0" in name:
+        raise FormatError(f"{folder} names the file {name!r}, which is none of its own.")
+    path = folder / name
+    target = path.resolve()
+    if not target.is_relative_to(folder.resolve()) and not _BLOB.search(target.as_posix()):
+        raise FormatError(f"{path} is a link to {target}, out of its folder: copy the file to its place.")
+    return path

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import FormatError, QuarkError, one_line, require_packages
+from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name of a stored tensor -> its shape."""
@@ -39,8 +40,9 @@ def import_transformers() -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder. Raises FormatError when it is not one."""
+    """The config.json of a model folder. Raises FormatError when it is not one, or a file of it lies elsewhere."""
     path = folder / "config.json"
+    check_files(folder)
     if not path.is_file():
         raise FormatError(f"{folder} is no model folder: it has no config.json.")
     try:

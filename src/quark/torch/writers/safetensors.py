@@ -25,7 +25,6 @@ from quark.torch.checkpoint.shards import (
     names_in_file,
     plain_entry,
     read_tensors,
-    shard_files,
     write_shards,
 )
 from quark.torch.config.config import QConfig
@@ -33,15 +32,11 @@ from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.folder_files import check_files, shard_files, side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.onnx.export import export_onnx
-
-SIDE_FILES = re.compile(
-    r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
-)
-"""Files of a source checkpoint that travel along."""
 
 
 def export_safetensors(
@@ -84,6 +79,8 @@ def export_safetensors(
     form.check(dict(model.named_modules()), content)
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
     source = _source_folder(model)
+    if source is not None:
+        check_files(source)  # what is copied at the end is refused at the beginning
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
             dropped = _dropped_entries(model, source)
@@ -290,6 +287,6 @@ def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Pa
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         return
-    for file in sorted(source.iterdir()) if source else []:
-        if file.is_file() and SIDE_FILES.search(file.name) and not (folder / file.name).exists():
+    for file in side_files(source) if source else []:
+        if not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
