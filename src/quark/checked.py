@@ -73,10 +73,17 @@ def member(kind: type[E], text: str, where: str) -> E:
     )
 
 
+def mapping_of(data: Any, what: str) -> Mapping[str, Any]:
+    """`data` itself; ConfigError, which says what it should describe, where it is no mapping."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{what} is described by a JSON object, not by {data!r:.60}.")
+    return data
+
+
 def known_keys(data: Mapping[str, Any], cls: type, ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """`data` without the ignored keys; ConfigError for a key that is no field of `cls`."""
+    """`data` without the ignored keys; ConfigError for a key that is no field of `cls`, or where `data` has no keys."""
     names = _names(cls)
-    for key in data:
+    for key in mapping_of(data, cls.__name__):
         if key not in names and key not in ignored:
             raise ConfigError(f"{cls.__name__} has no field {key!r}. {did_you_mean(str(key), names)}")
     return {key: value for key, value in data.items() if key in names}

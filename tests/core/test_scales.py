@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams
-from quark.core.scales import EPS, SCALE_DTYPES, QParams, exp2, exponent, nearest_power_of_two, qparams_from_range
+from quark.core.scales import EPS, SCALE_DTYPES, QParams, exp2, exponent, flaw, nearest_power_of_two, qparams_from_range
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
 from tests.core.oracles import e8m0_exponent, floor_log2, magnitudes, nearest
 
@@ -201,3 +201,46 @@ def test_a_group_of_zeros_stays_zero(name: str) -> None:
         tensor = spec(name, granularity, scale_type=kind)
         scale = params_for(0.0, 0.0, tensor).scale
         assert np.isfinite(scale).all() and (scale[0] > 0 or (row.is_float and "float8_e" in kind.value))
+
+
+SOUND = [
+    (spec("int8"), [1.0], [0.0]),
+    (spec("uint8", symmetric=False), [1.0], [255.0]),
+    (spec("uint4"), [0.5], [8.0]),
+    (spec("uint8", symmetric=False, float_zero_point=True), [1.0], [-300.5]),
+    (spec("fp8_e4m3", scale_type=ScaleType.float8_e4m3), [0.0], None),
+    (spec("int8", scale_type=ScaleType.pof2), [0.25], [0.0]),
+]
+FLAWED = [
+    (spec("int8"), [np.nan], [0.0], "scale holds NaN"),
+    (spec("int8"), [np.inf], [0.0], "scale holds NaN or infinity"),
+    (spec("int8"), [-2.0], [0.0], "scale holds -2, and scales are positive"),
+    (spec("fp8_e4m3"), [0.0], None, "scale holds 0"),
+    (spec("int8", scale_type=ScaleType.pof2), [0.3], [0.0], "powers of two"),
+    (spec("int8"), [1.0], [3.0], "zero point is not 0 everywhere"),
+    (spec("uint4"), [1.0], [0.0], "zero point is not 8 everywhere"),
+    (spec("int4", symmetric=False), [1.0], [9.0], "zero point holds 9 to 9, and int4 has no such code"),
+    (spec("uint8", symmetric=False, float_zero_point=True), [1.0], [np.nan], "zero point holds NaN"),
+]
+
+
+def stored(scale: list[float], zero: list[float] | None) -> QParams:
+    return QParams(np.float32(scale), None if zero is None else np.float32(zero))
+
+
+@pytest.mark.parametrize(("tensor", "scale", "zero"), SOUND)
+def test_stored_parameters_that_can_be(tensor: TensorSpec, scale: list[float], zero: list[float] | None) -> None:
+    assert flaw(stored(scale, zero), tensor) is None
+
+
+@pytest.mark.parametrize(("tensor", "scale", "zero", "words"), FLAWED)
+def test_stored_parameters_that_cannot_be(
+    tensor: TensorSpec, scale: list[float], zero: list[float] | None, words: str
+) -> None:
+    assert words in str(flaw(stored(scale, zero), tensor))
+
+
+def test_the_second_level_is_looked_at() -> None:
+    tensor = spec("fp4_e2m1", PerGroup(-1, 16), scale_spec=spec("fp8_e4m3"))
+    assert flaw(QParams(np.float32([0.0]), None, QParams(np.float32(1.0))), tensor) is None
+    assert "second-level scale" in str(flaw(QParams(np.float32([1.0]), None, QParams(np.float32(-1.0))), tensor))

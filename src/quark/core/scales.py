@@ -124,6 +124,43 @@ def round_scale(scale: Array, spec: TensorSpec, model_dtype: str) -> Array:
     return round_to(scale, DTYPES[name]) if name else scale
 
 
+def flaw(params: QParams, spec: TensorSpec) -> str | None:
+    """What is wrong with parameters that were read from a file: a few words that name one of them; None if nothing is.
+
+    A scale is a positive finite number of its type; 0 only where the rule gives it for a part that is all zero (FP8
+    types, and scales that are themselves quantized). A zero point is a code; of a symmetric type, that of its middle.
+    """
+    xp, scale, zero = namespace(params.scale), params.scale, params.zero_point
+    zero_scales = spec.scale_spec is not None or spec.scale_type in (ScaleType.float8_e4m3, ScaleType.float8_e5m3)
+    if not bool(xp.isfinite(scale).all()):
+        return "scale holds NaN or infinity"
+    if bool((scale < 0).any()) or (not zero_scales and bool((scale == 0).any())):
+        return f"scale holds {float(scale.min()):g}, and scales are positive"
+    if spec.scale_type is ScaleType.pof2 and not bool((nearest_power_of_two(scale) == scale).all()):
+        return "scale holds other numbers than powers of two"
+    if zero is not None and spec.has_zero_point:
+        found = _flaw_of_zero_point(zero, spec)
+        if found:
+            return found
+    second = spec.scale_spec or spec.code_spec
+    inner = flaw(params.second, second) if params.second is not None and second is not None else None
+    return inner and f"second-level {inner}"
+
+
+def _flaw_of_zero_point(zero: Array, spec: TensorSpec) -> str | None:
+    xp, dtype = namespace(zero), spec.dtype
+    if not bool(xp.isfinite(zero).all()):
+        return "zero point holds NaN or infinity"
+    if spec.float_zero_point:
+        return None
+    if not bool(((zero >= dtype.min) & (zero <= dtype.max)).all()):
+        return f"zero point holds {float(zero.min()):g} to {float(zero.max()):g}, and {dtype} has no such code"
+    middle = 0.0 if dtype.signed else (dtype.max - dtype.min + 1) / 2
+    if spec.symmetric and not bool((zero == middle).all()):
+        return f"zero point is not {middle:g} everywhere, the middle of a symmetric type"
+    return None
+
+
 def nearest_power_of_two(scale: Array) -> Array:
     """2^round(log2 scale) of positive normal numbers, exact: up from the mantissa of sqrt(2)."""
     bits = view(scale, "int32")

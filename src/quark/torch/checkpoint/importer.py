@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError, FormatError
+from quark.errors import ConfigError, FormatError, QuarkError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.checkpoint.shards import read_names, read_tensors
+from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
-from quark.torch.layers import ROLES, layer_class
+from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
-from quark.torch.model.folder_files import check_files, regular_file, shard_files
-from quark.torch.model.model_folder import import_transformers
+from quark.torch.model.folder_files import shard_files
+from quark.torch.model.meta_model import saved_dtype
+from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
 from quark.torch.model.published_names import published_names
 from quark.torch.model.tied_weights import tying_configs
 
@@ -57,20 +58,28 @@ def import_model_from_safetensors(
     stored = read_quantization_config(folder)
     form = FORMATS[stored["quant_method"]]
     if model is None and form.name == "quark":
-        return _with_transformers(folder, multi_device or multi_gpu, trust_remote_code, attn_implementation, device)
+        with as_format_error(folder):
+            return _with_transformers(folder, multi_device or multi_gpu, trust_remote_code, attn_implementation, device)
     if model is None:
-        model = _float_model(folder, trust_remote_code, attn_implementation)
+        with as_format_error(folder):
+            model = _float_model(folder, trust_remote_code, attn_implementation)
     files = shard_files(folder)
-    load_stored(model, form, _resolved(form, stored, files, model), read_tensors(files))
+    content = replace(_resolved(form, stored, files, model), dtype=saved_dtype(folder))
+    load_stored(model, form, content, read_tensors(files))
     return model if device is None else model.to(device)
 
 
 def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], model: nn.Module) -> Stored:
     """The config of a checkpoint. In formats of other programs the tensors say which layers are quantized."""
-    if not form.marker:
-        return form.read(stored, set(), model)
     present, publish = layers_in(read_names(files), form.marker), published_names(model)
-    result = form.read(stored, present, model)
+    try:
+        result = form.read(stored, present, model)
+    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        if isinstance(error, QuarkError):
+            raise
+        raise FormatError(f"The quantization_config ({form.name}) is damaged: {error!r:.90}.") from None
+    if not form.marker:
+        return result
     candidates = [name for name, module in model.named_modules() if layer_class(module)]
     absent = [name for name in candidates if name not in present and publish(name) not in present]
     return replace(result, config=replace(result.config, exclude=absent))
@@ -79,15 +88,10 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
 def read_quantization_config(folder: Path) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint folder. Raises FormatError for one of another quantizer."""
     path = folder / "config.json"
-    check_files(folder)
-    content = regular_file(path).read_bytes()
-    try:
-        stored = json.loads(content).get("quantization_config")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}.") from None
+    stored = read_config(folder).get("quantization_config")
     if not isinstance(stored, dict):
         raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
-    if stored.get("quant_method") not in FORMATS:
+    if stored.get("quant_method") not in tuple(FORMATS):
         known = ", ".join(FORMATS)
         raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; can be imported: {known}.")
     return stored
@@ -111,7 +115,7 @@ def load_stored(model: nn.Module, form: Format, stored: Stored, tensors: Iterabl
     config = stored.config
     originals = map_to_stored(model, config, stored.pack_method, stored.weight_format, form)
     try:
-        _fill(model, form, tensors)
+        _fill(model, form, tensors, stored)
     except BaseException:
         for name, module in originals.items():
             set_submodule(model, name, module)
@@ -120,28 +124,10 @@ def load_stored(model: nn.Module, form: Format, stored: Stored, tensors: Iterabl
     model.quark_quantized = True  # type: ignore[assignment]
 
 
-def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Tensor]], stored: Stored) -> None:
     layers = quantized_layers(model)
     own = dict(model.state_dict(keep_vars=True))
-    publish = published_names(model)
-    # A checkpoint may use the names of the module or the published ones.
-    names = {name: name for name in own} | {publish(name): name for name in own}
-    loaded: dict[str, torch.Tensor] = {}
-    for stored, held in tensors:
-        received = form.received(stored, held)
-        name = _module_name(received[0], names) if received else None
-        if received is None or name is None:
-            continue
-        tensor = received[1]
-        if own[name].shape != tensor.shape:
-            raise FormatError(
-                f"{stored} has shape {tuple(tensor.shape)} in the checkpoint; the model needs {tuple(own[name].shape)}."
-            )
-        loaded[name] = tensor
-    pointers = {own[name].data_ptr() for name in loaded if not own[name].is_meta}
-    absent = [n for n in own if n not in loaded and own[n].data_ptr() not in pointers]
-    if absent:
-        raise FormatError(f"The checkpoint lacks {len(absent)} tensors of the model: {', '.join(absent[:5])}.")
+    loaded = stored_tensors(model, form, tensors, stored.dtype)
     _untie(model, own, loaded)
     for name, tensor in loaded.items():
         parent, _, leaf = name.rpartition(".")
@@ -160,19 +146,6 @@ def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, tor
                 module._parameters[leaf] = nn.Parameter(own[name].detach().clone(), own[name].requires_grad)
                 for config in tying_configs(model):
                     config.tie_word_embeddings = False
-
-
-def _module_name(stored: str, names: dict[str, str]) -> str | None:
-    """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
-    if stored in names:
-        return names[stored]
-    for role in (*ROLES, "prob_output"):
-        for kind in ("scale", "zero_point"):
-            parent, found, rest = stored.rpartition(f".{role}_{kind}")
-            candidate = f"{parent}.{role}_quantizer.{kind}"
-            if found and not rest and candidate in names:
-                return names[candidate]
-    return None
 
 
 def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool) -> None:
@@ -205,12 +178,20 @@ def _with_transformers(
     folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
 ) -> nn.Module:
     where: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = import_transformers().AutoModelForCausalLM.from_pretrained(
+    model: nn.Module
+    model, report = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder,
         device_map="auto" if spread else where,
         trust_remote_code=trust_remote_code,
         attn_implementation=attention,
+        output_loading_info=True,
     )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if report.get(kind):
+            names = ", ".join(sorted(map(str, report[kind]))[:5])
+            raise FormatError(
+                f"{folder} does not fit its model: {len(report[kind])} {kind.replace('_', ' ')}: {names}."
+            )
     return model
 
 

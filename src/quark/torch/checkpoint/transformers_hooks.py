@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from quark.errors import NotSupportedError
+from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
+from quark.torch.checkpoint.shards import read_tensors
+from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
+from quark.torch.formats import FORMATS
+from quark.torch.model.folder_files import shard_files
+from quark.torch.model.meta_model import saved_dtype
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.published_names import merged_names
 
@@ -24,10 +30,32 @@ def _map_to_quark(
     if custom_mode != "quark":
         raise NotSupportedError(f"custom_mode={custom_mode!r} checkpoints are loaded by transformers' own quantizers.")
     map_to_stored(model, quantization_config, pack_method, quantization_config.weight_format or REAL_QUANTIZED)
+    folder = _folder_of(model)
+    # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
+    stored_tensors(model, FORMATS["quark"], read_tensors(shard_files(folder)), saved_dtype(folder), partial=True)
     blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
     for name in merged_names(model, blocks):
         ReceivingExperts.stack(blocks[name])
     return model
+
+
+def _folder_of(model: Any) -> Path:
+    """The folder that transformers is about to load: the one that was named, or a snapshot in its cache."""
+    name = model.name_or_path
+    if name and not Path(name).is_dir():
+        from transformers.utils import cached_file  # there already: it is transformers that calls
+
+        revision = getattr(model.config, "_commit_hash", None)
+        found = cached_file(
+            name, "config.json", revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        name = str(Path(found).parent) if found else ""
+    if not name:
+        raise FormatError(
+            f"The files of {model.name_or_path or 'this checkpoint'} are not where its name says, and so cannot be "
+            "checked before they are loaded. Possible: from_pretrained with the path of their folder."
+        )
+    return Path(name)
 
 
 MERGED = ("gate_up_proj", "up_proj", "down_proj")

@@ -34,10 +34,10 @@ from quark.torch.model.model_folder import read_config
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.model.passes.conv1d import is_conv1d
-from quark.torch.model.published_names import source_names
+from quark.torch.model.published_names import dropped_names, source_names
 from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
-from quark.torch.writers.safetensors import check_options, dropped_names, write_companions, write_config
+from quark.torch.writers.safetensors import check_options, write_companions, write_config
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,13 @@ class Stored:
     Attributes:
         config: A config under which a float model gets the layers of the checkpoint.
         pack_method, weight_format: How its tensors lie in the files.
+        dtype: Of the float model that was quantized; None where the folder does not say it.
     """
 
     config: QConfig
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
+    dtype: torch.dtype | None = None
 
 
 class Format(ABC):

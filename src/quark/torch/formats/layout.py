@@ -60,6 +60,12 @@ class Layout(ABC):
     def store_params(self, params: QParams) -> Tensors:
         """The tensors of static activation parameters."""
 
+    def flaw(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
+        """What is wrong with the scales and zero points of stored tensors that stand for one of `shape`, as
+        `quark.core.scales.flaw` says it. Shapes and dtypes are right already; codes are not read.
+        """
+        return None
+
     def store_second(self, scale: torch.Tensor) -> Tensors:
         """The tensors of live activations whose scales have the static scale `scale`."""
         return {"scale_2": scale.float()}

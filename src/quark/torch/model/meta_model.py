@@ -24,6 +24,14 @@ _LOCAL = {
 """How transformers looks for the generation config of a folder."""
 
 
+def saved_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of a model as its config.json has it, or None."""
+    config = read_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype")
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else None
+
+
 def build_skeleton(
     folder: Path,
     stored_dtype: torch.dtype = torch.float32,

@@ -7,6 +7,7 @@ checkpoint is written under the published names: those are what runtimes read.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -72,6 +73,13 @@ def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     own = model.state_dict()
     prefix = getattr(model, "base_model_prefix", None)
     return {core.rename_source_key(name, renames, [], prefix, own)[0]: name for name in stored}
+
+
+def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
+    """Tensors of a checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    own = set(model.state_dict()) if patterns else set()
+    return [name for name in stored if name not in own and any(re.search(p, name) for p in patterns)]
 
 
 def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:

@@ -33,6 +33,7 @@ from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import check_files, shard_files, side_files
+from quark.torch.model.published_names import dropped_names
 from quark.torch.plan import Plan
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
@@ -242,13 +243,6 @@ def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
 def _source_folder(model: Any) -> Path | None:
     path = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
     return Path(path) if path and Path(path).is_dir() else None
-
-
-def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
-    """Tensors of a checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    own = set(model.state_dict()) if patterns else set()
-    return [name for name in stored if name not in own and any(re.search(p, name) for p in patterns)]
 
 
 def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:

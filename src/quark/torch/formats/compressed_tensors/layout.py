@@ -25,7 +25,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.packing import decode, encode, pack_bits, unpack_bits
 from quark.core.quantize import dequantize
-from quark.core.scales import QParams, exp2, exponent
+from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.torch.formats.layout import Layout, Tensors
 
@@ -140,6 +140,9 @@ class CompressedTensorsLayout(Layout):
             return QParams(exp2(scale.to(torch.int32) - 127))
         second = QParams(1.0 / tensors["scale_2"].reshape(())) if "scale_2" in tensors else None
         return QParams(scale.float(), zero, second)
+
+    def flaw(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
+        return flaw(self.load_params(tensors, shape), self.spec)
 
     def _scale_dtype(self) -> torch.dtype:
         spec = self.spec

@@ -38,7 +38,7 @@ from quark.core.packing import (
 )
 from quark.core.quantize import dequantize, fake_quantize
 from quark.core.registry import Registry
-from quark.core.scales import QParams, exp2, exponent
+from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
 from quark.torch.formats.layout import Layout, Tensors
@@ -51,6 +51,8 @@ TRANSPOSED = frozenset({"int4", "uint4", "int2", "uint2"})
 FIRST_ON_TOP = frozenset({"uint2"})
 NATIVE_BITS = frozenset({8, 16, 32})
 """Widths that have a torch dtype; any other is packed into bytes."""
+NO_EXPONENT = 255
+"""The code of an E8M0 scale that is NaN."""
 PIECE = 1 << 20
 """Bytes of float32 that are turned into codes at once."""
 
@@ -175,11 +177,25 @@ class QuarkLayout(Layout):
             second = QParams(scale_2, second_zero)
         return QParams(self._load_scale(scale, tensors.get("shift"), shape), zero, second)
 
+    def flaw(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
+        if self.spec.is_cast or not self.real:
+            return None  # the values are there themselves: nothing is computed from a scale
+        if self.element.name == "int2" and not bool((tensors[""].abs() <= 2).all() and (tensors[""] < 2).all()):
+            return "codes are no 2-bit integers"  # each has 32 bits to itself
+        scale = tensors["scale"]
+        if self._is_exponent and bool((scale == NO_EXPONENT).any()):
+            return "scale holds the exponent of NaN"
+        return flaw(self.load_params(tensors, shape), self.spec)
+
+    @property
+    def _is_exponent(self) -> bool:
+        return self.spec.dtype.is_block or self.spec.scale_type is ScaleType.float8_e8m0fnu
+
     def _store_scale(self, scale: torch.Tensor) -> Tensors:
         spec = self.spec
         if spec.dtype.name in MICRO_EXPONENT:
             return self._store_micro(scale)
-        if spec.dtype.is_block or spec.scale_type is ScaleType.float8_e8m0fnu:
+        if self._is_exponent:
             return {"scale": (_exponent(scale) + 127 + _code_exponent(spec)).to(torch.uint8)}
         if spec.scale_spec is not None:
             return {"scale": _as_native(encode(scale, spec.scale_spec.dtype), spec.scale_spec.dtype)}
@@ -191,7 +207,7 @@ class QuarkLayout(Layout):
         spec = self.spec
         if shift is not None:
             return self._load_micro(stored, shift, shape)
-        if spec.dtype.is_block or spec.scale_type is ScaleType.float8_e8m0fnu:
+        if self._is_exponent:
             return exp2(stored.to(torch.int32) - 127 - _code_exponent(spec))
         if spec.scale_type is ScaleType.float8_e5m3:
             return decode(stored, _E5M3)

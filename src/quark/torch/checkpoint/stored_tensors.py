@@ -1,0 +1,210 @@
+"""Which tensor of a checkpoint belongs to which tensor of a model, and whether it can be that: none is taken on trust.
+
+Names, shapes and dtypes are in the header of the file. Of the values only scales and zero points are read, which are
+small: a weight stays in its file until it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from quark.core.scales import QParams, flaw
+from quark.errors import FormatError
+from quark.torch.checkpoint.loading import StoredTensor
+from quark.torch.formats import Format
+from quark.torch.formats.layout import Tensors
+from quark.torch.layers import ROLES
+from quark.torch.layers.attention import probability_quantizers
+from quark.torch.layers.base import EXTRA_SUFFIXES
+from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.layers.online_rotation import BUFFER
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.published_names import dropped_names, published_names
+
+HALF = (torch.float16, torch.bfloat16)
+RECOMPUTED = ("rotary_emb.inv_freq", "position_ids")
+"""Endings of tensors that old checkpoints hold and models compute."""
+
+
+def stored_tensors(
+    model: nn.Module,
+    form: Format,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None = None,
+    partial: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by their names in the model, all of them checked.
+
+    Args:
+        model: Its quantized layers hold tensors of the shapes and dtypes that the format stores.
+        form: The format.
+        tensors: Names in the file and tensors.
+        dtype: The dtype of the float model that was quantized, where the checkpoint says it.
+        partial: The model may be a part of the one that was saved, or have a head that was not; what is missing or
+            left over outside its quantized layers is not looked at.
+
+    Raises:
+        FormatError: A tensor is missing, belongs nowhere, comes twice, has another shape or dtype than the format
+            stores, or is a scale or zero point that cannot be one. Names it.
+    """
+    own = dict(model.state_dict(keep_vars=True))
+    find = _finder(model, own)
+    loaded: dict[str, torch.Tensor] = {}
+    left: list[str] = []
+    for stored, held in tensors:
+        received = form.received(stored, held)
+        if received is None:
+            continue
+        name = find(received[0])
+        if name is None:
+            left.append(stored)
+            continue
+        if name in loaded:
+            raise FormatError(f"{stored} comes twice in the checkpoint, under two names.")
+        _check_tensor(stored, received[1], own[name], dtype)
+        loaded[name] = received[1]
+    _refuse_missing(model, own, loaded, partial)
+    _refuse_left(model, left, partial)
+    for tensor, wrong in _flaws(model, loaded):
+        raise FormatError(f"{tensor} cannot be read: its {wrong}.")
+    return loaded
+
+
+def _finder(model: nn.Module, own: Mapping[str, torch.Tensor]) -> Callable[[str], str | None]:
+    """The function from a name in the file to one in the model: its own or its published one, with or without the
+    prefix by which transformers tells a model with a head from one without.
+    """
+    publish, prefix = published_names(model), getattr(model, "base_model_prefix", "")
+    names = {name: name for name in own} | {publish(name): name for name in own}
+
+    def find(stored: str) -> str | None:
+        forms = (stored, stored.removeprefix(f"{prefix}."), f"{prefix}.{stored}") if prefix else (stored,)
+        return next(filter(None, (_module_name(form, names) for form in forms)), None)
+
+    return find
+
+
+def _module_name(stored: str, names: Mapping[str, str]) -> str | None:
+    """Where a tensor of the file belongs: `weight_scale` is `weight_quantizer.scale` of the module."""
+    if stored in names:
+        return names[stored]
+    for role in (*ROLES, "prob_output"):
+        for kind in ("scale", "zero_point"):
+            parent, found, rest = stored.rpartition(f".{role}_{kind}")
+            candidate = f"{parent}.{role}_quantizer.{kind}"
+            if found and not rest and candidate in names:
+                return names[candidate]
+    return None
+
+
+def _check_tensor(name: str, stored: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Check the shape and the dtype of a tensor of the file."""
+    if stored.shape != wanted.shape:
+        raise FormatError(
+            f"{name} has shape {tuple(stored.shape)} in the checkpoint; the model needs {tuple(wanted.shape)}."
+        )
+    if _fits(stored.dtype, wanted.dtype, dtype):
+        return
+    if not _is_wide(stored.dtype) and _is_wide(wanted.dtype) and name.endswith(".weight"):
+        raise FormatError(f"{name} holds codes ({stored.dtype}), and the checkpoint has no scale for them.")
+    raise FormatError(f"{name} is {stored.dtype} in the checkpoint; {wanted.dtype} is needed.")
+
+
+def _fits(stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor of a file is what a model needs: the same, or a float as wide as, or wider than, the model's.
+
+    Of the two half types only that which the model was saved in: bits of one read as the other are other numbers.
+    """
+    if stored == wanted or not (_is_wide(stored) and _is_wide(wanted)):
+        return stored == wanted
+    return stored not in HALF or dtype is None or stored == dtype or dtype not in HALF
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether a float type holds values, not codes."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _refuse_missing(
+    model: nn.Module, own: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], partial: bool
+) -> None:
+    # Tied parameters are one, of which one name is enough.
+    there = {id(own[name]) for name in loaded} | {_place(own[name]) for name in loaded}
+    absent = [name for name, x in own.items() if name not in loaded and id(x) not in there and _place(x) not in there]
+    if partial:
+        tied = getattr(model, "all_tied_weights_keys", {})
+        holders = tuple(f"{name}." for name in quantized_layers(model))
+        holders += tuple(f"{name}_quantizer." for name in probability_quantizers(model))
+        absent = [name for name in absent if name not in tied and name.startswith(holders)]
+    if absent:
+        names = [_name_in_file(name) for name in absent]
+        raise FormatError(f"The checkpoint lacks {len(names)} tensors of the model: {', '.join(names[:5])}.")
+
+
+def _place(x: torch.Tensor) -> tuple[str, int]:
+    """Where the values of a tensor lie; a place of its own for one without values."""
+    return ("memory", x.data_ptr()) if x.data_ptr() else ("object", id(x))
+
+
+def _name_in_file(name: str) -> str:
+    return name.replace("_quantizer.scale", "_scale").replace("_quantizer.zero_point", "_zero_point")
+
+
+def _refuse_left(model: nn.Module, left: list[str], partial: bool) -> None:
+    """Refuse tensors that nothing takes, but those that the class of the model leaves out by design."""
+    by_design = set(dropped_names(model, left))
+    names = [name for name in left if name not in by_design and not name.endswith(RECOMPUTED)]
+    if partial:
+        modules = {name for name, _ in model.named_modules() if name}
+        names = [name for name in names if name.rpartition(".")[0] in modules]
+    if names:
+        raise FormatError(f"The checkpoint holds {len(names)} tensors that nothing takes: {', '.join(names[:5])}.")
+
+
+def _flaws(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Tensors whose stored parameters cannot be such, and what is wrong with them."""
+    quantizers: dict[str, nn.Module | None] = dict(probability_quantizers(model))
+    for name, layer in quantized_layers(model).items():
+        quantizers |= {f"{name}.{role}": layer.quantizer(role) for role in ROLES}
+    for name, quantizer in quantizers.items():
+        found = _stored_of(name, loaded)
+        if isinstance(quantizer, StoredTensor):
+            wrong = quantizer.layout.flaw(found, quantizer.shape)
+        elif isinstance(quantizer, FakeQuantize) and found.keys() - {""}:
+            wrong = _flaw_of_activation(found, quantizer)
+        else:
+            continue
+        if wrong:
+            yield name, wrong
+    for name, tensor in loaded.items():
+        if name.endswith(f".{BUFFER}") and not _is_rotation(tensor):
+            yield name, "rows are not orthogonal, as those of a rotation are"
+
+
+def _stored_of(name: str, loaded: Mapping[str, torch.Tensor]) -> Tensors:
+    """What was stored of a tensor, by suffix."""
+    places = {"": name, "scale": f"{name}_quantizer.scale", "zero_point": f"{name}_quantizer.zero_point"}
+    places |= {suffix: f"{name}_{suffix}" for suffix in EXTRA_SUFFIXES}
+    return {suffix: loaded[place] for suffix, place in places.items() if place in loaded}
+
+
+def _flaw_of_activation(found: Tensors, quantizer: FakeQuantize) -> str | None:
+    """Scales of live tensors are stored as they are."""
+    spec = quantizer.spec
+    second = QParams(found["scale_2"].float()) if "scale_2" in found else None
+    if "scale" not in found:
+        return flaw(second, spec.scale_spec) if second and spec.scale_spec else None
+    zero = found.get("zero_point")
+    return flaw(QParams(found["scale"].float(), zero if zero is None else zero.float(), second), spec)
+
+
+def _is_rotation(stored: torch.Tensor) -> bool:
+    """Whether the rows of a matrix are orthogonal and of one length, by what M M^T makes of a vector."""
+    matrix = stored.double()
+    probe = torch.linspace(1, 2, len(matrix), dtype=torch.float64, device=matrix.device)
+    scaled = matrix @ (matrix.T @ probe) / matrix[0].square().sum()
+    # 2^-7: what bfloat16 leaves of the entries, where a writer rounded them.
+    return bool(((scaled - probe).abs() <= 2**-7 * probe.abs()).all())
