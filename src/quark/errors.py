@@ -76,11 +76,18 @@ def require_packages(purpose: str, extras: str, *packages: str) -> None:
         extras: What brings them, of pyproject.toml: "onnx", or several with commas between them.
         packages: Names as they are imported. They are looked for, not loaded.
     """
-    missing = [package for package in packages if find_spec(package) is None]
+    missing = [package for package in packages if not _is_installed(package)]
     if missing:
         raise MissingDependencyError(
             f"{purpose} needs the package {missing[0]}, which is not installed: pip install 'openquark[{extras}]'."
         )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # a finder that refuses it, or a module that stands in for it
+        return False
 
 
 def one_line(message: object) -> str:

@@ -33,7 +33,7 @@ PACKING = 64
 
 def import_transformers() -> Any:
     """The transformers package. Raises MissingDependencyError."""
-    require_packages("Reading a model folder", "torch", "transformers")
+    require_packages("Reading a model folder", "torch", "transformers", "safetensors")
     import transformers  # costs seconds: imported when a folder is really read
 
     return transformers
