@@ -23,6 +23,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import make_plan
 from quark.torch.replace import attention_quantized, prepared, replaced
@@ -69,20 +70,26 @@ class ModelQuantizer:
         """
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"quantize_model takes a torch.nn.Module, got {model!r:.60}. A folder: load it with transformers' "
+                "from_pretrained, or call direct_quantize_checkpoint(folder, output)."
+            )
+        data: Iterable[Any] | None = calibration_data(model, dataloader)
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
         with severity(level), torch.inference_mode(False):
             if self.config.quant_mode is QuantizationMode.fx_graph_mode:
-                return quantize_graph(model, self.config, dataloader)
+                return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
             algorithms = _algorithms(self.config)
-            if algorithms and isinstance(dataloader, Iterator):
-                dataloader = list(dataloader)  # read more than once
+            if algorithms and isinstance(dataloader, Iterator) and data is not None:
+                data = list(data)  # read more than once
             with prepared(model, self.config):
-                plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, dataloader))
+                plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, data))
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
-                    self._calibrate(model, layers, algorithms, dataloader)
+                    self._calibrate(model, layers, algorithms, data)
             model.quant_config = self.config  # type: ignore[assignment]
             model.quant_plan = plan  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import CalibrationError
+from quark.errors import CalibrationError, QuarkError, one_line
 from quark.log import progress
 
 
@@ -19,20 +19,33 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
     count = 0
     with evaluating(model), torch.no_grad():
         for batch in progress(data, "calibration", total=len(data) if isinstance(data, Sized) else None):
-            calibration_step(model, batch, device)
+            calibration_step(model, batch, device, count)
             count += 1
     return count
 
 
-def calibration_step(model: nn.Module, batch: Any, device: torch.device) -> None:
-    """Forward one batch. Raises CalibrationError for one that the model does not take."""
+def calibration_step(model: nn.Module, batch: Any, device: torch.device, index: int) -> None:
+    """Forward the batch of a number. Raises CalibrationError, which shows it, for one that the model does not take."""
     try:
         forward_batch(model, batch, device)
-    except (TypeError, AssertionError) as error:
-        # An exported graph asserts the shapes that it was exported with.
+    except (TypeError, AssertionError, RuntimeError, LookupError, ValueError, AttributeError) as error:
+        # An exported graph asserts the shapes that it was exported with. Memory that is short is no fault of a batch.
+        if isinstance(error, (QuarkError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+            raise
         raise CalibrationError(
-            f"The model does not take a calibration batch ({type(batch).__name__}): {error}"
+            f"The model does not take calibration batch {index}, {_described(batch)}: "
+            f"{type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def _described(batch: Any) -> str:
+    """A batch in a few words: "list (float32 (4, 3, 8, 8), int64 (4,))"."""
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    kind = type(batch).__name__
+    if isinstance(batch, Mapping):
+        return f"{kind} ({', '.join(f'{key}: {_described(value)}' for key, value in batch.items())})"
+    return f"{kind} ({', '.join(map(_described, batch))})" if isinstance(batch, (list, tuple)) else f"({kind})"
 
 
 def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:

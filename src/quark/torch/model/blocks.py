@@ -113,7 +113,7 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
     with torch.no_grad(), evaluating(model), passing_through(model, names, note, BlockOutput()):
         for batch in data:
             with suppress(_LastBlockReachedError):
-                calibration_step(model, batch, device)
+                calibration_step(model, batch, device, count)
             count += 1
             for name in names:
                 if len(calls[name]) != count:

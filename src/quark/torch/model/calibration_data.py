@@ -1,0 +1,160 @@
+"""Calibration data as users have it, checked batch by batch as it is read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quark.errors import CalibrationError, QuarkError, one_line
+
+TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
+"""What a forward calls the argument that takes what a sample is labelled with."""
+TINY = torch.finfo(torch.float32).tiny
+"""The smallest normal number: below it nothing is left to be quantized."""
+
+
+def calibration_data(model: nn.Module, data: Iterable[Any] | None) -> Batches | None:
+    """The batches, checked as they are read.
+
+    Args:
+        model: What takes them.
+        data: An iterable of batches; None where there is none.
+
+    Raises:
+        CalibrationError: It is one batch, or nothing that has batches.
+    """
+    if data is None:
+        return None
+    kind = type(data).__name__
+    if isinstance(data, (torch.Tensor, np.ndarray, Mapping)) or hasattr(data, "keys"):
+        raise CalibrationError(
+            f"The calibration data is a {kind}, which is one batch: pass a list of batches, [batch]."
+        )
+    if isinstance(data, (str, bytes, Path)) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        raise CalibrationError(
+            f"The calibration data is a {kind}; possible: a DataLoader, a list or another iterable of batches."
+        )
+    return CountedBatches(model, data) if _has_length(data) else Batches(model, data)
+
+
+def _has_length(data: Iterable[Any]) -> bool:
+    try:
+        return len(data) >= 0  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a DataLoader of a stream has a __len__ that raises
+        return False
+
+
+class Batches:
+    """Batches as they come, arrays as tensors.
+
+    Args:
+        model: What takes them.
+        data: An iterable of them.
+    """
+
+    def __init__(self, model: nn.Module, data: Iterable[Any]) -> None:
+        self.data = data
+        self._forward = _positional(model)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises CalibrationError for batches that cannot be read, hold labels, or are all zero together."""
+        batches, index, empty = self._start(), 0, True
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            except (QuarkError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # a reader may raise anything
+                said = f"{type(error).__name__}: {one_line(error)}"
+                raise CalibrationError(f"The calibration data failed at batch {index}: {said}.") from error
+            batch = _as_tensors(batch, index)
+            self._refuse_labels(batch, index)
+            empty = empty and _is_zero(batch)
+            yield batch
+            index += 1
+        if index and empty:
+            raise CalibrationError(f"All {index} calibration batches hold zeros (or less than {TINY:.1e}) only.")
+
+    def _start(self) -> Iterator[Any]:
+        try:
+            return iter(self.data)
+        except QuarkError:
+            raise
+        except Exception as error:  # as above
+            raise CalibrationError(f"The calibration data cannot be read: {one_line(error)}.") from error
+
+    def _refuse_labels(self, batch: Any, index: int) -> None:
+        """Refuse a batch with more items than forward takes, or with one label for each sample among its arguments."""
+        if self._forward is None or not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            return
+        fix = "Pass the inputs alone, [x for x, *_ in data], or a dict of arguments as each batch."
+        if len(batch) > len(self._forward):
+            takes = ", ".join(parameter.name for parameter in self._forward) or "none"
+            raise CalibrationError(
+                f"Calibration batch {index} holds {len(batch)} items, and forward takes {len(self._forward)} "
+                f"({takes}). {fix}"
+            )
+        for item, parameter in zip(batch[1:], self._forward[1:], strict=False):
+            optional = parameter.default is not parameter.empty
+            if optional and parameter.name not in TARGETS and _is_labels(item, batch[0]):
+                raise CalibrationError(
+                    f"Calibration batch {index} holds one integer for each sample, as labels are, which forward would "
+                    f"take as its optional {parameter.name!r}. {fix}"
+                )
+
+
+class CountedBatches(Batches):
+    """Batches of known number."""
+
+    def __len__(self) -> int:
+        assert isinstance(self.data, Sized)
+        return len(self.data)
+
+
+def _positional(model: nn.Module) -> list[inspect.Parameter] | None:
+    """The positional parameters of a forward; None where it takes any number, or does not say."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _as_tensors(batch: Any, index: int) -> Any:
+    """A batch whose numpy arrays are tensors."""
+    if isinstance(batch, np.ndarray):
+        try:
+            return torch.from_numpy(batch if batch.flags.writeable else batch.copy())
+        except (TypeError, ValueError) as error:
+            raise CalibrationError(f"Calibration batch {index} is no array of numbers: {one_line(error)}") from None
+    if type(batch) in (list, tuple):
+        return type(batch)(_as_tensors(item, index) for item in batch)
+    if type(batch) is dict:
+        return {key: _as_tensors(value, index) for key, value in batch.items()}
+    return batch
+
+
+def _is_labels(item: Any, first: Any) -> bool:
+    """Whether an item is one integer for each sample of the first."""
+    both = isinstance(item, torch.Tensor) and isinstance(first, torch.Tensor)
+    return both and item.ndim == 1 < first.ndim and len(item) == len(first) and not item.is_floating_point()
+
+
+def _is_zero(batch: Any) -> bool:
+    """Whether a batch holds floats, and nothing in it is a normal number."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel()]
+    if not any(tensor.is_floating_point() for tensor in tensors):
+        return False
+    # NaN is no zero: it has an error of its own, which names the layer.
+    return all(bool((tensor.detach().abs() < TINY).all()) for tensor in tensors)
