@@ -11,7 +11,7 @@ from torch import nn
 
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, NotSupportedError, ShapeError
+from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
 from quark.log import logger
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
@@ -143,6 +143,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
     Raises:
         ConfigError: A pattern matches nothing, or nothing is left to quantize.
         ShapeError: A granularity does not fit a weight; names the layer.
+        StructureError: A weight is no parameter; names the layer.
     """
     candidates = {name: module for name, module in model.named_modules() if layer_class(module)}
     if any(isinstance(module, QuantLayer) for module in model.modules()):
@@ -164,6 +165,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         if spec == LayerSpec():
             excluded.append(name)
             continue
+        require_parameters(name, module)
         weight = cast(torch.Tensor, module.weight)
         check_shapes(name, type(module).__name__, tuple(weight.shape), getattr(module, "in_features", None), spec)
         layers[name] = spec
@@ -235,6 +237,21 @@ def require_types(config: QConfig, present: set[type[nn.Module]], none: str) -> 
             names = sorted({kind.__name__ for kind in present})
             raise ConfigError(
                 f"layer_type_quant_config: {none} is a {layer_type.__name__}. Present: {', '.join(names) or 'none'}."
+            )
+
+
+def require_parameters(name: str, module: nn.Module) -> None:
+    """Raise StructureError, naming the layer, where its weight or bias is computed from other parameters.
+
+    A hook or a parametrization (pruning, weight_norm, spectral_norm) makes it anew in each forward, so that quantized
+    values written to it would be gone.
+    """
+    for role in ("weight", "bias"):
+        if getattr(module, role, None) is not None and role not in (*module._parameters, *module._buffers):
+            raise StructureError(
+                f"{name}.{role} is no parameter but computed in each forward (pruning, weight_norm, spectral_norm). "
+                f"Make it one first, by torch.nn.utils.prune.remove(layer, {role!r}), remove_weight_norm, "
+                f"remove_spectral_norm or parametrize.remove_parametrizations(layer, {role!r})."
             )
 
 
