@@ -149,6 +149,12 @@ def test_a_missing_norm_is_named_by_the_report_of_transformers(folders: Any, tmp
 
 
 @pytest.mark.slow
+def test_a_norm_of_NaN_is_named(folders: Any, tmp_path: Path) -> None:
+    folder = changed(folders("awq", "uint4_wo_32"), tmp_path / "bad", "model.norm.weight", CHANGES["NaN"])
+    refused(folder, "awq", r"model\.norm\.weight cannot be read: its values are NaN or infinite")
+
+
+@pytest.mark.slow
 def test_what_a_class_leaves_out_by_design_is_left_out(folders: Any, tmp_path: Path) -> None:
     folder = folders("quark", "fp8")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16), "mtp.weight": torch.ones(3)}

@@ -86,7 +86,7 @@ def read_args(args: dict[str, Any], where: str) -> TensorSpec:
     """Inverse of `write_args`. Raises FormatError for arguments that have no spec here."""
     bits, kind = int(args.get("num_bits", 8)), str(args.get("type", "int"))
     name = FLOATS.get(bits) if kind == "float" else f"int{bits}"
-    if name not in DTYPES or args.get("actorder") == "group":
+    if kind not in ("int", "float") or name not in DTYPES or args.get("actorder") == "group":
         raise FormatError(f"{where}: {bits}-bit {kind} codes (actorder {args.get('actorder')}) cannot be imported.")
     assert name is not None
     split = _read_split(args, where)
