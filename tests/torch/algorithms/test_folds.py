@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch import nn
 
+from quark.core.granularity import PerChannel
+from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError
+from quark.torch import ModelQuantizer
 from quark.torch.algorithms.scaling.find_folds import Discovery, _sibling
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
+from quark.torch.config.algo_configs import ALGO_CONFIGS
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.model.blocks import Call, find_blocks, record_calls
 from quark.torch.model.passes import prepare
 from tests.models.architectures import build, token_ids
+from tests.models.families import family
+from tests.models.torch_zoo import token_batches
 
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 VALUES = {"self_attn.o_proj": ("self_attn.v_proj", 16)}
@@ -270,3 +278,18 @@ def test_a_block_of_a_known_structure_is_proved_again() -> None:
     discovery._known = {key: [wrong] for key in discovery._known}
     (item,) = discovery.folds(Leaky(), call.args, call.kwargs)
     assert isinstance(item, Refusal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["smoothquant", "awq", "rotation"])
+def test_latent_attention_with_splits_of_heads(algorithm: str) -> None:
+    """DeepSeek-V3 takes queries and keys apart within each head."""
+    model, reference = family("deepseek_v3"), family("deepseek_v3")
+    layer = config_of_layer(LayerSpec(weight=spec("int16", PerChannel(0))))
+    config = QConfig(global_quant_config=layer, exclude=["lm_head"], algo_config=[ALGO_CONFIGS[algorithm]()])
+    (ids,) = token_batches(1)
+    with torch.no_grad():
+        expected = reference(ids).logits
+        found = ModelQuantizer(config).quantize_model(model, token_batches())(ids).logits
+    # 16 bits leave 1e-4; a wrong fold would leave nothing.
+    assert float((found - expected).norm() / expected.norm()) < 1e-3

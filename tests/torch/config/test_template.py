@@ -134,6 +134,12 @@ def test_algorithms() -> None:
     assert config().algo_config is None
     for name in ALGO_CONFIGS:
         assert config(algorithm=name).algo_config
+    mixed = config(algorithm=[GPTQConfig(damp_percent=0.2), "awq"]).algo_config
+    assert (
+        mixed == [GPTQConfig(damp_percent=0.2), AWQConfig()] and config(algorithm=AWQConfig()).algo_config == mixed[1:]
+    )
+    with pytest.raises(ConfigError, match="takes names and configs of algorithms, got 3"):
+        config(algorithm=[3])
     with pytest.raises(ConfigError, match=r"Unknown algorithm 'qptq'. Did you mean 'gptq'"):
         config(algorithm="qptq")
     with pytest.raises(ConfigError, match="Unknown algorithm"):

@@ -6,7 +6,7 @@ families make keys and values in one layer: checkpoints name that layer by a pat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,6 +24,8 @@ from quark.torch.config.tensor_config import QTensorConfig
 
 __all__ = ["LLMTemplate"]
 
+Algorithms = str | AlgoConfig
+"""An algorithm by its name, or with what it is told."""
 _NAMES = (
     "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "
     "gemma3 gemma3_text gemma4 gemma4_unified glm4_moe glm4_moe_lite glm_moe_dsa glm5_next gptj gpt_oss "
@@ -172,7 +174,7 @@ class LLMTemplate:
     def get_config(
         self,
         scheme: str,
-        algorithm: str | list[str] | None = None,
+        algorithm: Algorithms | Sequence[Algorithms] | None = None,
         kv_cache_scheme: str | None = None,
         min_kv_scale: float = 0.0,
         attention_scheme: str | None = None,
@@ -186,7 +188,7 @@ class LLMTemplate:
 
         Args:
             scheme: For every linear layer that nothing below names.
-            algorithm: Name or names of algorithms, in order.
+            algorithm: Names or configs of algorithms, or one of them, in order.
             kv_cache_scheme: "fp8" or "int8" quantizes the cache.
             min_kv_scale: Smallest scale of the cache.
             attention_scheme: "fp8" quantizes queries and attention probabilities.
@@ -234,12 +236,21 @@ class LLMTemplate:
             [name.rsplit(".", 1)[-1].lstrip("*") for name in group] for group in (attention, self.gate_up_layers_name)
         ]
 
-    def _algorithms(self, names: str | list[str] | None, given: Mapping[str, AlgoConfig]) -> list[AlgoConfig] | None:
+    def _algorithms(
+        self, chosen: Algorithms | Sequence[Algorithms] | None, given: Mapping[str, AlgoConfig]
+    ) -> list[AlgoConfig] | None:
         for name in given:
             ALGO_CONFIGS[name]
-        chosen = [names] if isinstance(names, str) else names or []
+        items = [chosen] if isinstance(chosen, (str, AlgoConfig)) else chosen or []
+        return [self._algorithm(item, given) for item in items] or None
+
+    def _algorithm(self, item: Algorithms, given: Mapping[str, AlgoConfig]) -> AlgoConfig:
+        if isinstance(item, AlgoConfig):
+            return item
+        if not isinstance(item, str):
+            raise ConfigError(f"algorithm takes names and configs of algorithms, got {item!r:.60}.")
         # Without parameters an algorithm finds the structure in the model.
-        return [given.get(n) or self.algo_config.get(n) or ALGO_CONFIGS[n]() for n in chosen] or None
+        return given.get(item) or self.algo_config.get(item) or ALGO_CONFIGS[item]()
 
 
 _ARGUMENTS = (
