@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quark.core.granularity import PerBlock, PerGroup, PerTensor
-from quark.core.spec import LayerSpec, spec
+from quark.core.spec import LayerSpec, ScaleType, spec
 from quark.errors import ConfigError, FormatError, NotSupportedError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from tests.models.checkpoints import change_config, frozen, logits, stored, weights
@@ -178,3 +178,11 @@ def test_import_builds_the_model_itself_and_names_a_missing_tensor(form: str, tm
     save_file({n: t for n, t in tensors.items() if n != gone}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FormatError, match=r"lacks 1 tensors of the model: model\.layers\.0"):
         import_model_from_safetensors(tiny_llama(dtype=torch.bfloat16), folder)
+
+
+@pytest.mark.parametrize("scale_type", [ScaleType.float32, ScaleType.float16])
+def test_awq_refuses_scales_of_another_dtype_than_the_model(scale_type: ScaleType, tmp_path: Path) -> None:
+    layer = LayerSpec(weight=spec("uint4", PerGroup(-1, 32), symmetric=False, scale_type=scale_type))
+    with pytest.raises(NotSupportedError, match=r"holds scales in the dtype of the model, torch\.bfloat16; these are"):
+        export_safetensors(frozen(layer, torch.bfloat16), tmp_path / "out", "awq")
+    assert not list(tmp_path.iterdir())

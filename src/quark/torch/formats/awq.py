@@ -21,7 +21,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
-from quark.errors import FormatError, ShapeError
+from quark.errors import FormatError, NotSupportedError, ShapeError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, one_spec, only_weight, require
@@ -65,10 +65,19 @@ class AwqFormat(FolderFormat):
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
         one_spec(self.name, folder.specs.values())
-        for name in folder.specs:
-            outputs = layers[name].weight.shape[0]  # type: ignore[index]
-            if outputs % 8:
-                raise ShapeError(f"{name}: the awq format packs 8 output channels in a word; {outputs} leave a rest.")
+        for name, spec in folder.specs.items():
+            weight: torch.Tensor = layers[name].weight  # type: ignore[assignment]
+            if weight.shape[0] % 8:
+                raise ShapeError(
+                    f"{name}: the awq format packs 8 output channels in a word; {weight.shape[0]} leave a rest."
+                )
+            assert spec.weight is not None
+            scales = AwqLayout(spec.weight, weight.dtype).scale_dtype()
+            if weight.dtype.itemsize == 2 and scales != weight.dtype:
+                raise NotSupportedError(
+                    f"{name}: the awq format holds scales in the dtype of the model, {weight.dtype}; these "
+                    f"are {scales}. Possible: scale_type=float, or the quark format."
+                )
 
     def describe(self, folder: Folder) -> dict[str, Any]:
         weight = one_spec(self.name, folder.specs.values()).weight

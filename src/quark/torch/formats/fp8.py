@@ -43,7 +43,8 @@ TILE_SCALE = "weight_scale_inv"
 class Fp8Layout(QuarkLayout):
     """The quark layout with float32 scales."""
 
-    def _scale_dtype(self) -> torch.dtype:
+    def scale_dtype(self) -> torch.dtype:
+        """float32, whatever the spec says."""
         return torch.float32
 
 

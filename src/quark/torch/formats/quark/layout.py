@@ -201,7 +201,7 @@ class QuarkLayout(Layout):
             return {"scale": _as_native(encode(scale, spec.scale_spec.dtype), spec.scale_spec.dtype)}
         if spec.scale_type is ScaleType.float8_e5m3:
             return {"scale": encode(scale, _E5M3)}
-        return {"scale": scale.to(self._scale_dtype())}
+        return {"scale": scale.to(self.scale_dtype())}
 
     def _load_scale(self, stored: torch.Tensor, shift: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
         spec = self.spec
@@ -215,7 +215,8 @@ class QuarkLayout(Layout):
             return decode(stored, spec.scale_spec.dtype)
         return stored.to(torch.float32)
 
-    def _scale_dtype(self) -> torch.dtype:
+    def scale_dtype(self) -> torch.dtype:
+        """Of a stored scale that is a plain float."""
         kind = self.spec.scale_type
         if kind is ScaleType.float:
             exact = isinstance(self.spec.granularity, PerTensor) and not self.spec.dtype.is_float
@@ -263,7 +264,7 @@ class QuarkLayout(Layout):
         return zero.t().contiguous() if transpose else zero
 
     def _fake_params(self, params: QParams) -> Tensors:
-        out = {"scale": params.scale.to(self._scale_dtype() if not self.spec.dtype.is_block else self.model_dtype)}
+        out = {"scale": params.scale.to(self.scale_dtype() if not self.spec.dtype.is_block else self.model_dtype)}
         if params.zero_point is not None and self.spec.has_zero_point:
             zero = params.zero_point
             out["zero_point"] = zero if self.spec.float_zero_point else zero.to(torch.int32)
