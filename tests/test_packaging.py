@@ -31,6 +31,7 @@ EXTRAS_OF = {
     "onnx/calibration/data/sample_files.py": {"onnx", "images"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},
+    "commands/model_inputs.py": {"torch", "images"},
 }
 IMPORTED_AS = {"pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
 COME_WITH_OTHERS = {"pydantic_core": "pydantic brings the one version that it works with"}

@@ -36,3 +36,17 @@ def test_a_folder_becomes_one_that_its_class_loads(name: str, tmp_path: Path) ->
     cosines = [float(line.split("│")[3]) for line in table.splitlines() if line.startswith("│")]
     assert cosines and min(cosines) > 0.98, compared.out
     assert quark("plan", folder, "--scheme", "int8").code == 0
+
+
+def test_what_stands_behind_a_sentence_encoder_comes_along(tmp_path: Path) -> None:
+    folder, out = model_folder("sentence_encoder", tmp_path / "encoder"), tmp_path / "out"
+    parts = {"modules.json": "[]", "sentence_bert_config.json": "{}", "config_sentence_transformers.json": "{}",
+             "1_Pooling/config.json": "{}", "2_Dense/model.safetensors": "weights"}  # fmt: skip
+    for name, content in parts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("not of the model")
+    assert quark("quantize", folder, "--scheme", "int8_wo", "-o", out).code == 0
+    assert {name: (out / name).read_text() for name in parts} == parts
+    assert not (out / "notes").exists()

@@ -189,7 +189,7 @@ def _files(folder: Path, open_file: Callable[[Path], Any]) -> Iterator[tuple[Pat
 
 
 def _open_image(path: Path) -> Any:
-    require_packages("Reading images", "onnx", "PIL")
+    require_packages("Reading images", "images", "PIL")
     from PIL import Image, UnidentifiedImageError
 
     try:

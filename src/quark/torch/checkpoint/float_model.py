@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.shards import INDEX, shard_files
 from quark.torch.checkpoint.source import Source
+from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import (
     Shapes,
     as_format_error,
     check_sizes,
-    import_transformers,
     load_config,
     model_class,
     read_config,
@@ -51,14 +50,26 @@ def load_float_model(
     stored = read_config(folder)
     shapes = stored_shapes(folder)
     check_sizes(folder, stored, shapes)
-    config = load_config(folder, trust_remote_code)
-    chosen = model_class(folder, config, trust_remote_code)
     if not stored.get("quantization_config"):
         check_shapes(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), shapes)
-    import_transformers().utils.logging.set_verbosity_error()
+    model = load_whole(folder, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dtype=dtype)
+    return model.eval()
+
+
+def load_whole(folder: Path, *, trust_remote_code: bool = False, keep_unexpected: bool = False, **options: Any) -> Any:
+    """What `from_pretrained` of the class that config.json names gives, where it found a place for every tensor.
+
+    Args:
+        folder, trust_remote_code, keep_unexpected: See `load_float_model`.
+        options: For `from_pretrained`.
+
+    Raises:
+        FormatError: See `load_float_model`.
+    """
+    chosen = model_class(folder, load_config(folder, trust_remote_code), trust_remote_code)
     with as_format_error(folder):
         model, report = chosen.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            folder, trust_remote_code=trust_remote_code, output_loading_info=True, **options
         )
     unexpected = sorted(report["unexpected_keys"])
     if keep_unexpected and unexpected:
@@ -69,7 +80,7 @@ def load_float_model(
     _refuse(folder, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
     _refuse(folder, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")
     _refuse(folder, chosen, "has in another shape", sorted(map(str, report["mismatched_keys"])), "")
-    return model.eval()
+    return model
 
 
 def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -> None:

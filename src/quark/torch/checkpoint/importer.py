@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError, FormatError, QuarkError
+from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
 from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
@@ -22,7 +23,7 @@ from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
-from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
+from quark.torch.model.model_folder import as_format_error, load_config, model_class, read_config
 from quark.torch.model.published_names import published_names
 from quark.torch.model.tied_weights import tying_configs
 
@@ -58,8 +59,10 @@ def import_model_from_safetensors(
     stored = read_quantization_config(folder)
     form = FORMATS[stored["quant_method"]]
     if model is None and form.name == "quark":
-        with as_format_error(folder):
-            return _with_transformers(folder, multi_device or multi_gpu, trust_remote_code, attn_implementation, device)
+        where = "auto" if multi_device or multi_gpu else device or ("cuda" if torch.cuda.is_available() else "cpu")
+        options: dict[str, Any] = {"device_map": where, "attn_implementation": attn_implementation}
+        loaded: nn.Module = load_whole(folder, trust_remote_code=trust_remote_code, **options)
+        return loaded
     if model is None:
         with as_format_error(folder):
             model = _float_model(folder, trust_remote_code, attn_implementation)
@@ -165,34 +168,11 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
 
 def _float_model(folder: Path, trust_remote_code: bool, attention: str) -> nn.Module:
     """The float model that the config.json of a folder describes, empty."""
-    transformers = import_transformers()
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code)
     del config.quantization_config
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=config.dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-    )
+    chosen = model_class(folder, config, trust_remote_code)
+    model: nn.Module = chosen._from_config(config, dtype=config.dtype, attn_implementation=attention)
     return model.eval()
-
-
-def _with_transformers(
-    folder: Path, spread: bool, trust_remote_code: bool, attention: str, device: str | torch.device | None
-) -> nn.Module:
-    where: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module
-    model, report = import_transformers().AutoModelForCausalLM.from_pretrained(
-        folder,
-        device_map="auto" if spread else where,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attention,
-        output_loading_info=True,
-    )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if report.get(kind):
-            names = ", ".join(sorted(map(str, report[kind]))[:5])
-            raise FormatError(
-                f"{folder} does not fit its model: {len(report[kind])} {kind.replace('_', ' ')}: {names}."
-            )
-    return model
 
 
 class ModelImporter:

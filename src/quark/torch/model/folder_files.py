@@ -16,6 +16,7 @@ from quark.errors import FormatError
 INDEX = "model.safetensors.index.json"
 _SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
+    r"|^modules\.json$|^(config_)?sentence_\w+\.json$"
 )
 """Files of a source checkpoint that travel along."""
 _READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$")
@@ -60,9 +61,14 @@ def check_files(folder: Path) -> None:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """The files that travel along with a checkpoint. Raises FormatError as `file_of` does."""
+    """The files that travel along with a checkpoint, relative to its folder. Raises FormatError as `file_of` does."""
     names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
-    return [file_of(folder, name) for name in names if _SIDE_FILES.search(name)]
+    found = [name for name in names if _SIDE_FILES.search(name)]
+    if "modules.json" in found:
+        # A sentence encoder: what stands behind the model (pooling, a dense layer) lies in folders of the same folder.
+        inner = [path for path in folder.glob("*/*") if re.match(r"\d+_\w+$", path.parent.name) and not path.is_dir()]
+        found += sorted(path.relative_to(folder).as_posix() for path in inner)
+    return [file_of(folder, name).relative_to(folder) for name in found]
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -282,5 +282,6 @@ def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Pa
         tokenizer.save_pretrained(folder)
         return
     for file in side_files(source) if source else []:
-        if not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
+        if source and not (folder / file).exists():
+            (folder / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / file, folder / file)
