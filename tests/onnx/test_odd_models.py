@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,16 @@ BAD: dict[str, tuple[Any, type[QuarkError], str]] = {
     ),
     "opset 99": (of_opset(99), FormatError, "opset 99"),
     "IR version 99": (changed(ir_version=99), FormatError, "IR version 99"),
-    "bytes that lack": (with_weight(raw_data=b"1234"), FormatError, "w has 4 bytes, its shape 256"),
-    "dimensions that differ": (with_weight(dims=[2]), FormatError, "w has 256 bytes, its shape 512"),
+    "bytes that lack": (
+        with_weight(raw_data=b"1234"),
+        FormatError,
+        r"'w' is damaged: it has 4 bytes, .* 256",
+    ),
+    "dimensions that differ": (
+        with_weight(dims=[2]),
+        FormatError,
+        r"'w' is damaged: it has 256 bytes, .* needs",
+    ),
     "an empty weight": (odd.rows_that_are_empty(), CalibrationError, "No values were observed"),
 }
 
@@ -154,7 +163,7 @@ def test_a_clear_error_and_no_file(name: str, scheme: str, tmp_path: Path) -> No
 def test_external_data_that_is_truncated(kept: int, tmp_path: Path) -> None:
     onnx.save(cnn(), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     (tmp_path / "w.bin").write_bytes((tmp_path / "w.bin").read_bytes()[:kept])
-    with pytest.raises(FormatError, match=rf"stem_w is truncated.*which has {kept}"):
+    with pytest.raises(FormatError, match=rf"'stem_w' is truncated.*w.bin, of {kept}"):
         ModelQuantizer(SCHEMES["BF16"][0]).quantize_model(tmp_path / "m.onnx", tmp_path / "out.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.onnx", "w.bin"]
 
@@ -166,7 +175,7 @@ def test_external_data_of_a_body_must_be_inside_the_folder(tmp_path: Path) -> No
     outside.external_data.add(key="location", value="../secret.bin")
     loop.attribute[0].g.initializer.append(outside)
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(FormatError, match=r"k lies outside the model's folder: \.\./secret"):
+    with pytest.raises(FormatError, match=r"'k' in the body .* lies outside the model's folder: '\.\./secret"):
         ModelQuantizer(SCHEMES["BF16"][0]).quantize_model(tmp_path / "m.onnx", tmp_path / "out.onnx")
 
 
@@ -217,6 +226,6 @@ def test_the_command_line_says_it_in_one_line(name: str, tmp_path: Path) -> None
     before = sorted(tmp_path.iterdir())
     line = ["quantize", tmp_path / "m ä.onnx", "--config", "A8W8", "--calib", tmp_path / "x.npz"]
     done = quark(*line, "-o", tmp_path / "out.onnx")
-    assert done.code == 1 and message in done.err
+    assert done.code == 1 and re.search(message, done.err)
     assert done.err.startswith("quark: ") and done.err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before

@@ -273,7 +273,7 @@ def test_external_data_must_be_there_and_inside_the_folder(tmp_path: Path) -> No
     folder.mkdir()
     onnx.save(cnn(), folder / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     (folder / "w.bin").rename(tmp_path / "w.bin")
-    with pytest.raises(FormatError, match=r"missing: w\.bin"):
+    with pytest.raises(FormatError, match=r"missing: 'w\.bin'"):
         load(folder / "m.onnx")
     proto = onnx.load(folder / "m.onnx", load_external_data=False)
     for initializer in proto.graph.initializer:

@@ -38,8 +38,9 @@ def inspect(
         _inspect_folder(model)
         return
     # onnx is imported after the arguments are parsed, so that --help is instant.
-    from quark.onnx.calibration.data.inputs import file_bytes, read_header
+    from quark.onnx.calibration.data.inputs import file_bytes
     from quark.onnx.evaluation.ort_fusion import inspect_fusion
+    from quark.onnx.graph.proto_file import read_header
 
     console, proto = results(), read_header(model)
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)

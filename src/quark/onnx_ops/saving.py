@@ -52,7 +52,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
         if data.exists():
             data = data.rename(temporary / before.name_for(data))
             _relocate(file, data.name)
-        _check(file, target)
+        check_valid(file, f"What would be written to {target} is no valid ONNX model")
         if data.exists():
             before.stale.discard(data.replace(target.with_name(data.name)))
         file.replace(target)
@@ -137,6 +137,8 @@ def _files_of(file: Path) -> set[Path]:
     """The files that hold the weights of a model file; none where it cannot be read."""
     from google.protobuf.message import DecodeError
 
+    if not file.is_file():  # a pipe would wait for ever
+        return set()
     try:
         entries = _location_entries(onnx.load(file, load_external_data=False).graph)
         return {(file.parent / entry.value).resolve() for entry in entries}
@@ -153,8 +155,26 @@ def _location_entries(graph: onnx.GraphProto) -> Iterator[onnx.StringStringEntry
                 yield from _location_entries(body)
 
 
-def _check(file: Path, target: Path) -> None:
+def check_valid(model: onnx.ModelProto | Path, what: str) -> None:
+    """Raise FormatError, which begins with `what`, for a model that neither onnx.checker nor ONNX Runtime takes.
+
+    The checker asks for more: a shape of each output, a name of the graph. A model that came without stays so.
+    """
     try:
-        onnx.checker.check_model(str(file))
-    except onnx.checker.ValidationError as error:
-        raise FormatError(f"What would be written to {target} is no valid ONNX model: {one_line(error)}") from error
+        onnx.checker.check_model(os.fspath(model) if isinstance(model, Path) else model)
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        if not _loads(model):
+            raise FormatError(f"{what}: {one_line(error)}") from error
+
+
+def _loads(model: onnx.ModelProto | Path) -> bool:
+    """Whether ONNX Runtime takes a model."""
+    with suppress(Exception):  # also where it is not installed
+        import onnxruntime  # only where the checker refuses
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        source = os.fspath(model) if isinstance(model, Path) else model.SerializeToString()
+        onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return True
+    return False

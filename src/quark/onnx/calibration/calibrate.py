@@ -28,7 +28,8 @@ from quark.onnx.calibration.statistics import EverythingObserver, Statistics, lo
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.masks import limit
 from quark.onnx.graph.model_file import is_constant, split_weights
-from quark.onnx.graph.sessions import run_sample
+from quark.onnx.graph.proto_file import reason
+from quark.onnx.graph.sessions import run_sample, session_over
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.placement import Placement
@@ -210,17 +211,8 @@ def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Ite
     proto, weights = split_weights(model)
     present = {output.name for output in proto.graph.output}
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in present)
-    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
-    shared = [
-        onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, types[name]) for name, array in weights.items()
-    ]
-    options.add_external_initializers(list(weights), shared)
     try:
-        session = onnxruntime.InferenceSession(
-            proto.SerializeToString(), options, providers=list(settings.calibration.providers)
-        )
+        session = session_over(proto, weights, options, settings.calibration.providers)
     except Exception as error:
-        raise QuarkError(f"ONNX Runtime does not load the model: {error}") from error
-    # The arrays outlive the session, which reads them.
+        raise QuarkError(f"ONNX Runtime does not load the model: {reason(error)}") from error
     yield session
-    del session, shared

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import onnx
 
-from quark.onnx.calibration.data.inputs import read_header
 from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, QuantizedGraph, QuantizedNode
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
+from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session
 
 __all__ = ["Fusion", "inspect_fusion"]

@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from quark.errors import FormatError
+
 ENCODERS, DECODERS = frozenset({"QuantizeLinear"}), frozenset({"DequantizeLinear"})
 PRODUCTS = frozenset({"Conv", "MatMul", "Gemm"})
 SMALLEST: dict[int, int] = {TensorProto.UINT8: 0, TensorProto.INT8: -128}
@@ -28,8 +30,12 @@ class QuantizedGraph:
         self.producers = {name: node for node in graph.node for name in node.output}
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
-            if node.op_type == "Constant" and node.attribute[0].name == "value":
-                self.constants[node.output[0]] = node.attribute[0].t
+            if node.op_type == "Constant" and [attribute.name for attribute in node.attribute] == ["value"]:
+                self.constants.update(dict.fromkeys(node.output, node.attribute[0].t))
+            if node.op_type in ENCODERS | DECODERS and (len(node.input) < 2 or not node.output):
+                raise FormatError(
+                    f"{node.name or node.op_type} needs an input and a scale, and has {list(node.input)}."
+                )
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
 

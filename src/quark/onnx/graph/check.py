@@ -1,13 +1,12 @@
-"""What is refused at the door: graphs and weights that no runtime takes, so that no work is done for nothing."""
+"""What is refused at the door: graphs that no runtime takes, so that no work is done for nothing."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
 from quark.errors import FormatError
+from quark.onnx.graph.check_tensors import quoted
 
 
 def check_graph(model: ir.Model, name: str) -> None:
@@ -52,30 +51,8 @@ def _check_names(model: ir.Model, name: str) -> None:
         for value in values:
             if value.producer() is None and not value.is_graph_input() and not value.is_initializer():
                 raise FormatError(
-                    f"{name} is not an ONNX model: {node.name} reads {value.name!r}, which nothing gives."
+                    f"{name} is not an ONNX model: {node.name} reads {quoted(value.name or '')}, which nothing gives."
                 )
-
-
-def check_weights(model: ir.Model, name: str) -> None:
-    """Raise FormatError for weights that are missing, truncated, or outside the folder of the model."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor):
-                _check_external(tensor, value.name or "")
-            elif isinstance(tensor, ir.TensorProtoTensor) and tensor.raw.HasField("raw_data"):
-                given = len(tensor.raw.raw_data)
-                if given != tensor.nbytes:
-                    raise FormatError(f"{name} is damaged: {value.name} has {given} bytes, its shape {tensor.nbytes}.")
-
-
-def _check_external(tensor: ir.ExternalTensor, name: str) -> None:
-    base = Path(tensor.base_dir or ".").resolve()
-    file = (base / tensor.location).resolve()
-    if not file.is_relative_to(base):
-        raise FormatError(f"The data of {name} lies outside the model's folder: {tensor.location}.")
-    if not file.is_file():
-        raise FormatError(f"The data of {name} is missing: {tensor.location} is not beside the model.")
-    end, size = (tensor.offset or 0) + tensor.nbytes, file.stat().st_size
-    if size < end:
-        raise FormatError(f"The data of {name} is truncated: it ends at byte {end} of {file}, which has {size}.")
+    for value in model.graph.outputs:
+        if value.producer() is None and not value.is_graph_input() and not value.is_initializer():
+            raise FormatError(f"{name} is not an ONNX model: nothing gives its output {quoted(value.name or '')}.")

@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import ShapeInferencePass
 
-from quark.errors import ConfigError, FormatError, one_line
-from quark.onnx.graph.check import check_graph, check_weights, sort_nodes
+from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.onnx.graph.check import check_graph, sort_nodes
+from quark.onnx.graph.check_proto import fill_in, has_parts
+from quark.onnx.graph.check_tensors import LinkedTensor
+from quark.onnx.graph.proto_file import check_message, read_header, reason
+from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.graph_writer import free_name
-from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, files_read, weight_bytes
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, check_valid, files_read, weight_bytes
 
 QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
@@ -31,15 +34,15 @@ MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "Seque
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
-    """Read a model from a path or a ModelProto, which is not changed; every node gets a name.
+    """Read a float model from a path or a ModelProto, which is not changed; every node gets a name.
 
     Raises:
-        FormatError: No ONNX file, truncated, without opset, operators or outputs, of an opset that does not exist yet,
-            with two nodes of one name, or with external data that is missing or lies outside the folder of the model.
+        FormatError: No ONNX file, truncated, with contradictions, or one that ONNX Runtime refuses.
         ConfigError: The model is quantized already.
     """
     model = read(source)
     refuse_quantized(model)
+    refuse_invalid(model, _name(source))
     return model
 
 
@@ -50,18 +53,63 @@ def refuse_quantized(model: ir.Model) -> None:
             raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
 
 
+def refuse_invalid(model: ir.Model, name: str) -> None:
+    """Raise FormatError for a model that ONNX Runtime does not load; where it has no say, onnx.checker has.
+
+    It has none about operators that it does not know or has no kernel for.
+    """
+    try:
+        require_loads(*split_weights(model), name)
+    except NotSupportedError:
+        if weight_bytes(model) < PROTOBUF_LIMIT and not files_read(model):
+            check_valid(to_proto(model), f"{name} is no valid ONNX model")
+
+
 def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
-    """The same for a model that may be quantized."""
+    """The same for a model that may be quantized, and that ONNX Runtime need not load.
+
+    Raises:
+        FormatError: No ONNX file, truncated, without opset, operators or outputs, of an opset that does not exist yet,
+            with two things of one name, with a tensor whose data are missing, of another size than its shape, or
+            outside the folder of the model, or with functions or bodies without end.
+    """
     if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
         raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")
-    with _quiet():
-        model = ir.from_proto(source) if isinstance(source, onnx.ModelProto) else _load_file(Path(source))
-    name = "The ModelProto" if isinstance(source, onnx.ModelProto) else os.fspath(source)
+    name = _name(source)
+    arrays: dict[str, Any] = {}
+    if isinstance(source, onnx.ModelProto):
+        proto, folder = source, Path()
+        check_message(proto, name, folder)
+        if has_parts(proto):
+            proto = onnx.ModelProto()
+            proto.CopyFrom(source)
+    else:
+        folder = Path(source).parent
+        proto, arrays = _lighten(read_header(source))
+    fill_in(proto, folder)
+    try:
+        with _quiet():
+            model = ir.from_proto(proto)
+    except Exception as error:  # whatever onnx_ir, numpy or protobuf says about a damaged message
+        raise FormatError(f"{name} is not an ONNX model, or damaged: {reason(error)}") from error
+    for key, array in arrays.items():
+        model.graph.initializers[key].const_value = ir.Tensor(array, name=key)
+    _map_files(model, folder)
     check_graph(model, name)
     sort_nodes(model, name)
-    check_weights(model, name)
     name_nodes(model)
     return model
+
+
+def _name(source: str | os.PathLike[str] | onnx.ModelProto) -> str:
+    return "The ModelProto" if isinstance(source, onnx.ModelProto) else os.fspath(source)
+
+
+def _map_files(model: ir.Model, folder: Path) -> None:
+    """Let external weights find their files, which have been checked."""
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = LinkedTensor.of(value.const_value, folder)
 
 
 @contextmanager
@@ -74,20 +122,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         library.setLevel(level)
-
-
-def _load_file(path: Path) -> ir.Model:
-    if not path.is_file():
-        raise FormatError(f"{path} is not a file.")
-    try:
-        proto, arrays = _lighten(onnx.load(path, load_external_data=False))
-        model = ir.from_proto(proto)
-        ir.external_data.set_base_dir(model.graph, path.parent)
-    except (DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise FormatError(f"{path} is not an ONNX model, or truncated: {error}.") from None
-    for name, array in arrays.items():
-        model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
-    return model
 
 
 def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
@@ -170,17 +204,14 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
 
 
 def checked_proto(model: ir.Model) -> onnx.ModelProto:
-    """The same, accepted by onnx.checker; one over 2 GB, or with weights outside, it cannot see.
+    """The same, accepted by onnx.checker or ONNX Runtime; one over 2 GB, or with weights outside, it cannot see.
 
     Raises:
         FormatError: The model is not valid.
     """
     proto = to_proto(model)
     if weight_bytes(model) < PROTOBUF_LIMIT and not files_read(model):
-        try:
-            onnx.checker.check_model(proto)
-        except onnx.checker.ValidationError as error:
-            raise FormatError(f"The result is no valid ONNX model: {one_line(error)}") from error
+        check_valid(proto, "The result is no valid ONNX model")
     return proto
 
 

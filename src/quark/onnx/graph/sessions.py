@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import onnx
 import onnxruntime
 
-from quark.errors import CalibrationError, FormatError
+from quark.errors import CalibrationError, FormatError, NotSupportedError
+from quark.onnx.graph.proto_file import reason
 
 PROVIDERS = ("CPUExecutionProvider",)
 
@@ -49,6 +51,58 @@ def open_session(
         return onnxruntime.InferenceSession(source, options, providers=list(PROVIDERS))
     except Exception as error:
         raise FormatError(f"{name} does not load in ONNX Runtime: {error}") from error
+
+
+def session_over(
+    proto: onnx.ModelProto,
+    weights: Mapping[str, Any],
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[str] = PROVIDERS,
+) -> onnxruntime.InferenceSession:
+    """A session over weights where they are, be it a mapped file; raises what ONNX Runtime raises.
+
+    Args:
+        proto: A model that names its weights as external, as `split_weights` gives it.
+        weights: Their arrays by name. The session keeps them.
+        options: Of the session; the weights are added.
+        providers: Where it runs.
+    """
+    import onnxruntime
+
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    shared = [
+        onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, types[name]) for name, array in weights.items()
+    ]
+    options.add_external_initializers(list(weights), shared)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=list(providers))
+    session.quark_weights = shared  # what it reads has to live as long as it does
+    return session
+
+
+UNKNOWN = re.compile(r"Fatal error: (?!ai\.onnx:)[^\s:]+:\S* is not a registered function/op")
+"""An operator of a domain of its own: a library that is loaded at run time may have it."""
+
+
+def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str) -> None:
+    """Ask ONNX Runtime whether a model of `split_weights` is valid. Nothing is optimised or run.
+
+    Raises:
+        FormatError: It is not.
+        NotSupportedError: The runtime cannot say: it lacks an operator of another domain, or a kernel.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.intra_op_num_threads = 1
+    try:
+        session_over(proto, weights, options)
+    except Exception as error:
+        lacking = type(error).__name__ == "NotImplemented" or UNKNOWN.search(str(error)) is not None
+        kind = NotSupportedError if lacking else FormatError
+        raise kind(f"{name} is no valid ONNX model: ONNX Runtime says: {reason(error)}") from error
 
 
 def run_sample(

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError
+from quark.onnx.graph.proto_file import read_header
 
 Feed = dict[str, NumpyArray]
 
@@ -66,19 +66,6 @@ def _input(value: ir.Value) -> Input:
         raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
     dims = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
     return Input(value.name or "", str(value.type.dtype.numpy()), dims)
-
-
-def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
-    """A model file without its external data. Raises FormatError when it is none."""
-    try:
-        proto = onnx.load(path, load_external_data=False)
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (DecodeError, ValueError) as error:
-        raise FormatError(f"{path} is not an ONNX model, or truncated: {error}.") from None
-    if not proto.opset_import or not proto.graph.node:
-        raise FormatError(f"{path} is not an ONNX model: it has no operators.")
-    return proto
 
 
 def check_feed(feed: Any, inputs: dict[str, Input], where: str = "A calibration sample") -> None:

@@ -1,0 +1,67 @@
+"""ONNX files as messages: read once, from regular files only, and checked before anything is made of them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import onnx
+
+from quark.errors import FormatError, one_line
+from quark.onnx.graph.check_proto import check_proto
+
+LARGEST = 2**31 - 1
+"""Bytes in a message of protobuf."""
+SHOWN = 400
+
+
+def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
+    """A model file without its external data.
+
+    Raises:
+        FormatError: It is none, is no regular file (a device or a pipe is never opened), or contradicts itself.
+    """
+    proto = _read_message(Path(path))
+    if not proto.opset_import or not proto.graph.node:
+        raise FormatError(f"{path} is not an ONNX model: it has no operators.")
+    check_message(proto, os.fspath(path), Path(path).parent)
+    return proto
+
+
+def check_message(proto: onnx.ModelProto, name: str, folder: Path) -> None:
+    """Raise FormatError, with the name of the model, for a message that contradicts itself."""
+    try:
+        check_proto(proto, folder)
+    except FormatError as error:
+        raise FormatError(f"{name} is no valid ONNX model: {error}") from None
+
+
+def _read_message(path: Path) -> onnx.ModelProto:
+    require_regular(path)
+    if path.stat().st_size > LARGEST:
+        raise FormatError(f"{path} has {path.stat().st_size} bytes; an ONNX model over 2 GB has its weights beside it.")
+    try:
+        return onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except Exception as error:  # of the parser that the suffix chooses: protobuf's binary, text or JSON
+        raise FormatError(f"{path} is not an ONNX model, or truncated: {reason(error)}") from error
+
+
+def require_regular(path: Path) -> None:
+    """Raise FormatError for what is no regular file, or not there: opening a pipe would wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise FormatError(f"{path} is not a file: {getattr(error, 'strerror', None) or error}.") from None
+    if not stat.S_ISREG(mode):
+        raise FormatError(f"{path} is not a file but a folder, pipe or device.")
+
+
+def reason(error: BaseException) -> str:
+    """What another library says, in one line: that of the first cause, cut where it quotes the model."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = one_line(error) or type(error).__name__
+    return (text if len(text) <= SHOWN else f"{text[:SHOWN]} ...").rstrip(".") + "."
