@@ -152,7 +152,7 @@ def test_a_clear_error_and_no_file(name: str, scheme: str, tmp_path: Path) -> No
         pytest.skip("has no scale that would need a value")
     layer = QLayerConfig(input_tensors=BFloat16Spec() if scheme == "BF16" else Int8Spec(), weight=Int8Spec())
     config = SCHEMES[scheme][0] if scheme in SCHEMES else QConfig(layer, WeightsOnly=True)
-    feeds = [{"x": np.zeros((3, 8), np.float64 if name == "float64" else np.float32)}]
+    feeds = [{"x": np.ones((3, 8), np.float64 if name == "float64" else np.float32)}]
     for target in (tmp_path / "out.onnx", None):
         with pytest.raises(error, match=message):
             ModelQuantizer(config).quantize_model(model, target, Reader(feeds))
@@ -222,7 +222,7 @@ def test_a_sample_on_which_the_model_fails_is_named() -> None:
 def test_the_command_line_says_it_in_one_line(name: str, tmp_path: Path) -> None:
     model, _, message = BAD[name]
     (tmp_path / "m ä.onnx").write_bytes(model.SerializeToString())
-    np.savez(tmp_path / "x.npz", x=np.zeros((3, 8), np.float64 if name == "float64" else np.float32))
+    np.savez(tmp_path / "x.npz", x=np.ones((3, 8), np.float64 if name == "float64" else np.float32))
     before = sorted(tmp_path.iterdir())
     line = ["quantize", tmp_path / "m ä.onnx", "--config", "A8W8", "--calib", tmp_path / "x.npz"]
     done = quark(*line, "-o", tmp_path / "out.onnx")

@@ -315,7 +315,7 @@ def test_adaround_refuses_floats() -> None:
 def test_a_sample_that_is_not_finite_is_named_with_its_layer() -> None:
     quantized = started(cnn(21), images(6), A8W4)
     feeds = images(6)
-    feeds[0]["x"][0, 0, 0, 0] = np.nan
+    feeds[0]["x"][0, 0, 0, 0] = np.inf
     quantized.data = Samples(feeds, model_inputs(quantized.reference))
     with pytest.raises(NonFiniteError, match="AdaRound of stem_conv_node: The loss is nan"):
         tune(quantized, PLAIN)

@@ -309,7 +309,7 @@ def test_what_does_not_qualify() -> None:
     assert smoothed(case("normed"), replace(PLAIN, specs=replace(PLAIN.specs, exclude=("q_node",))))[0] == 1
     with pytest.raises(ConfigError, match=r"alpha=1.5: possible: 0 .* to 1"):
         smoothed(case("normed"), alpha=1.5)
-    with pytest.raises(NonFiniteError, match="x holds NaN"):
+    with pytest.raises(NonFiniteError, match="'x' of the calibration sample 0 holds NaN"):
         smoothed(case("from_input"), data=[{"x": np.full((1, 16, 32), np.nan, np.float32)}])
 
 

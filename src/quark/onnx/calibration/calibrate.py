@@ -21,9 +21,9 @@ from quark.errors import CalibrationError, QuarkError
 from quark.log import progress
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
-from quark.onnx.calibration.data.readers import samples
+from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.qparams import make_observer
+from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.statistics import EverythingObserver, Statistics, load_or_start
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.masks import limit
@@ -142,9 +142,18 @@ def _all_tensors(model: ir.Model) -> list[str]:
 
 def _solved(name: str | None, observer: Observer) -> QParams:
     try:
-        return observer.qparams()
+        amax = largest(observer)
+        refuse_subnormal(amax, "all values observed")
+        params = observer.qparams()
+        step = float(np.min(params.scale))
+        if params.zero_point is not None and amax is not None and 0 < 2 * amax < step:
+            raise CalibrationError(
+                f"the values observed reach {amax:.2g} at most and would all become zero: the smallest scale is "
+                f"{step:.2g}. Possible: exclude the nodes that read it, or scale the model."
+            )
     except QuarkError as error:
         raise type(error)(f"{name}: {error}") from None
+    return params
 
 
 def repeatable(reader: Any, model: ir.Model, settings: Settings) -> Samples | None:
@@ -181,7 +190,7 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
     count = 0
     seen: dict[str, Any] = {}
     with model_session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
-        for feed in progress(samples(reader, inputs, settings.calibration.samples), "calibration"):
+        for feed in progress(usable(samples(reader, inputs, settings.calibration.samples)), "calibration"):
             running = ahead.submit(run_sample, session, wanted, feed) if wanted else None
             # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
             # use their memory again.

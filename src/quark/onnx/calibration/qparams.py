@@ -20,7 +20,8 @@ from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import quantize
 from quark.core.scales import QParams
 from quark.core.spec import ScaleType, TensorSpec
-from quark.errors import NonFiniteError, QuarkError
+from quark.errors import CalibrationError, NonFiniteError, QuarkError
+from quark.onnx.calibration.data.readers import TINY
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import constant
@@ -60,14 +61,18 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
 
     Raises:
         NonFiniteError: A weight holds NaN or Inf.
+        CalibrationError: All values of a weight, which is not zero, are below the normal float32.
     """
     found: dict[tuple[ir.Node, int], QParams] = {}
     seen: dict[tuple[int, TensorSpec], QParams] = {}
     for (node, index), spec in placement.weights.items():
         value = node.inputs[index]
         if spec.is_cast or spec.is_block:
-            if not np.isfinite(np.asarray(constant(value), np.float32)).all():
+            array = np.asarray(constant(value), np.float32)
+            if not np.isfinite(array).all():
                 raise NonFiniteError(f"The weight {value.name if value else index} of {node.name} holds NaN or Inf.")
+            name = value.name if value is not None else index
+            refuse_subnormal(float(abs(array).max(initial=0)), f"The values of the weight {name} of {node.name}")
             found[node, index] = CAST
             continue
         key = (id(value), spec)
@@ -75,6 +80,7 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
             observer = make_observer(spec, settings)
             observer.update(np.asarray(constant(value), np.float32))
             try:
+                refuse_subnormal(largest(observer), "its values")
                 seen[key] = observer.qparams()
             except NonFiniteError:
                 name = value.name if value is not None else index
@@ -83,6 +89,24 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
                 raise type(error)(f"The weight {value.name if value else index} of {node.name}: {error}") from None
         found[node, index] = seen[key]
     return found
+
+
+def largest(observer: Observer) -> float | None:
+    """The largest magnitude that was seen; None where an observer keeps none."""
+    sides = [np.asarray(side) for side in (observer.low, observer.high) if side is not None]
+    return max((float(abs(side).max(initial=0)) for side in sides), default=None)
+
+
+def refuse_subnormal(amax: float | None, what: str) -> None:
+    """Raise CalibrationError for values that are not all zero, and all below the normal float32.
+
+    They have lost digits already, and nothing divides them. Zeros are exact under any scale.
+    """
+    if amax is not None and 0 < amax < TINY:
+        raise CalibrationError(
+            f"{what} are below {TINY:.2g}, the smallest normal float32, and not all zero: no scale divides them. "
+            "Possible: exclude the nodes that read it, or scale the model."
+        )
 
 
 def onnx_range(spec: TensorSpec | None) -> TensorSpec | None:

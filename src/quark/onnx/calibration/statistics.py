@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,10 +20,11 @@ from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError
 from quark.files import atomic_file
+from quark.onnx.graph.proto_file import reason, require_regular
 
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")
 BINS = 1 << 16
-FORMAT = "quark statistics 1"
+FORMAT = "quark statistics 2"
 
 
 class EverythingObserver(HistogramBasedObserver, MovingAverageObserver):
@@ -63,6 +63,7 @@ class Statistics:
         arrays["ends"] = np.cumsum([len(bins) for bins in used], dtype=np.int64)
         arrays["bins"] = np.concatenate([*used, np.zeros(0, np.int64)]).astype(np.uint16)
         arrays["counts"] = np.concatenate([s["counts"][b] for s, b in zip(states, used, strict=True)] or [np.zeros(0)])
+        arrays["digest"] = np.array(_digest(arrays))
         with atomic_file(path) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
 
@@ -74,14 +75,17 @@ class Statistics:
             FormatError: It is no statistics file.
             CalibrationError: It was collected on another model.
         """
+        require_regular(Path(path))
         try:
             # numpy leaves a file open that it opened itself and that is none of its archives.
-            with Path(path).open("rb") as opened, np.load(opened) as file:
+            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-            raise FormatError(f"{path} is not a statistics file: {error}.") from None
+        except Exception as error:  # of zip, zlib, numpy: whatever a damaged archive gives
+            raise FormatError(f"{path} is not a statistics file: {reason(error)}") from error
         if str(arrays.get("format")) != FORMAT:
             raise FormatError(f"{path} is not a statistics file of this version ({FORMAT}).")
+        if str(arrays.pop("digest", "")) != _digest(arrays):
+            raise FormatError(f"{path} was changed after it was written, or is damaged. Possible: collect it anew.")
         if str(arrays["fingerprint"]) != fingerprint:
             raise CalibrationError(
                 f"{path} was collected on another float model, or on this one before an algorithm (CLE, SmoothQuant, "
@@ -99,22 +103,37 @@ class Statistics:
         return cls(fingerprint, states)
 
 
+def _digest(arrays: Mapping[str, NumpyArray]) -> str:
+    """A hash of all that a file holds: values that stand under another name, or in another order, have another."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(repr((name, array.dtype.str, array.shape)).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
 def load_or_start(path: str | os.PathLike[str], fingerprint: str) -> Statistics:
     """The statistics of a file, or empty ones where there is none yet."""
     return Statistics.load(path, fingerprint) if Path(path).exists() else Statistics(fingerprint)
 
 
 def fingerprint(model: ir.Model) -> str:
-    """A hash of the model: its nodes, and of each weight name, type, shape and up to 4,096 values spread over it."""
+    """A hash of the model: its inputs and outputs, its nodes and functions, and all values of its weights."""
     digest = hashlib.sha256()
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        digest.update(repr((value.name, str(value.type), str(value.shape))).encode())
     for node in model.graph:
         inputs = [value.name if value is not None else "" for value in node.inputs]
-        digest.update(repr((node.op_type, node.name, inputs, [value.name for value in node.outputs])).encode())
-        digest.update(repr(sorted((name, str(value)[:200]) for name, value in node.attributes.items())).encode())
+        digest.update(repr((node.domain, node.op_type, node.name, inputs, [v.name for v in node.outputs])).encode())
+        for _, attribute in sorted(node.attributes.items()):
+            digest.update(ir.to_proto(attribute).SerializeToString(deterministic=True))
+    for _, function in sorted(model.functions.items()):
+        digest.update(ir.to_proto(function).SerializeToString(deterministic=True))
     for name, value in sorted(model.graph.initializers.items()):
         tensor = value.const_value
         if tensor is not None:
             digest.update(repr((name, str(tensor.dtype), tensor.shape.numpy())).encode())
-            flat = tensor.numpy().reshape(-1)
-            digest.update(np.ascontiguousarray(flat[:: max(1, flat.size // 4096)]).tobytes())
+            array = np.ascontiguousarray(tensor.numpy())
+            text = array.dtype.hasobject
+            digest.update(repr(array.tolist()).encode() if text else array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -11,7 +11,8 @@ import numpy as np
 from quark.core.metrics import Comparison
 from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
-from quark.onnx.calibration.data.samples import TimeUpError, required
+from quark.onnx.calibration.data.readers import TimeUpError
+from quark.onnx.calibration.data.samples import required
 from quark.onnx.graph.model_file import constant
 
 

@@ -12,10 +12,18 @@ from typing import Any
 import numpy as np
 
 from quark.core.array import NumpyArray
-from quark.errors import CalibrationError, NotSupportedError
+from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed
+from quark.onnx.graph.proto_file import reason
 
 __all__ = ["CachedDataReader", "CalibrationDataReader"]
+
+TINY = float(np.finfo(np.float32).tiny)
+"""The smallest normal float32. What is below has lost digits, and no scale of float32 divides it."""
+
+
+class TimeUpError(Exception):
+    """The moment has come after which no sample is read; see `Samples.until`."""
 
 
 class CalibrationDataReader(ABC):
@@ -51,7 +59,7 @@ class CachedDataReader(CalibrationDataReader):
             raise NotSupportedError("CachedDataReader(quantize_fp16=True) is not part of this version.")
         self._feeds: list[Feed] = []
         reader = as_reader(dr)
-        while (data_size is None or len(self) < data_size) and (feed := reader.get_next()) is not None:
+        while (data_size is None or len(self) < data_size) and (feed := _next(reader, len(self))) is not None:
             self._feeds.append(
                 {n: _channels_last(np.asarray(a)) for n, a in feed.items()} if convert_nchw_to_nhwc else feed
             )
@@ -76,10 +84,13 @@ class _Iterating(CalibrationDataReader):
     """An iterable of dicts, or of arrays for a model with one input."""
 
     def __init__(self, items: Iterable[Any], inputs: Mapping[str, Input]) -> None:
-        self._items, self._inputs = iter(items), inputs
+        self._items, self._inputs = items, inputs
+        self._rest: Iterator[Any] | None = None
 
     def get_next(self) -> Feed | None:
-        for item in self._items:
+        # Made here: an iterable may fail before its first item.
+        self._rest = iter(self._items) if self._rest is None else self._rest
+        for item in self._rest:
             try:
                 if isinstance(item, Mapping):
                     return {name: np.asarray(value) for name, value in item.items()}
@@ -108,9 +119,55 @@ def as_reader(data: Any, inputs: Mapping[str, Input] | None = None) -> Any:
 
 
 def samples(reader: Any, inputs: dict[str, Input], limit: int | None = None) -> Iterator[Feed]:
-    """The samples of a reader or an iterable, each checked against the inputs of the model."""
+    """The samples of a reader or an iterable, each checked against the inputs of the model.
+
+    Raises:
+        CalibrationError: The reader fails, or gives what does not fit.
+    """
     reader, count = as_reader(reader, inputs), 0
-    while (limit is None or count < limit) and (feed := reader.get_next()) is not None:
+    while (limit is None or count < limit) and (feed := _next(reader, count)) is not None:
         check_feed(feed, inputs)
-        yield {name: np.asarray(value) for name, value in feed.items()}
+        yield feed
         count += 1
+
+
+def _next(reader: Any, count: int) -> Any:
+    """The next sample, its values as arrays; what a reader raises is said as what it is.
+
+    A StopIteration is an error too: it may come from anything that the reader calls, and would cut the data short.
+    """
+    try:
+        feed = reader.get_next()
+        return {name: np.asarray(value) for name, value in feed.items()} if isinstance(feed, dict) else feed
+    except (QuarkError, TimeUpError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {reason(error)}"
+        advice = " Possible: return None at the end." if isinstance(error, StopIteration) else ""
+        raise CalibrationError(f"The calibration reader fails after {count} samples: {what}{advice}") from error
+
+
+def usable(feeds: Iterable[Feed]) -> Iterator[Feed]:
+    """The same samples, for calibration.
+
+    Raises:
+        NonFiniteError: An input holds NaN: what it does to a range depends on the operators that it meets.
+        CalibrationError: At the end, where every float in every sample was zero or below the normal float32: the
+            ranges would be those of the biases. Zeros here and there, and a dead channel, are fine.
+    """
+    floats, alive = False, False
+    for count, feed in enumerate(feeds):
+        for name, array in feed.items():
+            if array.dtype.kind != "f":
+                alive = alive or bool((array != 0).any())
+                continue
+            if np.isnan(array).any():
+                raise NonFiniteError(f"The input {name!r} of the calibration sample {count} holds NaN.")
+            floats = floats or array.size > 0
+            alive = alive or bool(((array != 0) & (abs(array) >= TINY)).any())
+        yield feed
+    if floats and not alive:
+        raise CalibrationError(
+            "Every calibration sample is zero, or below the smallest normal float32 (1.2e-38), in every float input: "
+            "they say nothing about the ranges. Possible: data like those that the model will see."
+        )

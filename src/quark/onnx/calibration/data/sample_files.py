@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, require_packages
 from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.graph.proto_file import reason, require_regular
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg"})
 SUFFIXES = frozenset({".npy", ".npz"}) | IMAGES
@@ -26,7 +27,7 @@ def find_samples(path: Path, inputs: Sequence[str]) -> list[dict[str, Path]]:
         if path.suffix.lower() not in SUFFIXES:
             raise CalibrationError(f"{path} is no data file; possible: {', '.join(sorted(SUFFIXES))}, or a folder.")
         return [_named_alike(path, inputs)]
-    if not path.is_dir():
+    if not path.is_dir():  # a pipe or a device is neither, and never opened
         raise CalibrationError(f"{path} is neither a folder nor a file.")
     if any((path / name).is_dir() for name in inputs):
         files = {name: _data_files(path / name) for name in inputs}
@@ -79,19 +80,21 @@ def rebatch(feeds: Iterable[Feed], size: int) -> Iterator[Feed]:
 
 def read_array(path: Path) -> NumpyArray:
     """The array of an .npy file. Raises FormatError when it is none; pickled objects are not loaded."""
+    require_regular(path)
     try:
         return np.asarray(np.load(path, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise FormatError(f"{path} is not an .npy file: {error}.") from None
+    except Exception as error:  # of numpy, and of zip where it is an archive of another name
+        raise FormatError(f"{path} is not an .npy file: {reason(error)}") from error
 
 
 def read_arrays(path: Path) -> Feed:
     """The named arrays of an .npz file. Raises FormatError when it is none."""
+    require_regular(path)
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        raise FormatError(f"{path} is not an .npz file: {error}.") from None
+    except Exception as error:  # of zip, zlib and numpy
+        raise FormatError(f"{path} is not an .npz file: {reason(error)}") from error
 
 
 def read_image(path: Path, mode: str | None = None) -> NumpyArray:
@@ -106,10 +109,15 @@ def read_image(path: Path, mode: str | None = None) -> NumpyArray:
         MissingDependencyError: pillow is not installed.
     """
     require_packages(f"Reading the image {path.name}", "images", "PIL")
-    from PIL import Image, UnidentifiedImageError  # of an extra: only where images are read
+    from PIL import Image  # of an extra: only where images are read
 
+    require_regular(path)
     try:
-        with Image.open(path) as image:
+        with warnings.catch_warnings():
+            # Pillow warns of more pixels than a photograph has, and refuses twice as many.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(path)
+        with image:
             return np.asarray(image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB")))
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise FormatError(f"{path} is not an image: {error}.") from None
+    except Exception as error:  # of Pillow: each format has its own
+        raise FormatError(f"{path} is not an image that can be read: {reason(error)}") from error

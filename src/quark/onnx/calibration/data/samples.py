@@ -18,14 +18,10 @@ from quark.core.array import NumpyArray
 from quark.errors import CalibrationError
 from quark.files import scratch_folder
 from quark.onnx.calibration.data.inputs import Feed, Input
-from quark.onnx.calibration.data.readers import samples
+from quark.onnx.calibration.data.readers import TimeUpError, samples, usable
 
 MEMORY = 1 << 30
 """Bytes of samples or activations that stay in memory; more goes to a temporary folder."""
-
-
-class TimeUpError(Exception):
-    """The moment has come after which no sample is read; see `Samples.until`."""
 
 
 class Store:
@@ -90,7 +86,7 @@ class Samples:
     def __init__(
         self, reader: Any, inputs: Mapping[str, Input], limit: int | None = None, memory: int = MEMORY
     ) -> None:
-        self._source = samples(reader, dict(inputs), limit)
+        self._source = usable(samples(reader, dict(inputs), limit))
         self._store = Store(memory)
         self._entries: list[tuple[int, list[str]]] = []
         self.until = math.inf

@@ -23,7 +23,8 @@ from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.log import logger, severity
 from quark.onnx.algorithms import NothingQualifiesError, check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
-from quark.onnx.calibration.data.samples import Samples, TimeUpError
+from quark.onnx.calibration.data.readers import TimeUpError
+from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
