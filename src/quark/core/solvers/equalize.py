@@ -14,9 +14,9 @@ from quark.core.array import NumpyArray
 
 
 def channel_range(weight: NumpyArray, axis: int) -> NumpyArray:
-    """Largest magnitude of each slice along `axis`; float64."""
+    """Largest magnitude of each slice along `axis`, 0 of an empty one; float64."""
     others = tuple(i for i in range(weight.ndim) if i != axis % weight.ndim)
-    return np.abs(weight).max(axis=others).astype(np.float64)
+    return np.abs(weight).max(axis=others, initial=0).astype(np.float64)
 
 
 def equalizing_scale(first: NumpyArray, second: NumpyArray, threshold: float = 0.0) -> NumpyArray:

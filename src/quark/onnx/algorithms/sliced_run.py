@@ -68,7 +68,9 @@ class SlicedRun:
         self._forget()
 
     def value(self, sample: int, value: ir.Value) -> NumpyArray:
-        """A goal that was reached."""
+        """A goal that was reached, or what needs no run."""
+        if _is_fixed(value) and value.const_value is not None:
+            return value.const_value.numpy()
         if value.is_graph_input():
             return self.data[sample][value.name or ""]
         return self.store[self, sample, value]
@@ -142,8 +144,7 @@ class SlicedRun:
         graph.node.extend(ir.to_proto(node) for node in nodes)
         for value in inputs:
             rank = None if value.shape is None else [None] * len(value.shape)
-            assert value.dtype is not None
-            graph.input.append(onnx.helper.make_tensor_value_info(value.name or "", value.dtype.value, rank))
+            graph.input.append(onnx.helper.make_tensor_value_info(value.name or "", self._kind(value), rank))
         for value in constants:
             tensor = value.const_value
             assert tensor is not None
@@ -152,6 +153,12 @@ class SlicedRun:
             graph.initializer.append(ir.to_proto(own))
         graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in outputs)
         return proto
+
+    def _kind(self, value: ir.Value) -> int:
+        """Element type, of TensorProto: that of the stored array where no inference knows the operator behind it."""
+        if value.dtype is not None:
+            return value.dtype.value
+        return onnx.helper.np_dtype_to_tensor_dtype(self.value(0, value).dtype)
 
 
 def _is_fixed(value: ir.Value) -> bool:

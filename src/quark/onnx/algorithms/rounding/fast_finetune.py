@@ -342,7 +342,8 @@ def _memory(layer: QuantizedLayer) -> int:
 def _tensor(array: Any, device: Any) -> Any:
     import torch  # loaded by `optimizer_device`
 
-    return torch.as_tensor(np.array(array, np.float32), device=device)
+    # A weight behind a Transpose is a view whose rows are not whole; the solvers see tensors as flat.
+    return torch.as_tensor(np.array(array, np.float32, order="C"), device=device)
 
 
 def _params(params: QParams, device: Any) -> QParams:
