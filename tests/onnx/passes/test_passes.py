@@ -20,6 +20,7 @@ from quark.onnx.graph.model_file import load, opset, read, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
 from quark.onnx.passes import PASSES
 from quark.onnx_ops.saving import save
+from tests.models import onnx_odd as odd
 from tests.models.onnx_zoo import (
     ZOO,
     Builder,
@@ -385,3 +386,10 @@ def test_a_scale_of_another_shape_is_no_layer_normalization() -> None:
         if initializer.name == "a_g":
             initializer.CopyFrom(numpy_helper.from_array(np.full(1, 2.0, np.float32), "a_g"))
     assert types(passed(proto, "fuse_layer_norm")).count("LayerNormalization") == 1
+
+
+def test_whatever_the_converter_of_onnx_says_is_one_error() -> None:
+    model = odd.another_domain()
+    del model.opset_import[1]
+    with pytest.raises(QuarkError, match="opset 17 and cannot be converted to 21: .*com.microsoft"):
+        PASSES["convert_opset_version"](read(model), 21)

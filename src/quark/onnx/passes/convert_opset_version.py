@@ -12,6 +12,7 @@ from onnx import checker, helper, version_converter
 
 from quark.errors import NotSupportedError, QuarkError
 from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
+from quark.onnx.graph.proto_file import reason
 from quark.onnx_ops.graph_writer import fixed_shape
 
 LARGEST_INSIDE = 1024
@@ -67,9 +68,10 @@ def _convert(proto: onnx.ModelProto, source: int, target: int) -> onnx.ModelProt
         converted = version_converter.convert_version(proto, target)
         checker.check_model(converted)
         return converted
-    except (RuntimeError, ValueError, checker.ValidationError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise QuarkError(f"The model is of opset {source} and cannot be converted to {target}: {reason}") from error
+    except Exception as error:  # the converter's own classes have no base but this one
+        raise QuarkError(
+            f"The model is of opset {source} and cannot be converted to {target}: {reason(error)}"
+        ) from error
 
 
 def _attach(graph: ir.Graph, weights: dict[str, ir.Value]) -> None:
