@@ -152,6 +152,12 @@ def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
         PathDataReader(mlp(), tmp_path).get_next()
 
 
+def test_an_archive_that_is_none_is_closed_again(tmp_path: Path) -> None:
+    (tmp_path / "x.npz").write_bytes(b"PK\3\4 and no more")
+    with pytest.raises(CalibrationError, match=r"is not an \.npz file"):
+        PathDataReader(mlp(), tmp_path).get_next()
+
+
 @pytest.mark.parametrize("limit", [100, 40])
 def test_images_beyond_the_limit_of_pillow_are_refused(
     limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

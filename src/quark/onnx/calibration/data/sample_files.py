@@ -91,7 +91,8 @@ def read_arrays(path: Path) -> Feed:
     """The named arrays of an .npz file. Raises FormatError when it is none."""
     require_regular(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy leaves a file open that it opened itself and that is none of its archives.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in file.files}
     except Exception as error:  # of zip, zlib and numpy
         raise FormatError(f"{path} is not an .npz file: {reason(error)}") from error
