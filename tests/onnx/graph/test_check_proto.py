@@ -84,6 +84,18 @@ def another_value(model: onnx.ModelProto) -> None:
     model.graph.node[0].attribute[0].type = onnx.AttributeProto.INT
 
 
+def no_value(model: onnx.ModelProto) -> None:
+    model.graph.node[0].attribute.append(onnx.AttributeProto(name="k", type=onnx.AttributeProto.INT))
+
+
+def another_shape(model: onnx.ModelProto) -> None:
+    model.graph.output.append(helper.make_tensor_value_info("x", 1, ["n", 9]))
+
+
+def devices(model: onnx.ModelProto) -> None:
+    model.graph.node[0].device_configurations.add()
+
+
 def untyped_value(model: onnx.ModelProto) -> None:
     model.graph.output[0].type.tensor_type.elem_type = 0
 
@@ -156,6 +168,9 @@ WRONG: dict[str, tuple[Change, str]] = {
     "two functions": (two_functions, "two functions have the name 'F'"),
     "two attributes": (two_attributes, "two attributes of the node 'y_node' have the name 'k'"),
     "a value of another type": (another_value, "'k' of the node 'y_node' is of type int and holds float"),
+    "no value": (no_value, "'k' of the node 'y_node' is of type int and holds no value"),
+    "another shape as an output": (another_shape, "'x' has one shape as an input and another as an output"),
+    "spread over devices": (devices, "'y_node' is spread over devices"),
     "a type of none": (untyped_value, "'y' has the element type 0"),
     "an opaque type": (opaque_value, "'y' is opaque"),
     "NUL in a node": (nul, "NUL character"),

@@ -72,6 +72,10 @@ def _check_graph(graph: onnx.GraphProto, where: str, folder: Path) -> None:
         dense(whole, f"the initializer {quoted(name)}{where}", folder)
     for value in (*graph.input, *graph.output, *graph.value_info):
         _check_type(value, where)
+    inputs = {value.name: value for value in graph.input}
+    for value in graph.output:
+        if value.name in inputs and not _may_be_one(inputs[value.name], value):
+            raise FormatError(f"{quoted(value.name)}{where} has one shape as an input and another as an output.")
 
 
 def _check_type(value: onnx.ValueInfoProto, where: str) -> None:
@@ -87,6 +91,16 @@ def _check_type(value: onnx.ValueInfoProto, where: str) -> None:
         types += [inner.elem_type] if kind in ("sequence_type", "optional_type") else []
 
 
+def _may_be_one(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
+    """Whether a tensor can have both types; onnx_ir keeps the second."""
+    types = [value.type.tensor_type for value in (one, other) if value.type.HasField("tensor_type")]
+    shapes = [[size.dim_value for size in kind.shape.dim] for kind in types if kind.HasField("shape")]
+    if len(types) < 2 or len(shapes) < 2:
+        return True
+    same = len(shapes[0]) == len(shapes[1]) and all(a == b or not a * b for a, b in zip(*shapes, strict=True))
+    return same and types[0].elem_type == types[1].elem_type
+
+
 def _check_nodes(nodes: Nodes, where: str, depth: int, folder: Path) -> list[tuple[str, onnx.GraphProto, int]]:
     """Check what nodes hold themselves; return the bodies that they hold."""
     bodies = []
@@ -94,6 +108,8 @@ def _check_nodes(nodes: Nodes, where: str, depth: int, folder: Path) -> list[tup
         who = f"the node {quoted(node.name or node.op_type)}{where}"
         for name in (node.name, node.op_type, node.domain, *node.input, *node.output):
             _check_text(name, who)
+        if node.device_configurations:
+            raise FormatError(f"{who} is spread over devices (device_configurations), for tensors as they are.")
         _once([attribute.name for attribute in node.attribute], f"attributes of {who}")
         for attribute in node.attribute:
             of = f"the attribute {quoted(attribute.name)} of {who}"
@@ -116,8 +132,8 @@ def _check_value(attribute: onnx.AttributeProto, of: str) -> None:
     given |= {kind for name, kind in single.items() if attribute.HasField(name)}
     kinds = onnx.AttributeProto.AttributeType
     kind = kinds.Name(attribute.type) if attribute.type in kinds.values() else str(attribute.type)
-    # Writers may leave out a zero and an empty list.
-    may_lack = attribute.ref_attr_name or kind in {"FLOAT", "INT", "STRING", *fields.values()}
+    # An empty list is a value.
+    may_lack = attribute.ref_attr_name or kind in fields.values()
     if kind == "UNDEFINED" or given - {kind} or not (given or may_lack):
         values = " and ".join(sorted(given)).lower() or "no value"
         raise FormatError(f"{of} is of type {kind.lower()} and holds {values}.")
