@@ -388,6 +388,34 @@ def test_a_scale_of_another_shape_is_no_layer_normalization() -> None:
     assert types(passed(proto, "fuse_layer_norm")).count("LayerNormalization") == 1
 
 
+def sized(op_type: str, *constants: Any) -> onnx.ModelProto:
+    """A model with a node of constants that gives far more than they hold."""
+    b = odd.Odd()
+    for index, array in enumerate(constants):
+        b.initializers.append(numpy_helper.from_array(np.asarray(array), f"c{index}"))
+    b.node(op_type, [f"c{index}" for index in range(len(constants))], "large")
+    b.raw("Shape", ["large"], ["size"])
+    b.node("Identity", ["x"], "y")
+    return b.finish(odd.ROW, {"y": ["n", 8], "size": (TensorProto.INT64, [None])})
+
+
+@pytest.mark.parametrize(
+    ("op_type", "constants"),
+    [
+        ("ConstantOfShape", [np.array([1 << 20, 1 << 20])]),
+        ("Expand", [np.ones(1, np.float32), np.array([1 << 20, 1 << 20])]),
+        ("Tile", [np.ones((1, 1), np.float32), np.array([1 << 20, 1 << 20])]),
+        ("Range", [np.array(0), np.array(1 << 40), np.array(1)]),
+        ("Range", [np.array(0.0), np.array(np.inf), np.array(1.0)]),
+        ("Add", [np.ones((1 << 17, 1), np.float32), np.ones((1, 1 << 17), np.float32)]),
+    ],
+)
+def test_what_would_fill_the_memory_is_not_computed(op_type: str, constants: list[Any]) -> None:
+    model = read(sized(op_type, *constants))
+    PASSES["simplify"](model)
+    assert "large_node" in {node.name for node in model.graph}
+
+
 def test_whatever_the_converter_of_onnx_says_is_one_error() -> None:
     model = odd.another_domain()
     del model.opset_import[1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -95,6 +98,9 @@ def _shape(node: ir.Node) -> Any:
 
 def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
     """The output of a node of constants by the reference evaluator of onnx; None where it is large or fails."""
+    largest = max(LARGEST_GROWTH, *(array.size for array in inputs.values()))
+    if _result_size(node, [inputs[value.name or ""] for value in node.inputs if value is not None]) > largest:
+        return None
     proto = ir.to_proto(node)
     infos = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
@@ -105,7 +111,24 @@ def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
     single = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset(model))])
     try:
         output = np.asarray(next(iter(ReferenceEvaluator(single).run(None, inputs))))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError):
         return None  # The evaluator lacks a type or a form of the op: the node stays, for the runtime to compute.
-    largest = max(LARGEST_GROWTH, *(array.size for array in inputs.values()))
     return output if output.size <= largest else None
+
+
+def _result_size(node: ir.Node, arrays: list[Any]) -> int:
+    """Elements of what a node that can grow will give, before it takes the memory; 0 for others."""
+    if is_op(node, "ConstantOfShape"):
+        return math.prod(arrays[0].reshape(-1).tolist())
+    if is_op(node, "Tile") and len(arrays) > 1:
+        return math.prod([arrays[0].size, *arrays[1].reshape(-1).tolist()])
+    if is_op(node, "Expand") and len(arrays) > 1:
+        return math.prod(max(1, size) for size in arrays[1].reshape(-1).tolist())
+    if is_op(node, "Range") and len(arrays) > 2 and all(array.size == 1 for array in arrays):
+        start, end, step = (array.item() for array in arrays)
+        steps = (end - start) / step if step else math.inf
+        return int(steps) if math.isfinite(steps) else sys.maxsize
+    if is_op(node, *MOVES):
+        return 0
+    sizes = [array.shape[::-1] for array in arrays]
+    return math.prod(max(column) for column in zip_longest(*sizes, fillvalue=1))
