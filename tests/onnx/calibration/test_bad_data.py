@@ -19,6 +19,7 @@ from quark.core.granularity import PerGroup
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, FormatError, NonFiniteError
 from quark.onnx import CachedDataReader, PathDataReader
+from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.sample_files import read_image
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
@@ -150,6 +151,14 @@ def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(data.replace(b"(1, 8)", b"(9**9,)"[:6]))
     with pytest.raises(CalibrationError, match=r"is not an \.npy file"):
         PathDataReader(mlp(), tmp_path).get_next()
+
+
+def test_an_input_that_is_a_map_is_named() -> None:
+    model = odd.linear()
+    kind = model.graph.input.add(name="m").type.map_type
+    kind.key_type, kind.value_type.tensor_type.elem_type = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    with pytest.raises(FormatError, match="The input m is no tensor"):
+        model_inputs(model)
 
 
 def test_an_archive_that_is_none_is_closed_again(tmp_path: Path) -> None:
