@@ -1,4 +1,5 @@
-# make demo | quick | test | coverage | check | bench | fingerprint | kill, each from a bare clone; quick is for the edit loop.
+# make demo | quick | test | coverage | check | bench | fingerprint | fuzz | kill, each from a bare clone;
+# quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo quick test check coverage bench fingerprint kill format clean
+.PHONY: demo quick test check coverage bench fingerprint fuzz kill format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -32,6 +33,12 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+# Damaged inputs, made from a seed: each is refused in one line, or read as its own runtime reads it.
+fuzz: CASES ?= 200
+fuzz: SEED ?= 0
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,26 @@
+"""The kinds of damaged inputs, a file each. A new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from tests.fuzz.case import Make
+from tests.fuzz.kinds import (
+    calibration_data,
+    command_lines,
+    configurations,
+    model_folders,
+    onnx_models,
+    quantized_folders,
+    safetensors_files,
+    statistics_files,
+)
+
+KINDS: dict[str, Make] = {
+    "folder": model_folders.make,
+    "safetensors": safetensors_files.make,
+    "quantized": quantized_folders.make,
+    "onnx": onnx_models.make,
+    "calibration": calibration_data.make,
+    "statistics": statistics_files.make,
+    "configuration": configurations.make,
+    "command": command_lines.make,
+}
