@@ -73,17 +73,24 @@ def member(kind: type[E], text: str, where: str) -> E:
     )
 
 
-def mapping_of(data: Any, what: str) -> Mapping[str, Any]:
-    """`data` itself; ConfigError, which says what it should describe, where it is no mapping."""
+def as_dict(data: object, where: str) -> dict[Any, Any]:
+    """A copy of a mapping; ConfigError, which says where it stands, for anything else."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{what} is described by a JSON object, not by {data!r:.60}.")
-    return data
+        raise ConfigError(f"{where}: expected names with values (a dict), got {data!r:.80} ({type(data).__name__}).")
+    return dict(data)
+
+
+def as_list(data: object, where: str) -> list[Any]:
+    """A copy of a list or tuple; ConfigError, which says where it stands, for anything else."""
+    if not isinstance(data, (list, tuple)):
+        raise ConfigError(f"{where}: expected a list, got {data!r:.80} ({type(data).__name__}).")
+    return list(data)
 
 
 def known_keys(data: Mapping[str, Any], cls: type, ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """`data` without the ignored keys; ConfigError for a key that is no field of `cls`, or where `data` has no keys."""
-    names = _names(cls)
-    for key in mapping_of(data, cls.__name__):
+    """`data` without the ignored keys; ConfigError for a key that is no field of `cls`."""
+    data, names = as_dict(data, cls.__name__), _names(cls)
+    for key in data:
         if key not in names and key not in ignored:
             raise ConfigError(f"{cls.__name__} has no field {key!r}. {did_you_mean(str(key), names)}")
     return {key: value for key, value in data.items() if key in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -207,3 +208,24 @@ def test_bfloat16_guide() -> None:
     config = QConfig(global_config=QLayerConfig(activation=spec, weight=spec), BF16QDQToCast=True)
     assert config.global_config.activation is spec
     assert config.extra_options == {"BF16QDQToCast": True}
+
+
+NO_CONFIGS: list[Any] = [
+    5,
+    {"global_config": 5},
+    {"specific_layer_config": 5},
+    {"specific_layer_config": [5]},
+    {"specific_layer_config": [[None]]},
+    {"layer_type_config": [[5, ["Conv"]]]},
+    {"algo_config": 5},
+    {"algo_config": ["cle"]},
+    {"algo_config": [{"name": "auto_mixprecision", "target_layer_config": [[5, 5]]}]},
+]
+
+
+@pytest.mark.parametrize("data", NO_CONFIGS, ids=str)
+def test_what_is_no_dict_or_list_is_refused_where_one_belongs(data: Any) -> None:
+    if isinstance(data, dict):
+        data = {"global_config": LAYER.to_dict(), **data}
+    with pytest.raises(ConfigError, match="expected"):
+        QConfig.from_dict(data)

@@ -401,6 +401,19 @@ def test_algorithm_configs_from_a_file(tmp_path: Path) -> None:
             algo_configs.load_quant_algo_config_from_file(file)
 
 
+NO_CONFIGS: list[Any] = [
+    5, "", ["a"], {"global_quant_config": ""}, {"global_quant_config": {"weight": "int8"}},
+    {"global_quant_config": {"weight": [3]}}, {"export": 1}, {"layer_quant_config": 1},
+    {"layer_quant_config": {"a": 1}}, {"layer_type_quant_config": 1}, {"algo_config": False}, {"algo_config": ["awq"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", NO_CONFIGS, ids=str)
+def test_what_is_no_dict_is_refused_where_one_belongs(data: Any) -> None:
+    with pytest.raises(ConfigError, match=r"got .* \((int|str|list|bool)\)"):
+        QConfig.from_dict(data)
+
+
 @pytest.mark.parametrize("size", [0, -4])
 def test_a_rotation_has_a_positive_size(size: int) -> None:
     with pytest.raises(ConfigError, match=rf"rotation_size: {size} is below 1"):

@@ -166,6 +166,17 @@ def test_unknown_schemes_list_the_nearest() -> None:
 
 
 @pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scheme", [None]), ("scheme", {}), ("layer_config", 1.5), ("layer_config", {"*": {}}), ("layer_type_config", 3),
+     ("kv_cache_scheme", [[]]), ("attention_scheme", {}), ("algorithm", 3)],
+)  # fmt: skip
+def test_arguments_of_other_types_are_refused(name: str, value: Any) -> None:
+    arguments = {"scheme": "int8", name: value}
+    with pytest.raises(ConfigError):
+        LLMTemplate.get("llama").get_config(**arguments)
+
+
 def test_schemes_of_ones_own() -> None:
     mine = QLayerConfig(weight=Int8PerTensorSpec())
     LLMTemplate.register_scheme("mine", mine)

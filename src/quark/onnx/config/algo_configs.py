@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from quark.checked import checked, known_keys
+from quark.checked import as_dict, checked, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, did_you_mean
 
@@ -84,7 +84,7 @@ class AlgoConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AlgoConfig:
         """Read what `to_dict` wrote; the class follows from "name"."""
-        if "name" not in data:
+        if "name" not in as_dict(data, "algo_config"):
             raise ConfigError(f"An algorithm needs a 'name', one of: {', '.join(ALGO_CONFIGS)}. Got {dict(data)!r}.")
         kind = ALGO_CONFIGS[data["name"]]
         return kind(**known_keys(data, kind, frozenset({"name"})))

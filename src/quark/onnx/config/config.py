@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from quark.checked import checked, known_keys
+from quark.checked import as_list, checked, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig
 from quark.onnx.config.extra_options import check_options
@@ -139,7 +139,8 @@ class QConfig:
             raise ConfigError("QConfig.global_config is required.")
         values["global_config"] = QLayerConfig.from_dict(values["global_config"])
         for name in ("specific_layer_config", "layer_type_config"):
-            values[name] = layers_from_json(values.get(name) or ())
-        values["algo_config"] = [algorithm_from_json(entry) for entry in values.get("algo_config") or ()]
+            values[name] = layers_from_json(values.get(name) or (), f"{cls.__name__}.{name}")
+        algorithms = as_list(values.get("algo_config") or (), f"{cls.__name__}.algo_config")
+        values["algo_config"] = [algorithm_from_json(entry) for entry in algorithms]
         values["extra_options"] = from_json(values.get("extra_options") or {})
         return cls(**values)

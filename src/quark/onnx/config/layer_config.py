@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from quark.checked import checked, known_keys
+from quark.checked import as_dict, as_list, checked, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig, AutoMixprecisionConfig
 from quark.onnx.config.serialized import to_json
@@ -77,7 +77,7 @@ class QLayerConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QLayerConfig:
         """Read what `to_dict` wrote, or a dict with `activation`."""
-        values = dict(data)
+        values = as_dict(data, cls.__name__)
         activation = values.pop("activation", None)
         if values.get("input_tensors") == activation:
             values.pop("input_tensors", None)
@@ -89,8 +89,14 @@ def layers_to_json(layers: Mapping[Any, Any]) -> list[list[Any]]:
     return [[layer.to_dict() if layer else None, to_json(entries)] for layer, entries in layers.items()]
 
 
-def layers_from_json(pairs: Iterable[Any]) -> dict[Any, list[Any]]:
-    return {QLayerConfig.from_dict(layer) if layer is not None else None: entries for layer, entries in pairs}
+def layers_from_json(pairs: Any, where: str) -> dict[Any, list[Any]]:
+    """The inverse. Raises ConfigError, which says where they stand, for what is no list of pairs."""
+    layers = {}
+    for pair in as_list(pairs, where):
+        if len(as_list(pair, where)) != 2:
+            raise ConfigError(f"{where}: expected pairs of a config and names, got {pair!r:.80}.")
+        layers[None if pair[0] is None else QLayerConfig.from_dict(pair[0])] = pair[1]
+    return layers
 
 
 def algorithm_to_json(algorithm: AlgoConfig) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def algorithm_to_json(algorithm: AlgoConfig) -> dict[str, Any]:
 
 
 def algorithm_from_json(data: Mapping[str, Any]) -> AlgoConfig:
+    data = as_dict(data, "algo_config")
     if data.get("name") != AutoMixprecisionConfig.name or "target_layer_config" not in data:
         return AlgoConfig.from_dict(data)
     return AlgoConfig.from_dict({**data, "target_layer_config": target_layers(data["target_layer_config"])})
@@ -118,5 +125,5 @@ def target_layers(target: Any) -> Any:
     if isinstance(target, (list, tuple)) and target and all(isinstance(layer, Mapping) for layer in target):
         return [QLayerConfig.from_dict(layer) for layer in target]
     if isinstance(target, (list, tuple)) and target and all(isinstance(pair, (list, tuple)) for pair in target):
-        return layers_from_json(target)
+        return layers_from_json(target, "target_layer_config")
     return target

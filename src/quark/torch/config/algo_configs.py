@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quark.checked import checked_dataclass, known_keys, mapping_of
+from quark.checked import as_dict, checked_dataclass, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, FormatError
 
@@ -293,18 +293,18 @@ def algo_config_from_dict(data: Mapping[str, Any]) -> AlgoConfig:
 
     Raises ConfigError for an unknown name or field.
     """
-    if "name" not in mapping_of(data, "An algorithm"):
+    if "name" not in as_dict(data, "algo_config"):
         raise ConfigError(f"An algorithm needs a 'name', one of: {', '.join(ALGO_CONFIGS)}. Got {dict(data)!r}.")
     cls = ALGO_CONFIGS[data["name"]]
     return cls(**known_keys(data, cls))
 
 
 def recorded_algo_config(data: Mapping[str, Any]) -> AlgoConfig:
-    """The same for the record in a checkpoint, which another version may have written: no error for what it names.
+    """The same for the record in a checkpoint, which another version may have written: an error for no dict only.
 
     The algorithm has run already, so nothing depends on it when the checkpoint is loaded.
     """
-    data = mapping_of(data, "An algorithm")
+    data = as_dict(data, "algo_config")
     try:
         return algo_config_from_dict(data)
     except ConfigError:

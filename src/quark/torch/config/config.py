@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.checked import checked_dataclass, known_keys, mapping_of
+from quark.checked import as_dict, checked_dataclass, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
 from quark.torch.config.enums import DeviceType, QSchemeType, QuantFlow, QuantizationMode
@@ -163,16 +163,16 @@ class QConfig:
         """
         known = known_keys(data, cls, _CHECKPOINT_KEYS)
         values = {name: value for name, value in known.items() if value is not None}
-        export = mapping_of(data.get("export") or {}, "export")
+        export = as_dict(data.get("export") or {}, "export")
         values = {
             **{k: export[k] for k in ("kv_cache_group", "min_kv_scale", "weight_format") if export.get(k)},
             **values,
         }
         values["global_quant_config"] = QLayerConfig.from_dict(values.get("global_quant_config", {}))
         for name in ("layer_quant_config", "kv_cache_quant_config"):
-            layers = mapping_of(values.get(name, {}), name)
+            layers = as_dict(values.get(name, {}), name)
             values[name] = {key: QLayerConfig.from_dict(layer) for key, layer in layers.items()}
-        types = mapping_of(values.get("layer_type_quant_config", {}), "layer_type_quant_config")
+        types = as_dict(values.get("layer_type_quant_config", {}), "layer_type_quant_config")
         values["layer_type_quant_config"] = {_layer_type(k): QLayerConfig.from_dict(v) for k, v in types.items()}
         if "softmax_quant_spec" in values:
             values["softmax_quant_spec"] = _from_json(values["softmax_quant_spec"])

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from quark.checked import as_dict, as_list
 from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
@@ -164,9 +165,10 @@ class LLMTemplate:
         """The layer config of a scheme. Raises ConfigError with the nearest names."""
         if isinstance(name, QLayerConfig):
             return name
-        if name in cls._schemes:
+        known = isinstance(name, str)
+        if known and name in cls._schemes:
             return cls._schemes[name]
-        built_in = OLD_SCHEMES.get(name, name)
+        built_in = OLD_SCHEMES.get(name, name) if known else ""
         if built_in not in SCHEMES:
             raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name), cls.get_supported_schemes())}")
         return config_of_layer(SCHEMES[built_in])
@@ -202,7 +204,9 @@ class LLMTemplate:
             ConfigError: an unknown scheme or algorithm; the nearest names are listed.
         """
         base = self.scheme(scheme)
-        layers = {pattern: self.scheme(name) for pattern, name in (layer_config or {}).items()}
+        layer_config = as_dict(layer_config or {}, "layer_config")
+        layer_type_config = as_dict(layer_type_config or {}, "layer_type_config")
+        layers = {pattern: self.scheme(name) for pattern, name in layer_config.items()}
         cache: dict[str, QLayerConfig] = {}
         softmax = None
         if kv_cache_scheme is not None:
@@ -213,14 +217,14 @@ class LLMTemplate:
         if attention_scheme is not None:
             softmax = _tensor_scheme("attention_scheme", attention_scheme, ("fp8",))
             layers.update({p: replace(layers.get(p, base), output_tensors=softmax) for p in self.q_layer_name})
-        shared = any(name in SHARED_SCALE_SCHEMES for name in (scheme, *(layer_config or {}).values()))
+        shared = any(name in SHARED_SCALE_SCHEMES for name in (scheme, *layer_config.values()))
         if shared_scale_groups is None:
             shared_scale_groups = self._siblings() if shared else []
         return QConfig(
             global_quant_config=base,
             exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
             algo_config=self._algorithms(algorithm, algo_configs or {}),
-            layer_type_quant_config={kind: self.scheme(name) for kind, name in (layer_type_config or {}).items()},
+            layer_type_quant_config={kind: self.scheme(name) for kind, name in layer_type_config.items()},
             layer_quant_config=layers,
             kv_cache_quant_config=cache,
             kv_cache_group=list(cache),
@@ -241,7 +245,7 @@ class LLMTemplate:
     ) -> list[AlgoConfig] | None:
         for name in given:
             ALGO_CONFIGS[name]
-        items = [chosen] if isinstance(chosen, (str, AlgoConfig)) else chosen or []
+        items = [chosen] if isinstance(chosen, (str, AlgoConfig)) else as_list(chosen or [], "algorithm")
         return [self._algorithm(item, given) for item in items] or None
 
     def _algorithm(self, item: Algorithms, given: Mapping[str, AlgoConfig]) -> AlgoConfig:
@@ -267,6 +271,6 @@ def _strings(value: str | list[str] | None, default: list[str]) -> list[str]:
 
 
 def _tensor_scheme(option: str, name: str, known: Iterable[str]) -> QTensorConfig:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{option}: unknown scheme {name!r}. Possible: {', '.join(map(repr, known))}.")
     return CACHE_SCHEMES[name]().to_quantization_spec()

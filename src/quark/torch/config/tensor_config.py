@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from quark.checked import checked_dataclass, known_keys, mapping_of
+from quark.checked import as_dict, checked_dataclass, known_keys
 from quark.core.rounding import RoundType
 from quark.core.spec import Learning, ScaleRule, ScaleType
 from quark.errors import ConfigError, did_you_mean
@@ -119,8 +119,7 @@ class QTensorConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> QTensorConfig:
         """Read what `to_dict` wrote, or an older version: `dynamic`, `axis`, keys that did not exist yet."""
         legacy = {"dynamic": "is_dynamic", "axis": "ch_axis"}
-        items = mapping_of(data, cls.__name__).items()
-        values = known_keys({legacy.get(key, key): value for key, value in items}, cls)
+        values = known_keys({legacy.get(key, key): value for key, value in as_dict(data, cls.__name__).items()}, cls)
         if values.get("observer_cls") is None and values.get("qscheme") is not None:
             values["observer_cls"] = observer_of_scheme(values["qscheme"])
         return cls(**values)
