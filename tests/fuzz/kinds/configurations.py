@@ -12,7 +12,7 @@ from tests.fuzz.oracles import judge_onnx
 
 SCHEMES = ("int8", "uint4_wo_32", "fp8", "mxfp4", "nvfp4", "int4_fp8", "bfp16")
 ALGORITHMS = (None, "gptq", "awq", "smooth", "rotation", "autoround", ["smooth", "gptq"])
-PRESETS = ("A8W8", "XINT8", "A16W8_ADAROUND", "BF16_BFP16", "INT8_TRANSFORMER_DEFAULT", "MX9")
+PRESETS = ("A8W8", "XINT8_QCONFIG", "A16W8_ADAROUND_QCONFIG", "BF16_QCONFIG", "A8W8_QCONFIG", "MX9")
 OPTIONS = (
     "CalibTensorRangeSymmetric", "Percentile", "WeightScaled", "ActivationScaled", "ConvertFP16ToFP32", "FoldBatchNorm",
     "AlignConcat", "SmoothAlpha", "MinMSEModePof2Scale", "SimplifyModel", "Int32Bias", "DedicateDQNode", "FastFinetune",
@@ -50,11 +50,11 @@ def _torch_spec(arguments: dict[str, Any]) -> None:
     ModelQuantizer(config).quantize_model(mlp(), [torch.ones(2, 128)])
 
 
-def _onnx_json(values: Any, source: Path, output: Path) -> None:
-    from quark.onnx import ModelQuantizer, QConfig
+def _onnx_json(kind: Any, values: Any, source: Path, output: Path) -> None:
+    from quark.onnx import ModelQuantizer
     from tests.models.onnx_zoo import Reader, vectors
 
-    ModelQuantizer(QConfig.from_dict(values)).quantize_model(str(source), str(output), Reader(vectors(1)))
+    ModelQuantizer(kind.from_dict(values)).quantize_model(str(source), str(output), Reader(vectors(1)))
 
 
 def _onnx_options(preset: str, options: dict[str, Any], source: Path, output: Path) -> None:
@@ -103,12 +103,12 @@ def _of_onnx(random: Random, place: Place) -> Case:
 
     source, output = place.bases.get("onnx-mlp") / "model.onnx", place.outputs / "result.onnx"
     judge = partial(judge_onnx, source, output, vectors(1)[0])
-    preset = pick(random, [name for name in PRESETS if name in QROWS] or ["A8W8"])
+    preset = pick(random, PRESETS)
     if random.random() < 0.5:
         made = QROWS[preset].make(QConfig) if preset in QROWS else Config(get_default_config(preset))
         values, said = damage_json(random, made.to_dict())
-        work: Any = partial(_onnx_json, values, source, output)
-        return Case(f"onnx QConfig.from_dict, {preset}: {said}", work, judge, (output,), margin=None)
+        work: Any = partial(_onnx_json, type(made), values, source, output)
+        return Case(f"onnx {type(made).__name__}.from_dict, {preset}: {said}", work, judge, (output,), margin=None)
     name, value = pick(random, OPTIONS), pick(random, odd_values())
     work = partial(_onnx_options, "A8W8", {name: value}, source, output)
     return Case(f"extra_options {name}={shorten(value)}", work, judge, (output,), margin=None)
