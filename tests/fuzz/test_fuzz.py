@@ -19,6 +19,7 @@ from tests.fuzz.campaign import generator
 from tests.fuzz.case import Case, Place, WrongError
 from tests.fuzz.child import Limits
 from tests.fuzz.kinds import KINDS
+from tests.fuzz.program import quark
 from tests.fuzz.verdicts import Verdict, snapshot, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def test_too_long_is_a_hang_and_nothing_of_it_goes_on(place: Place) -> None:
 
 
 def test_a_signal_is_a_crash(place: Place) -> None:
-    assert judged(place, lambda: os.kill(os.getpid(), signal.SIGSEGV)) == Verdict("crash", "signal 11")
+    assert judged(place, lambda: os.kill(os.getpid(), signal.SIGKILL)) == Verdict("crash", "signal 9")
 
 
 def test_memory_is_bounded(place: Place) -> None:
@@ -108,6 +109,30 @@ def test_a_file_outside_of_the_output_is_wrong(place: Place, change: str) -> Non
     }
     assert judged(place, done[change]).name == "wrong"
     assert judged(place, lambda: (place.outputs / "result").touch()).name == "right"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "name"),
+    [
+        ("quark: no", 1, "clear"),
+        ("a line of the log\nquark: no", 1, "clear"),
+        ("quark: no", 2, "foreign"),
+        ("quark: no\nand more", 1, "foreign"),
+        ("", 1, "foreign"),
+        ("Traceback (most recent call last):\nquark: no", 1, "foreign"),
+        ("quark: Unexpected TypeError in quark/files.py, line 3", 1, "foreign"),
+        ("a line of the log", 0, "right"),
+    ],
+)
+def test_a_command_is_judged_by_its_exit_code_and_its_last_line(
+    place: Place, monkeypatch: pytest.MonkeyPatch, said: str, code: int, name: str
+) -> None:
+    def run(app: object, arguments: object) -> None:
+        sys.stderr.write(said)
+        sys.exit(code)
+
+    monkeypatch.setattr("quark.command_line.run", run)
+    assert judged(place, lambda: quark("inspect")).name == name
 
 
 @pytest.mark.slow
