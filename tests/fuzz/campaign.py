@@ -123,6 +123,7 @@ def preload() -> None:
 
     import quark.commands.evaluate_torch
     import quark.commands.inspect
+    import quark.commands.model_inputs
     import quark.commands.quantize_onnx
     import quark.commands.quantize_torch
     import quark.commands.text
