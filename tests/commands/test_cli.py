@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -203,6 +204,22 @@ def test_inspect_shows_the_quantization_of_a_folder(places: dict[str, Path]) -> 
     assert f"llama, {len(weights(places['quantized'])) / 1e6:.2f} MB" in out
     assert re.search(r"quant_method +\S quark ", out) and re.search(r"weight\.dtype +\S uint4 ", out)
     assert "a float model" in succeed("inspect {llama}", places)
+
+
+@pytest.mark.parametrize("value", ["5", '["fp8"]', "[" * 5000 + "]" * 5000], ids=["number", "list", "deep"])
+def test_inspect_refuses_a_quantization_config_that_is_no_object(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "quantization_config": {value}}}')
+    done = quark("inspect", tmp_path)
+    assert (done.code, done.err.count("\n")) == (1, 1) and "config.json" in done.err
+
+
+def test_inspect_opens_no_pipe_and_follows_no_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "0.00 MB" in quark("inspect", tmp_path).out
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    assert "no config.json" in quark("inspect", tmp_path).err
 
 
 def test_schemes_lists_every_scheme() -> None:

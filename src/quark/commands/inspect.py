@@ -105,15 +105,11 @@ def _print_fusion(rows: list[Fusion], console: Console) -> None:
 
 def _inspect_folder(folder: Path) -> None:
     """The quantization_config of a Hugging Face folder."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        quantization: dict[str, Any] | None = config.get("quantization_config")
-    except OSError:
-        raise FormatError(f"{folder} is neither an .onnx file nor a model folder: it has no config.json.") from None
-    except (ValueError, AttributeError) as error:
-        raise FormatError(f"{file} is not the config of a model: {error}.") from None
-    size = sum(weights.stat().st_size for weights in folder.glob("*.safetensors"))
+    config = _read_config(folder / "config.json")
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, (dict, type(None))):
+        raise FormatError(f"{folder / 'config.json'}: quantization_config is {quantization!r:.80}, not an object.")
+    size = sum(weights.stat().st_size for weights in folder.glob("*.safetensors") if weights.is_file())
     console = results()
     console.print(f"{folder}: {config.get('model_type', 'model')}, {size / 1e6:.2f} MB", highlight=False)
     if quantization is None:
@@ -123,6 +119,23 @@ def _inspect_folder(folder: Path) -> None:
     for key, value in _flat(quantization):
         table.add_row(key, value)
     console.print(table)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Without torch, which reading a model folder to load it needs."""
+    try:
+        if not file.is_file():  # a pipe would be waited for
+            raise FileNotFoundError
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise FormatError(
+            f"{file.parent} is neither an .onnx file nor a model folder: it has no config.json."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file} is not the config of a model: {error}.") from None
+    if not isinstance(config, dict):
+        raise FormatError(f"{file} is not the config of a model: it is {config!r:.80}, not an object.")
+    return config
 
 
 def _inspect_gguf(file: Path) -> None:
