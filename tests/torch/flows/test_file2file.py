@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -276,3 +278,35 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
             assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
             assert found.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
             file.release(name)
+
+
+def laid_out(header: str, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header.encode())) + header.encode() + data
+
+
+ROW = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+OTHER = '"b":{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
+CONTRADICTORY = {
+    "bytes behind": (f"{{{ROW}}}", 5, "the tensors end at byte"),
+    "gap": (f"{{{ROW},{OTHER % (8, 12)}}}", 12, "begins at byte"),
+    "overlap": (f"{{{ROW},{OTHER % (0, 4)}}}", 4, "begins at byte"),
+    "metadata twice": (f'{{"__metadata__":{{}},"__metadata__":{{}},{ROW}}}', 4, "twice"),
+    "metadata": (f'{{"__metadata__":{{"a":1}},{ROW}}}', 4, "__metadata__"),
+    "metadata of another kind": (f'{{"__metadata__":5,{ROW}}}', 4, "__metadata__"),
+    "negative": ('{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', 4, "is no shape"),
+    "more than memory": (ROW.replace("[1]", str([2**31] * 8)).join("{}"), 4, ""),
+    "deep": ("[" * 99999 + "]" * 99999, 4, "recursion"),
+    "UTF-16": ("\ufeff" + f"{{{ROW}}}", 4, ""),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTORY)
+def test_a_header_that_contradicts_itself_or_the_file_is_refused(tmp_path: Path, kind: str) -> None:
+    header, size, said = CONTRADICTORY[kind]
+    (tmp_path / "file").write_bytes(laid_out(f"{{{ROW}}}", bytes(4)))
+    assert TensorFile(tmp_path / "file").names == ["a"]
+    (tmp_path / "file").write_bytes(laid_out(header, bytes(size)))
+    with pytest.raises(SafetensorError), safe_open(tmp_path / "file", "pt"):
+        pass
+    with pytest.raises(FormatError, match=f"file is no safetensors file, or its header is corrupt: .*{said}"):
+        TensorFile(tmp_path / "file")

@@ -75,14 +75,15 @@ class TensorFile:
                 self._size = handle.seek(0, 2)
                 self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
             length = struct.unpack("<Q", self._map[:8])[0]
-            header = json.loads(self._map[8 : 8 + length])
+            header = json.loads(self._map[8 : 8 + length].decode(), object_pairs_hook=_without_doubles)
             self._start = 8 + length
             self._tensors = {name: self._entry(row) for name, row in header.items() if name != _METADATA}
+            self._check_covered(header.get(_METADATA, {}))
         except FormatError:
             raise
         except OSError as error:
             raise FormatError(f"{path} cannot be read: {error.strerror}.") from None
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             raise FormatError(f"{path} is no safetensors file, or its header is corrupt: {error}.") from None
 
     @property
@@ -110,6 +111,8 @@ class TensorFile:
             self._map.madvise(mmap.MADV_DONTNEED, first, begin + _bytes(like) - first)
 
     def _entry(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+        if any(type(size) is not int or size < 0 for size in row["shape"]):
+            raise ValueError(f"{row['shape']!r:.80} is no shape")
         if row["dtype"] not in DTYPES:
             raise NotSupportedError(f"{self.path}: tensors of type {row['dtype']} cannot be read.")
         like = torch.empty(row["shape"], dtype=DTYPES[row["dtype"]], device="meta")
@@ -121,6 +124,26 @@ class TensorFile:
         if end - begin != _bytes(like) or begin < 0:
             raise FormatError(f"{self.path}: a tensor of shape {row['shape']} lies in {end - begin} bytes.")
         return like, self._start + begin
+
+    def _check_covered(self, metadata: Any) -> None:
+        """Raise ValueError where the library of the format does: gaps, overlaps, metadata that are no texts."""
+        end = self._start
+        for begin, length in sorted((begin, _bytes(like)) for like, begin in self._tensors.values()):
+            if begin != end:
+                raise ValueError(f"a tensor begins at byte {begin}, and what stands before it ends at {end}")
+            end += length
+        if end != self._size:
+            raise ValueError(f"the tensors end at byte {end} of {self._size}")
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError(f"{_METADATA} is {metadata!r:.80}, not texts by name")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the header. Raises ValueError for a name that occurs twice: readers would differ in which counts."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return made
 
 
 def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = False) -> dict[str, ByteRange]:
