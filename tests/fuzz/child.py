@@ -88,7 +88,9 @@ def _child(work: Callable[[], Any], logs: Path, limits: Limits, nobody: bool, wr
         for name, descriptor in (("out", 1), ("err", 2)):
             os.dup2(os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout, sys.stderr = (open(d, "w", encoding="utf-8", closefd=False) for d in (1, 2))  # noqa: SIM115
+        # As Python opens them under UTF-8.
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))

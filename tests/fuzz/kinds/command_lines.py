@@ -103,11 +103,11 @@ def _odd_output(random: Random, place: Place, line: list[object]) -> tuple[str, 
     return f"output {how}", how == "read-only"
 
 
-def _allowed(line: list[object]) -> list[Path]:
-    """What the line names as outputs; an option may stand with its value in one word."""
-    named = [Path(str(value)) for option, value in pairwise(line) if option in OUTPUT_OPTIONS]
-    folders = [path for path in named if str(path).startswith("/")]
-    return [*folders, *(path.with_name(f"{path.name}.data") for path in folders if path.name)]
+def _allowed(folder: Path, line: list[object]) -> list[Path]:
+    """What the line, run in a folder, names as outputs, and the weights beside them."""
+    named = [folder / str(value) for option, value in pairwise(line) if option in OUTPUT_OPTIONS]
+    named = [path for path in named if path != folder]
+    return [*named, *(path.with_name(f"{path.name}.data") for path in named if path.name)]
 
 
 def make(random: Random, place: Place) -> Case:
@@ -119,7 +119,7 @@ def make(random: Random, place: Place) -> Case:
         said, user = _odd_output(random, place, line)
     else:
         said = "; ".join(pick(random, DAMAGES)(random, line) for _ in range(int(random.integers(1, 3))) if line)
-    allowed = tuple(_allowed(line))
+    allowed = tuple(_allowed(place.outputs, line))
     return Case(
         f"{name}: {said!r}: {shown(*line)!r}", partial(_run, place.outputs, line), nothing_to_compare, allowed,
         margin=None, user=user,
