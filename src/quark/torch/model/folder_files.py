@@ -19,7 +19,7 @@ _SIDE_FILES = re.compile(
     r"|^modules\.json$|^(config_)?sentence_\w+\.json$"
 )
 """Files of a source checkpoint that travel along."""
-_READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$")
+_READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$|\.bin$")
 """Files that quark, or transformers on its behalf, opens."""
 _BLOB = re.compile(r"models--[^/]+/blobs/[0-9a-f]{40,64}$")
 """What the links in a snapshot of huggingface's cache lead to: contents under their hashes."""
