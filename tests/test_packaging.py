@@ -36,6 +36,7 @@ EXTRAS_OF = {
 IMPORTED_AS = {"pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
 COME_WITH_OTHERS = {"pydantic_core": "pydantic brings the one version that it works with"}
 NEVER_IMPORTED = {
+    "safetensors": "transformers imports it, to read the files of a folder",
     "accelerate": "transformers imports it, for the `device_map` of import_model_from_safetensors(None, ...)",
     "onnxscript": "torch.onnx.export imports it, on which export_onnx is built",
 }

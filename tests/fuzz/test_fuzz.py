@@ -151,7 +151,6 @@ def test_a_case_is_made_from_its_number_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="doors that let damaged inputs in are being mended")
 def test_a_slice_keeps_every_promise() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--cases", "40", "--seed", "0"]
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}

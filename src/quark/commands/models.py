@@ -44,7 +44,7 @@ def load_model(
         raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
     where = _device(device)
     _quiet_transformers()
-    if stored.get("quant_method") in FOREIGN:
+    if str(stored.get("quant_method")) in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.
         with as_format_error(folder):
             return import_model_from_safetensors(None, folder, attn_implementation="sdpa").eval().to(where)

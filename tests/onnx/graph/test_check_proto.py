@@ -418,3 +418,20 @@ def test_the_checks_leave_a_model_as_it_is() -> None:
     before = model.SerializeToString()
     load(model)
     assert model.SerializeToString() == before and images(1)
+
+
+def test_shapes_within_the_graph_that_contradict_its_inputs_are_replaced() -> None:
+    """ONNX Runtime infers them anew; written on, they made a file that it refuses."""
+    b = helper.make_node
+    nodes = [b("Relu", ["x"], ["a"], name="a"), b("Relu", ["a"], ["y"], name="y")]
+    said = [helper.make_tensor_value_info("a", TensorProto.FLOAT, [2, 17, 3])]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
+    model = helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], value_info=said))
+    model.opset_import[0].version, model.ir_version = 17, 8
+    (value,) = read(model).graph[0].outputs
+    assert [str(size) for size in value.shape or ()] == ["n", "4"]
+    said[0].type.tensor_type.shape.CopyFrom(ends[0].type.tensor_type.shape)
+    said[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    model.graph.value_info[0].CopyFrom(said[0])
+    (kept,) = read(model).graph[0].outputs
+    assert [str(size) for size in kept.shape or ()] == ["batch", "4"]

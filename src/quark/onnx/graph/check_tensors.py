@@ -102,6 +102,10 @@ def _entries(tensor: TensorProto) -> int:
     return size if bits >= 8 else -(-size * bits // 8)
 
 
+EXTERNAL_KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
+"""What ONNX says of data outside the model (onnx.proto, TensorProto.external_data)."""
+
+
 def byte_count(tensor: TensorProto) -> int:
     """Bytes that the type and shape of a tensor need."""
     return -(-math.prod(tensor.dims) * ir.DataType(tensor.data_type).bitwidth // 8)
@@ -115,6 +119,9 @@ def outside(tensor: TensorProto, who: str, folder: Path) -> Outside:
             in fewer bytes than the shape needs; or the length says something else than the shape.
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
+    unknown = sorted(entries.keys() - EXTERNAL_KEYS)
+    if unknown:
+        raise FormatError(f"The data of {who} have {quoted(unknown[0])}, which says nothing of where they lie.")
     location = entries.get("location", "")
     if not location or "\0" in location or len(location.encode()) > LONGEST_NAME:
         raise FormatError(f"The data of {who} lie in a file of no possible name: {quoted(location)}.")

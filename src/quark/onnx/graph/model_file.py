@@ -98,6 +98,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     check_graph(model, name)
     sort_nodes(model, name)
     name_nodes(model)
+    correct_shapes(model)
     return model
 
 
@@ -159,6 +160,31 @@ def infer_shapes(model: ir.Model) -> None:
         for value in node.outputs if node.op_type in MAKES_SEQUENCE else ():
             if isinstance(value.type, ir.TensorType):
                 value.type, value.shape = ir.SequenceType(value.type), None
+
+
+def correct_shapes(model: ir.Model) -> None:
+    """Replace shapes within the graph that contradict what follows from its inputs, as the runtime does."""
+    before = {value: (value.type, value.shape) for node in model.graph.all_nodes() for value in node.outputs}
+    inside = [value for node in model.graph for value in node.outputs if not value.is_graph_output()]
+    declared = [value for value in inside if value.shape is not None]
+    if not declared:
+        return
+    for value in declared:
+        value.shape = None
+    with _quiet():
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    inferred = {value: value.shape for value in declared}
+    for value, (kind, shape) in before.items():
+        value.type, value.shape = kind, shape
+    for value, shape in inferred.items():
+        if shape is not None and value.shape is not None and not _agree(shape, value.shape):
+            value.shape = shape
+
+
+def _agree(one: ir.Shape, other: ir.Shape) -> bool:
+    """Whether a tensor may have both shapes."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in pairs)
 
 
 def opset(model: ir.Model) -> int:

@@ -83,8 +83,8 @@ def stream(
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
-        run = _Run(job, layers, manifest, torch.device(device))
         with _kept_if_begun(manifest):
+            run = _Run(job, layers, manifest, torch.device(device))
             run.quantize(algorithms_of(config.algo_config or []), batches)
         wait()
         if rank() == 0:

@@ -41,7 +41,8 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
     Returns:
         The names; none where no forward could be tried.
     """
-    batch = example(model, data)
+    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws when it is begun
+        batch = example(model, data)
     if batch is None:
         return set()
     watch = _Watch(model)
