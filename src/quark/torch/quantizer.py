@@ -70,7 +70,8 @@ class ModelQuantizer:
         """
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
-        if not isinstance(model, nn.Module):
+        in_graph = self.config.quant_mode is QuantizationMode.fx_graph_mode  # which says itself what it takes
+        if not in_graph and not isinstance(model, nn.Module):
             raise ConfigError(
                 f"quantize_model takes a torch.nn.Module, got {model!r:.60}. A folder: load it with transformers' "
                 "from_pretrained, or call direct_quantize_checkpoint(folder, output)."
@@ -79,7 +80,7 @@ class ModelQuantizer:
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
         with severity(level), torch.inference_mode(False):
-            if self.config.quant_mode is QuantizationMode.fx_graph_mode:
+            if in_graph:
                 return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")

@@ -253,7 +253,7 @@ def test_targets_may_come_from_another_float_model(tmp_path: Path, plain: Any) -
         quantize_job(other)
     with pytest.raises(ConfigError, match="CLEConfig has rescaled the layers"):
         settings = replace(A8W4, algorithms=(CLEConfig(), replace(PLAIN, ref_model_path=str(same))))
-        quantize(load(DIGITS / "model.onnx"), settings, [{"image": np.zeros((1, 1, 8, 8), np.float32)}] * 2)
+        quantize(load(DIGITS / "model.onnx"), settings, [{"image": np.ones((1, 1, 8, 8), np.float32)}] * 2)
 
 
 def quantize_job(reference: Path | None) -> list[Any]:

@@ -171,8 +171,12 @@ def correct_shapes(model: ir.Model) -> None:
         return
     for value in declared:
         value.shape = None
+    initializers = model.graph.initializers
+    order = list(initializers)
     with _quiet():
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    for name in order:  # the pass puts large ones behind the others
+        initializers[name] = initializers.pop(name)
     inferred = {value: value.shape for value in declared}
     for value, (kind, shape) in before.items():
         value.type, value.shape = kind, shape
