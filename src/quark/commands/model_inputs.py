@@ -98,7 +98,9 @@ class ModelInputs:
         transformers = import_transformers()
         kind = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}.get(auto, "feature extractor")
         with as_format_error(self.folder, f"holds no {kind} that transformers loads"):
-            loaded = getattr(transformers, auto).from_pretrained(self.folder, trust_remote_code=False)
+            loaded = getattr(transformers, auto).from_pretrained(
+                self.folder, trust_remote_code=False, local_files_only=True
+            )
             files = {"tokenizer.json", "tokenizer.model", *getattr(loaded, "vocab_files_names", {}).values()}
             # Some classes of transformers make a tokenizer without words where there is no file.
             if auto == "AutoTokenizer" and not any((self.folder / name).is_file() for name in files):

@@ -69,7 +69,11 @@ def load_whole(folder: Path, *, trust_remote_code: bool = False, keep_unexpected
     chosen = model_class(folder, load_config(folder, trust_remote_code), trust_remote_code)
     with as_format_error(folder):
         model, report = chosen.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+            folder,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
         )
     unexpected = sorted(report["unexpected_keys"])
     if keep_unexpected and unexpected:

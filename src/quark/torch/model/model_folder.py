@@ -100,7 +100,9 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     read_config(folder)
     transformers = import_transformers()
     with as_format_error(folder):
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
 
 
 def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> Any:

@@ -62,7 +62,7 @@ def _load(folder: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer  # costs seconds: imported when a file is really written
 
     with as_format_error(Path(folder), "holds no tokenizer that transformers loads"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise NotSupportedError(f"{folder}: {type(tokenizer).__name__} has no tokenizer.json to read from.")
     return tokenizer
