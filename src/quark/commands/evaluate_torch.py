@@ -18,6 +18,8 @@ from quark.core.metrics import Comparison
 from quark.errors import ConfigError
 from quark.log import progress
 
+ALL = 1 << 62
+"""More samples than there are."""
 LARGEST_PIECE = 1 << 22
 """Values of an output that are compared at once, in float64."""
 
@@ -84,14 +86,11 @@ def evaluate_folders(
     console.print(_worst_layers(layer_damage(before, after, batches[0]), layers))
 
 
-ALL = 1 << 62
-"""More samples than there are."""
-
-
 def _same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise ConfigError when two configs describe models whose layers cannot be compared."""
     for key in ("model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size"):
-        if before.get(key) != after.get(key) and not (key == "architectures" and None in map(before.get, (key,))):
+        named = before.get(key) is not None or key != "architectures"  # which a float model may leave out
+        if named and before.get(key) != after.get(key):
             raise ConfigError(
                 f"The two models differ in {key}: {before.get(key)} (float) and {after.get(key)} (quantized). "
                 "Compare a quantized model with the float model that it was made from."

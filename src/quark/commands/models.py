@@ -11,7 +11,7 @@ import quark.torch  # noqa: F401 - first: where torch is absent, it says how to 
 import torch
 
 from quark.commands.model_inputs import ModelInputs
-from quark.errors import ConfigError, did_you_mean
+from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, stored_shapes
 from quark.torch.formats import FORMATS
@@ -75,8 +75,10 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     if read_config(folder).get("quantization_config"):
         raise ConfigError(f"{folder} is quantized already; give the float model.")
     _quiet_transformers()
-    present = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    shapes = stored_shapes(folder) if present else {}
+    try:
+        shapes = stored_shapes(folder)
+    except FormatError:  # a plan needs no weights
+        shapes = {}
     return build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code)
 
 
