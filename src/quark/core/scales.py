@@ -28,6 +28,8 @@ from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 
 EPS = 2.0**-23
 """The smallest scale: the epsilon of float32."""
+TINY = 2.0**-126
+"""The smallest normal float32. What is below has lost digits, and no scale of float32 divides it."""
 SQRT2_MANTISSA = 0x3504F3
 """The mantissa bits of sqrt(2) in float32: above it, log2 rounds up."""
 SCALE_DTYPES = {

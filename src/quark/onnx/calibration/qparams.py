@@ -18,10 +18,9 @@ from quark.core.observers import OBSERVERS, Observer
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import quantize
-from quark.core.scales import QParams
+from quark.core.scales import TINY, QParams
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
-from quark.onnx.calibration.data.readers import TINY
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import constant

@@ -12,8 +12,8 @@ from torch import nn
 
 from quark.core.array import dtype_name
 from quark.core.observers import OBSERVERS
-from quark.core.quantize import compute_qparams, quantize_scales, range_of, second_level
-from quark.core.scales import QParams, qparams_from_range
+from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
+from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
@@ -60,7 +60,21 @@ def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
 
     Raises:
         NonFiniteError: x holds NaN or Inf.
+        CalibrationError: All of it would become zero.
     """
+    params = _tensor_qparams(x, spec)
+    # Scales of integers are not below the epsilon of float32, and others have lost their digits at its smallest normal.
+    if bool((params.scale <= EPS).all()) and bool(x.any()):
+        largest = float(x.abs().amax())
+        if largest < TINY or not bool(fake_quantize(x, params, spec).any()):
+            raise CalibrationError(
+                f"the largest value is {largest:.3g}, which no scale of this type holds: all would become zero. "
+                "Possible: exclude the layer, or scale the model."
+            )
+    return params
+
+
+def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
     if spec.observer not in FROM_OWN_RANGE:
         observer = OBSERVERS[spec.observer](spec)
         observer.update(x)

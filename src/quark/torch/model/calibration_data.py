@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.core.scales import TINY
 from quark.errors import CalibrationError, QuarkError, one_line
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 """What a forward calls the argument that takes what a sample is labelled with."""
-TINY = torch.finfo(torch.float32).tiny
-"""The smallest normal number: below it nothing is left to be quantized."""
 
 
 def calibration_data(model: nn.Module, data: Iterable[Any] | None) -> Batches | None:

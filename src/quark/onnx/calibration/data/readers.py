@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from quark.core.array import NumpyArray
+from quark.core.scales import TINY
 from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed
 from quark.onnx.graph.proto_file import reason
 
 __all__ = ["CachedDataReader", "CalibrationDataReader"]
-
-TINY = float(np.finfo(np.float32).tiny)
-"""The smallest normal float32. What is below has lost digits, and no scale of float32 divides it."""
 
 
 class TimeUpError(Exception):
