@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -22,6 +23,7 @@ from quark.torch.formats import FORMATS
 from quark.torch.graph.saving import load_graph, save_graph
 from quark.torch.layers.online_rotation import record_rotations
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.folder_files import regular_file
 
 
 def save_params(
@@ -66,13 +68,15 @@ def save_params(
         for source, make, _ in entries(model, pack_method, compressed)
         for suffix, tensor in make().items()
     }
-    description = {
+    description: dict[str, Any] = {
         "config": record_rotations(config.to_dict(), model),
         "export": {"pack_method": pack_method, "weight_format": REAL_QUANTIZED if compressed else FAKE_QUANTIZED},
         "structure": _structure(model),
     }
     with atomic_file(folder / f"{model_type}.safetensors") as file:
         save_tensors(tensors, file)
+        # Two files cannot be replaced in one step: each says which the other is.
+        description["sha256"] = _digest(file)
     with atomic_file(folder / f"{model_type}.json") as file:
         file.write_text(json.dumps(description, indent=2) + "\n")
     return folder / f"{model_type}.json"
@@ -110,10 +114,23 @@ def load_params(
         config, export = QConfig.from_dict(description["config"]), description["export"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{json_path!s} is not a file of save_params: {error}.") from None
-    if not Path(safetensors_path).is_file():
-        raise FormatError(f"{safetensors_path!s} is not there.")
-    load_into(model, config, export, [Path(safetensors_path)])
+    tensors = regular_file(Path(safetensors_path))
+    # Files of former versions do not say it.
+    if description.get("sha256", None) not in (None, _digest(tensors)):
+        raise FormatError(
+            f"{tensors} is not what {json_path!s} was saved with: save_params was stopped between the two, or one was "
+            "replaced. Possible: save both again."
+        )
+    load_into(model, config, export, [tensors])
     return model
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while chunk := handle.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _structure(model: nn.Module) -> dict[str, dict[str, Any]]:
