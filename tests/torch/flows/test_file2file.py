@@ -213,7 +213,7 @@ def damage(source: Path, kind: str) -> str:
         said = r"lacks 1 of the \d+ tensors .* model\.layers\.1\.mlp\.up_proj\.weight"
     elif kind == "other shape":
         tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 4)
-        said = r"up_proj\.weight has shape \(3, 4\).*needs \(256, 128\)"
+        said = r"up_proj\.weight has shape \(3, 4\).*calls for \(256, 128\)"
     else:
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
         said = r"model\.layers\.1\.mlp\.up_proj\.weight: 1 of 32768 values are NaN"
