@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.float_model import load_float_model, stored_shapes
+from quark.torch.model.meta_model import build_skeleton
 from tests.models.model_folders import model_folder
 
 
@@ -75,6 +76,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "code of its own": ("qwen3", configured(auto_map={"AutoModelForCausalLM": "evil.Evil"}, architectures=["Evil"]),
                         "--trust-remote-code"),
     "nothing but a list": ("qwen3", lambda f: (f / "config.json").write_text("[]") and None, "no model_type"),
+    "weights of another name": ("qwen3", configured(transformers_weights="o.safetensors"), "transformers_weights is"),
+    "code from the network": ("qwen3", configured(attn_implementation="some/kernel"), "code to be downloaded"),
+    "a class that is no whole model": ("qwen3", configured(architectures=["PreTrainedModel"]), "PreTrainedModel"),
     "deep nesting": ("qwen3", lambda f: (f / "config.json").write_text("[" * 10**5) and None, "not JSON"),
 }  # fmt: skip
 
@@ -135,3 +139,23 @@ def test_without_a_named_class_it_is_the_causal_language_model(folders: dict[str
     assert type(load_float_model(tmp_path / "qwen3")).__name__ == "Qwen3ForCausalLM"
     with pytest.raises(FormatError, match="has no cls"):
         load_float_model(tmp_path / "classifier")
+
+
+def test_files_from_before_torch_wrote_archives_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["qwen3"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    load_float_model(folder)
+    (folder / "model.safetensors").unlink()
+    assert stored_shapes(folder) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def test_what_a_legacy_constructor_made_is_read_from_disk_too(tmp_path: Path) -> None:
+    """`nn.Parameter(torch.FloatTensor(n))` is never on the meta device; streaming wrote what lay in the memory."""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    torch.manual_seed(0)
+    config = XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=64)
+    XLNetLMHeadModel(config).save_pretrained(tmp_path)
+    assert all(tensor.is_meta for tensor in build_skeleton(tmp_path).parameters())

@@ -310,3 +310,13 @@ def test_a_header_that_contradicts_itself_or_the_file_is_refused(tmp_path: Path,
         pass
     with pytest.raises(FormatError, match=f"file is no safetensors file, or its header is corrupt: .*{said}"):
         TensorFile(tmp_path / "file")
+
+
+def test_tensors_that_the_model_ties_and_the_folder_does_not_are_refused(tmp_path: Path) -> None:
+    """transformers keeps both; the head was dropped in silence."""
+    source = save_float(tmp_path / "float", shard="1GB")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(NotSupportedError, match=r"different tensors under names that its model ties.*lm_head\.weight"):
+        file_to_file(scheme("int8_wo"), source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -114,3 +114,17 @@ def test_the_export_copies_no_file_from_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="out of its folder"):
         export_safetensors(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(FormatError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_the_single_file_is_read_where_there_is_an_index_too(tmp_path: Path) -> None:
+    """As transformers does; read otherwise, streaming took other weights than the model in memory."""
+    for name in ("model.safetensors", "model-00001-of-00001.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    assert [file.name for file in shard_files(tmp_path)] == ["model.safetensors"]

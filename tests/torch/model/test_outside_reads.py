@@ -71,3 +71,32 @@ def test_a_batch_that_the_model_refuses_says_nothing_and_draws_nothing() -> None
     assert weights_read_elsewhere(model, [torch.ones(2, 3)]) == set()
     assert weights_read_elsewhere(model) == set()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Half(nn.Module):
+    """One expert, whose second layer is read for its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x).to(self.second.weight.dtype))
+        return out
+
+
+def test_experts_that_got_no_token_are_as_the_others() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Half(), Half()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.experts[0](x)
+            return out
+
+    assert weights_read_elsewhere(Routed(), [BATCH]) == {"experts.0.second", "experts.1.second"}
+
+
+def test_where_the_forward_fails_the_code_is_read() -> None:
+    assert weights_read_elsewhere(Half(), [torch.ones(2, 3)]) == {"second"}

@@ -111,7 +111,7 @@ def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
     single = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset(model))])
     try:
         output = np.asarray(next(iter(ReferenceEvaluator(single).run(None, inputs))))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError):
+    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, NotImplementedError, MemoryError):
         return None  # The evaluator lacks a type or a form of the op: the node stays, for the runtime to compute.
     return output if output.size <= largest else None
 

@@ -7,6 +7,7 @@ a log. Here each is an error.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in the weight files, read from their headers. Raises FormatError."""
-    if not (folder / INDEX).exists() and any((folder / name).is_file() for name in PICKLED):
+    plain = any((folder / name).exists() for name in ("model.safetensors", INDEX))
+    if not plain and any((folder / name).is_file() for name in PICKLED):
         return {name: tuple(tensor.shape) for file in _pickled(folder) for name, tensor in file.items()}
     return Source(shard_files(folder)).shapes()
 
@@ -106,7 +108,8 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
     for path in sorted(folder.glob("pytorch_model*.bin")):
         with as_format_error(path):
-            yield torch.load(path, map_location="meta", weights_only=True, mmap=True)
+            # Files from before torch 1.6 are no archives, and cannot be mapped.
+            yield torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def check_shapes(folder: Path, model: Any, shapes: Shapes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from quark.errors import FormatError, NotSupportedError
@@ -105,6 +106,7 @@ class CheckpointJob:
         ties = tied_names(self.model)
         in_folder = source_names(self.model, self.checkpoint.names())
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
+        self._check_ties(in_folder, ties)
         names = dropped_names(self.model, self.checkpoint.names())
         dropped = [plain_entry(name, self.checkpoint.meta(name)) for name in names]
         unexpected = sorted({*self.checkpoint.names()} - {*(in_folder[n] for n in in_folder if n in ties), *names})
@@ -114,6 +116,22 @@ class CheckpointJob:
                 f"{', '.join(unexpected[:5])}."
             )
         return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
+
+    def _check_ties(self, in_folder: Mapping[str, str], ties: Mapping[str, list[str]]) -> None:
+        """Raise NotSupportedError where the model shares one tensor, and the folder has different ones under its names.
+
+        transformers keeps both then, which a skeleton cannot know.
+        """
+        for name, aliases in ties.items():
+            stored = [in_folder[alias] for alias in aliases if alias in in_folder]
+            if name != aliases[0] or len(set(stored)) < 2:
+                continue
+            first, *others = (self.checkpoint.stored(source) for source in dict.fromkeys(stored))
+            if any(not torch.equal(first, other) for other in others):
+                raise NotSupportedError(
+                    f"{self.folder} holds different tensors under names that its model ties: {', '.join(stored)}. "
+                    "Possible: tie_word_embeddings false in config.json, or quantize_model, with the model in memory."
+                )
 
     def create_shards(self, output: Path, contents: Contents, begun: bool = False) -> dict[str, ByteRange]:
         """Make the files of the new folder; return where each tensor is to be written, by its name there.

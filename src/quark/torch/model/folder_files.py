@@ -72,13 +72,13 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
+    """The safetensors files of a checkpoint folder: the single one where there is one, as transformers takes it.
 
     Raises:
         FormatError: There are none, the index is damaged, or names what is no file of the folder.
     """
     index, single = folder / INDEX, folder / "model.safetensors"
-    if index.exists():
+    if index.exists() and not single.exists():
         names = _shard_names(index)
         missing = next((name for name in names if not _within(folder, name).exists()), None)
         if missing:
@@ -107,7 +107,10 @@ def _within(folder: Path, name: str) -> Path:
     if ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\0" in name:
         raise FormatError(f"{folder} names the file {name!r}, which is none of its own.")
     path = folder / name
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise FormatError(f"{path} is a link that leads nowhere: {error}.") from None
     if not target.is_relative_to(folder.resolve()) and not _BLOB.search(target.as_posix()):
         raise FormatError(f"{path} is a link to {target}, out of its folder: copy the file to its place.")
     return path

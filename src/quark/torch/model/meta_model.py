@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.errors import FormatError
 from quark.torch.model.model_folder import Shapes, as_format_error, check_sizes, load_config, model_class, read_config
 
 _LOCAL = {
@@ -58,11 +59,32 @@ def build_skeleton(
         dtype = config.dtype or stored_dtype
         with torch.device("meta"):
             model = chosen._from_config(config, dtype=dtype)
+        _empty(model)
+        if next(model.parameters(), None) is None:
+            raise FormatError(f"{folder / 'config.json'} names the class {chosen.__name__}, which is no whole model.")
         if model.can_generate():
             model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
     _keep_wide(model, model._get_dtype_plan(dtype))
     model.config._name_or_path = str(folder)
     return model.eval()
+
+
+def _empty(model: nn.Module) -> None:
+    """Put what a legacy constructor (`torch.FloatTensor(n)`) made in memory on the meta device; ties stay."""
+    memo: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        kept = module._non_persistent_buffers_set
+        for tensors in (module._parameters, {n: b for n, b in module._buffers.items() if n not in kept}):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = (
+                        nn.Parameter(tensor.to("meta"), tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else tensor.to("meta")
+                    )
+                (module._parameters if name in module._parameters else module._buffers)[name] = memo[id(tensor)]  # type: ignore[assignment]
 
 
 def fill_buffers(model: Any) -> None:

@@ -54,6 +54,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
         if not isinstance(config.get(field), (kind, type(None))):
             raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
+    for name, value in _leaves(config):
+        leaf = name.rpartition(".")[2]
+        if leaf == "transformers_weights" and value:
+            raise FormatError(f"{path}: {name} is {value!r}; weights are read from model.safetensors or its index.")
+        if leaf.endswith("_implementation") and isinstance(value, str) and "/" in value:
+            raise FormatError(f"{path}: {name} is {value!r}, code to be downloaded; possible: eager, sdpa.")
     return config
 
 
@@ -69,9 +75,9 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
         FormatError: A number calls for more modules, or longer tensors, than the files can hold.
     """
     longest = max((size for shape in shapes.values() for size in shape), default=0)
-    for name, value in _numbers(stored):
+    for name, value in _leaves(stored):
         leaf = name.rpartition(".")[2]
-        if SCALARS.search(leaf):
+        if SCALARS.search(leaf) or not isinstance(value, int) or isinstance(value, bool):
             continue
         limit = max(MODULES, len(shapes)) if COUNTS.match(leaf) else max(LENGTH, PACKING * longest)
         if value > limit:
@@ -81,18 +87,16 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
             )
 
 
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Every integer of a config, by its path. The depth is bounded by that of the JSON reader."""
-    if isinstance(value, bool):
-        return
-    if isinstance(value, int):
-        yield name, value
-    elif isinstance(value, dict):
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a config, by its path. The depth is bounded by that of the JSON reader."""
+    if isinstance(value, dict):
         for key, item in value.items():
-            yield from _numbers(item, f"{name}.{key}".lstrip("."))
+            yield from _leaves(item, f"{name}.{key}".lstrip("."))
     elif isinstance(value, list):
         for item in value:
-            yield from _numbers(item, name)
+            yield from _leaves(item, name)
+    else:
+        yield name, value
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -7,6 +7,8 @@ these are is seen in one small forward.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -26,6 +28,8 @@ HARMLESS = frozenset(
 )  # fmt: skip
 """What codes answer as the float weight does."""
 
+WEIGHT_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|shape|size|ndim)\b)")
+"""In the source of a module: the weight of a child, taken for more than its place or shape."""
 TOKENS = 8
 """Of the text that a model of transformers is tried with."""
 
@@ -39,13 +43,14 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
             iterators are left alone.
 
     Returns:
-        The names; none where no forward could be tried.
+        The names, and those of the layers at the same place in modules of the same class: an expert that got no token
+        is as the others. Where the forward fails, those that the code of their module names.
     """
     with torch.random.fork_rng(devices=[]):  # a shuffled loader draws when it is begun
         batch = example(model, data)
     if batch is None:
         return set()
-    watch = _Watch(model)
+    watch, finished = _Watch(model), False
     # A model that a dummy input does not suit is quantized all the same, as far as is known of it.
     with ExitStack() as stack, suppress(Exception):
         stack.enter_context(torch.no_grad())
@@ -54,11 +59,41 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
         stack.callback(watch.end)
         stack.enter_context(watch)
         forward_batch(model, batch, _device(model))
-    return watch.found
+        finished = True
+    return _with_siblings(model, watch.found if finished else watch.found | _named_in_code(model))
+
+
+def _with_siblings(model: nn.Module, found: set[str]) -> set[str]:
+    """The names, and those of equal name in modules of equal class."""
+    places = {name: (type(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in found}
+    places = {name: place for name, place in places.items() if place[0] is not nn.ModuleList}
+    alike = set(places.values())
+    return found | {
+        f"{name}.{leaf}".lstrip(".")
+        for name, module in model.named_modules()
+        for leaf in module._modules
+        if (type(module), leaf) in alike
+    }
+
+
+def _named_in_code(model: nn.Module) -> set[str]:
+    """Names of children whose weight the source of their parent's class takes for more than its place or shape."""
+    reads: dict[type, set[str]] = {}
+    for module in model.modules():
+        if type(module) not in reads:
+            code = ""
+            with suppress(OSError, TypeError):  # a class without a file
+                code = inspect.getsource(type(module))
+            reads[type(module)] = set(WEIGHT_READ.findall(code))
+    return {
+        f"{name}.{leaf}".lstrip(".")
+        for name, module in model.named_modules()
+        for leaf in reads[type(module)] & module._modules.keys()
+    }
 
 
 def example(model: Any, data: Iterable[Any] | None = None) -> Any:
-    """A batch to try a model with: zeros of what a model of transformers takes, else the first of the data, or None."""
+    """A batch to try a model with: of what a model of transformers takes, else the first of the data, or None."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "main_input_name"):
         return next(iter(data), None) if isinstance(data, Sized) else None
@@ -67,7 +102,9 @@ def example(model: Any, data: Iterable[Any] | None = None) -> Any:
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", 224) or 224
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
+    words = getattr(config.get_text_config(), "vocab_size", None) or TOKENS
+    # Different tokens, so that more than one expert gets some.
+    tokens = (torch.arange(1, TOKENS + 1, device=device) % words)[None]
     shapes = {
         "pixel_values": (1, getattr(vision, "num_channels", 3), height, width),
         "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)),
