@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,19 @@ def test_what_a_legacy_constructor_made_is_read_from_disk_too(tmp_path: Path) ->
     config = XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=64)
     XLNetLMHeadModel(config).save_pretrained(tmp_path)
     assert all(tensor.is_meta for tensor in build_skeleton(tmp_path).parameters())
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_buffers_of_old_checkpoints_come_along(in_memory: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+    from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
+
+    folder, out, ids = tmp_path / "model", tmp_path / "out", torch.arange(8)[None]
+    shutil.copytree(folders["classifier"], folder)
+    rewrite(folder, lambda tensors: tensors.update({"bert.embeddings.position_ids": ids}))
+    quantizer = ModelQuantizer(LLMTemplate.get("bert").get_config("int8_wo"))
+    if in_memory:
+        export_safetensors(quantizer.freeze(quantizer.quantize_model(load_float_model(folder))), out)
+    else:
+        quantizer = ModelQuantizer(replace(quantizer.config, quant_flow=QuantFlow.file2file))
+        quantizer.direct_quantize_checkpoint(folder, out)
+    assert torch.equal(load_file(out / "model.safetensors")["bert.embeddings.position_ids"], ids)

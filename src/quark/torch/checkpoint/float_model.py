@@ -79,8 +79,8 @@ def load_whole(folder: Path, *, trust_remote_code: bool = False, keep_unexpected
     unexpected = sorted(report["unexpected_keys"])
     if keep_unexpected and unexpected:
         # What the class leaves out by design is named so; writers store it as it was.
-        known = list(model._keys_to_ignore_on_load_unexpected or [])
-        model._keys_to_ignore_on_load_unexpected = [*known, *(f"^{re.escape(name)}$" for name in unexpected)]
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(name)}$" for name in unexpected)}
         unexpected = []
     _refuse(folder, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
     _refuse(folder, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")

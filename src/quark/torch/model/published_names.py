@@ -76,8 +76,14 @@ def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
 
 
 def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
-    """Tensors of a checkpoint that the transformers class leaves out by design (mtp.*, for one)."""
+    """Tensors of a checkpoint that the transformers class leaves out by design (mtp.*, for one), or computes itself.
+
+    The second are the buffers of old checkpoints that transformers ignores whatever the class says.
+    """
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    buffers = [name for name, _ in model.named_buffers()]
+    computed = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
+    patterns += [pattern for pattern, end in computed.items() if any(name.endswith(end) for name in buffers)]
     own = set(model.state_dict()) if patterns else set()
     return [name for name in stored if name not in own and any(re.search(p, name) for p in patterns)]
 
