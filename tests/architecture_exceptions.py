@@ -9,6 +9,7 @@ LISTS = {
     "onnx/tools": "a documented address each",
 }
 FULL_FOLDERS = {
+    ".": "what both flows stand on, in files of their own, beside the rooms",
     "onnx": "four files that are the flow, beside the rooms that it leads through",
 }
 

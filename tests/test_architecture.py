@@ -45,7 +45,7 @@ ADDRESSES = (
 
 # From the ground up: each imports itself and what stands further down, never what stands beside it, but on the ground.
 ARROWS = [
-    "errors checked files log native command_line __version__",
+    "errors checked files image_files log native command_line __version__",
     "core",
     "onnx_ops",
     "torch onnx",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import wave
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from quark.commands.model_inputs import ModelInputs
 from quark.errors import CalibrationError, FormatError
+from quark.image_files import open_image
 from quark.torch.model.model_folder import load_config, model_class
 from tests.models.model_folders import DATA, model_folder
 
@@ -100,6 +103,24 @@ def _uncaptioned(folder: Path) -> Path:
     return folder
 
 
+def _image(path: Path, kind: Any) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(np.arange(64).reshape(8, 8).astype(kind) * 1000).save(path)
+    return path.parent
+
+
+def _eps(path: Path) -> Path:
+    """A page of PostScript, which Pillow would have Ghostscript run."""
+    path.parent.mkdir()
+    Image.new("RGB", (8, 8)).save(path, format="EPS")
+    return path.parent
+
+
+def _sound(path: Path, bits: int = 16, cut: int = 0) -> Path:
+    head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 236, b"WAVE", b"fmt ", 16, 1, 1, 16000, 0, 0, bits, b"data", 200)
+    return _written(path, head + bytes(200 - cut)).parent
+
+
 WRONG: dict[str, tuple[str, Any, str]] = {
     "nothing there": ("vit", lambda t: t / "none", "is not there"),
     "a text for images": ("vit", lambda t: _written(t / "a.txt", b"hello"), "takes a folder of images"),
@@ -108,8 +129,14 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "an empty text": ("classifier", lambda t: _written(t / "a.txt", b"\n \n"), "holds no sample"),
     "no text at all": ("classifier", lambda t: _written(t / "a.txt", b"\xff\xfe"), "UTF-8"),
     "no image": ("vit", lambda t: _written(t / "i" / "a.png", b"nothing").parent, "a.png cannot be read as an image"),
+    "a program": ("vit", lambda t: _eps(t / "i" / "a.png"), "a.png cannot be read as an image: it is none of PNG"),
+    "floats": ("vit", lambda t: _image(t / "i" / "a.tiff", np.float32), "32-bit floats, of which no range is known"),
     "no caption": ("clip", lambda t: _uncaptioned(t / "i"), "3.txt has to hold a caption"),
     "no sound": ("whisper", lambda t: _written(t / "s" / "a.wav", b"RIFF").parent, "a.wav cannot be read"),
+    "half a sound": ("whisper", lambda t: _sound(t / "s" / "a.wav", cut=1), "says 200 bytes of sound and holds 199"),
+    "wide sound": ("whisper", lambda t: _sound(t / "s" / "a.wav", bits=64), "a.wav has samples of 64 bits"),
+    "NaN": ("vit", lambda t: _npz(t, pixel_values=np.full((1, 3), np.nan)), "sample 0 of pixel_values holds NaN"),
+    "too large": ("vit", lambda t: _npz(t, pixel_values=np.full((1, 3), 1e300)), "sample 0 of pixel_values holds NaN"),
     "pickles": ("vit", _pickled, "a.npz cannot be read"),
     "no archive": ("vit", lambda t: _written(t / "a.npz", b"PK\x03\x04"), "a.npz cannot be read"),
     "unknown names": ("vit", lambda t: _npz(t, pixels=np.ones((1, 2))), "unknown: pixels"),
@@ -123,6 +150,14 @@ def test_data_that_the_model_does_not_take_are_refused(case: str, folders: dict[
     name, make, message = WRONG[case]
     with pytest.raises(CalibrationError, match=message):
         inputs(folders[name]).read(make(tmp_path), 4, 8)
+
+
+def test_grey_of_16_bits_keeps_its_range(tmp_path: Path) -> None:
+    """Pillow makes white of all that is above 255."""
+    for name in ("a.png", "a.tiff"):
+        pixels = np.asarray(open_image(_image(tmp_path / "i" / name, np.uint16) / name, "RGB"))
+        wanted = np.arange(64).reshape(8, 8) * 1000 / 257
+        assert pixels.shape == (8, 8, 3) and np.abs(pixels - wanted[..., None]).max() <= 0.5
 
 
 def test_another_rate_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from quark.commands.text import read_text, token_windows
-from quark.errors import CalibrationError, require_packages
+from quark.errors import CalibrationError, MissingDependencyError, one_line
+from quark.image_files import open_image
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
 Batch = Any
@@ -180,7 +181,13 @@ class ModelInputs:
                 f"{data} does not hold equally many samples for arguments ({what}): {self._wanted()}."
             )
         for row in range(next(iter(counts.values()))):
-            yield self._named({name: x[row : row + 1] for name, x in arrays.items()})
+            sample = self._named({name: x[row : row + 1] for name, x in arrays.items()})
+            for name, x in sample.items():
+                if not torch.isfinite(x).all():
+                    raise CalibrationError(
+                        f"{data}: the sample {row} of {name} holds NaN or Inf in {x.dtype}. Possible: leave it out."
+                    )
+            yield sample
 
 
 def _files(folder: Path, open_file: Callable[[Path], Any]) -> Iterator[tuple[Path, Any]]:
@@ -191,13 +198,12 @@ def _files(folder: Path, open_file: Callable[[Path], Any]) -> Iterator[tuple[Pat
 
 
 def _open_image(path: Path) -> Any:
-    require_packages("Reading images", "images", "PIL")
-    from PIL import Image, UnidentifiedImageError
-
     try:
-        return Image.open(path).convert("RGB")
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise CalibrationError(f"{path} cannot be read as an image: {error}.") from None
+        return open_image(path, "RGB")
+    except MissingDependencyError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of Pillow: each format has its own
+        raise CalibrationError(f"{path} cannot be read as an image: {one_line(error).rstrip('.')}.") from None
 
 
 def _open_audio(path: Path) -> tuple[int, np.ndarray[Any, np.dtype[np.float32]]]:
@@ -205,9 +211,13 @@ def _open_audio(path: Path) -> tuple[int, np.ndarray[Any, np.dtype[np.float32]]]
     try:
         with wave.open(str(path)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            size = file.getnframes() * channels * width
             raw = file.readframes(file.getnframes())
     except (OSError, EOFError, wave.Error) as error:
         raise CalibrationError(f"{path} cannot be read as PCM .wav: {error}. Possible: convert it.") from None
+    if width > 4 or len(raw) != size:
+        what = f"has samples of {8 * width} bits" if width > 4 else f"says {size} bytes of sound and holds {len(raw)}"
+        raise CalibrationError(f"{path} {what}. Possible: convert it to PCM .wav of 8 to 32 bits.")
     # Samples of a byte are unsigned; wider ones are signed, and 24 bits become the upper ones of 32.
     octets = np.frombuffer(raw, np.uint8).reshape(-1, channels, width)
     if width == 1:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from quark.core.array import NumpyArray
-from quark.errors import CalibrationError, FormatError, require_packages
+from quark.errors import CalibrationError, FormatError, MissingDependencyError
+from quark.image_files import open_image
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.proto_file import reason, require_regular
 
@@ -102,23 +102,17 @@ def read_image(path: Path, mode: str | None = None) -> NumpyArray:
     """The pixels of an image: uint8 [height, width, colours], or [height, width] of a grey one.
 
     Args:
-        path: PNG or JPEG.
+        path: An image of 8 or 16 bits a colour; see `quark.image_files`.
         mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
 
     Raises:
-        FormatError: It is no image.
+        FormatError: It is no image, or one of 32 bits a colour.
         MissingDependencyError: pillow is not installed.
     """
-    require_packages(f"Reading the image {path.name}", "images", "PIL")
-    from PIL import Image  # of an extra: only where images are read
-
     require_regular(path)
     try:
-        with warnings.catch_warnings():
-            # Pillow warns of more pixels than a photograph has, and refuses twice as many.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(path)
-        with image:
-            return np.asarray(image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB")))
+        return np.asarray(open_image(path, mode))
+    except MissingDependencyError:
+        raise
     except Exception as error:  # of Pillow: each format has its own
         raise FormatError(f"{path} is not an image that can be read: {reason(error)}") from error
