@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
-from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch import LLMTemplate, ModelQuantizer, load_params, save_params
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import LAYERS, QuantLayer, layer_class
@@ -160,6 +162,21 @@ def test_a_tied_head_is_quantized_without_touching_the_embedding() -> None:
     frozen = ModelQuantizer.freeze(quantize(model, LayerSpec(weight=spec("int4"))))
     assert torch.equal(frozen.model.embed_tokens.weight, embedding)
     assert not torch.equal(frozen.lm_head.weight, embedding)
+
+
+@pytest.mark.parametrize("view", [torch.t, lambda x: x[8:]], ids=["transposed", "slice"])
+def test_a_view_of_another_weight_is_frozen_on_its_own(view: Any, tmp_path: Path) -> None:
+    """An autoencoder whose decoder reads the memory of its encoder under a parameter of its own."""
+    model = mlp()
+    model.down = nn.Linear(128, len(view(model.up.weight)), bias=False)
+    model.down.weight = nn.Parameter(view(model.up.weight.data))
+    start = copy.deepcopy(model)
+    quantized = quantize(model, LayerSpec(weight=spec("int4", PerChannel(0))), exclude=["up"])
+    before = quantized(inputs(1)[0])
+    frozen = ModelQuantizer.freeze(quantized)
+    assert torch.equal(frozen(inputs(1)[0]), before) and torch.equal(frozen.up.weight, start.up.weight)
+    path = save_params(frozen, "m", export_dir=tmp_path, compressed=True)
+    assert torch.equal(load_params(start, path, tmp_path / "m.safetensors")(inputs(1)[0]), before)
 
 
 def test_training_flags_and_gradients_survive() -> None:

@@ -25,6 +25,7 @@ from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.outside_reads import weights_read_elsewhere
+from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan
 from quark.torch.replace import attention_quantized, prepared, replaced
 
@@ -146,7 +147,7 @@ class ModelQuantizer:
                 module.stop_learning()
         if quantize is False:
             return model
-        shared = _shared_parameters(model)
+        shared = overlapping(x for m in model.modules() for x in (*m.parameters(False), *m.buffers(False)))
         for layer in layers.values():
             for role in ("weight", "bias"):
                 _freeze(layer, role, shared)
@@ -199,23 +200,13 @@ def _freeze(layer: QuantLayer, role: str, shared: set[int]) -> None:
         return
     parameter: nn.Parameter = getattr(layer, role)
     if id(parameter) in shared:
-        # A tied weight (lm_head and embedding): only this layer's use of it is quantized.
+        # A tied weight (lm_head and embedding), or a view of another: only this layer's use of it is quantized.
         parameter = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         setattr(layer, role, parameter)
     data = parameter.detach()
     with torch.no_grad():
         fake_quantize(data, quantizer.params, quantizer.spec, out=data)
     quantizer.mode = Mode.frozen
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters that more than one module holds."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
 
 
 def _refuse_unsupported(config: QConfig) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ def entries(
     probabilities = probability_quantizers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
     quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
-    seen: dict[tuple[int, torch.Size], str] = {}
+    seen: dict[Any, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.startswith(quantizer_names) or (only is not None and name not in only):
             continue
@@ -68,7 +69,7 @@ def entries(
             layout = form.make_layout(quantizer.spec, layer.spec, tensor.dtype, pack_method, real)
             yield _quantized_entry(name, tensor.detach(), quantizer, layout)
             continue
-        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape)
+        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
         seen[key] = name

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -14,6 +16,31 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, tensor in state.items():
         groups.setdefault(id(tensor), []).append(name)
     return {name: [name, *(n for n in groups[id(tensor)] if n != name)] for name, tensor in state.items()}
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Ids of the tensors that share memory with another of these: the same object, a view (`a.data.t()`), a slice."""
+    ranges = sorted((*_bytes(tensor), id(tensor)) for tensor in tensors if tensor.numel())
+    found: set[int] = set()
+    furthest, holder = 0, 0
+    for start, end, identity in ranges:
+        if start < furthest:
+            found |= {identity, holder}
+        if end > furthest:
+            furthest, holder = end, identity
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """From where to where a tensor lies in memory; one without memory lies where its object does."""
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass without a storage
+        start = 0
+    if not start:
+        return id(tensor), id(tensor) + 1
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def tying_configs(model: nn.Module) -> list[Any]:

@@ -9,7 +9,6 @@ a forward before that one collects the statistics.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,6 +27,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import Call
+from quark.torch.model.tied_weights import overlapping
 
 TOKENS = 16
 """Tokens of one batch on which folds are found and proved."""
@@ -96,9 +96,9 @@ class Folding(Algorithm):
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         self.discovery = Discovery()
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        holders = Counter(map(id, parameters.values()))
+        shared = overlapping(parameters.values())
         # By name: a model that is loaded block by block has other objects by then.
-        self.tied = {name for name, parameter in parameters.items() if holders[id(parameter)] > 1}
+        self.tied = {name for name, parameter in parameters.items() if id(parameter) in shared}
 
     def enter(self, block: Block) -> None:
         """Find the folds; do those that reach beyond one input group."""
