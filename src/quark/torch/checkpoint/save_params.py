@@ -24,6 +24,7 @@ from quark.torch.graph.saving import load_graph, save_graph
 from quark.torch.layers.online_rotation import record_rotations
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import regular_file
+from quark.torch.plan import Plan
 
 
 def save_params(
@@ -68,8 +69,10 @@ def save_params(
         for source, make, _ in entries(model, pack_method, compressed)
         for suffix, tensor in make().items()
     }
+    plan: Plan = model.quant_plan  # type: ignore[assignment]
     description: dict[str, Any] = {
-        "config": record_rotations(config.to_dict(), model),
+        # Resolved: a model to load into has no data, by which layers are found that have to stay in float.
+        "config": {**record_rotations(config.to_dict(), model), "exclude": list(plan.to_exclude)},
         "export": {"pack_method": pack_method, "weight_format": REAL_QUANTIZED if compressed else FAKE_QUANTIZED},
         "structure": _structure(model),
     }

@@ -20,7 +20,15 @@ def replace_layer(model: nn.Module, name: str, spec: LayerSpec) -> QuantLayer:
     assert quantized is not None, f"{name}: {type(module).__name__} has no quantized class"
     layer = quantized.from_float(module, spec)
     set_submodule(model, name, layer)
+    parents = [model.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)]
+    if any(isinstance(parent, nn.TransformerEncoderLayer) for parent in parents):
+        # In inference torch reads the weights in it itself, past the quantizers, unless a module in it has a hook.
+        layer.register_forward_pre_hook(_be_called)
     return layer
+
+
+def _be_called(module: nn.Module, inputs: object) -> None:
+    """A hook that does nothing."""
 
 
 def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
