@@ -105,6 +105,30 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
         shard_files(folder)
 
 
+def test_every_file_of_a_tokenizer_travels_and_no_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quark.torch.model.folder_files._LARGEST", 100)
+    wanted = ["bpe.codes", "dict.txt", "normalizer.json", "qwen.tiktoken", "source.spm", "tekken.json"]
+    for name in [*wanted, "model.bin", "hf_quant_config.json", "generation_config.json", ".hidden", "x.index.json"]:
+        (folder / name).write_text("{}")
+    (folder / "large.txt").write_text(" " * 101)
+    (folder / "logs").mkdir()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("x")
+    assert [file.as_posix() for file in side_files(folder)] == [*wanted, "additional_chat_templates/tool.jinja"]
+    (folder / "outside.codes").symlink_to("../secret.safetensors")
+    for read in (side_files, check_files):
+        with pytest.raises(FormatError, match="out of its folder"):
+            read(folder)
+    (folder / "config.json").unlink()
+    assert side_files(folder) == [Path("additional_chat_templates/tool.jinja")]
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"holds an adapter \(adapter_config\.json\).*Merge the adapter first"):
+        read_config(folder)
+
+
 def test_the_export_copies_no_file_from_elsewhere(tmp_path: Path) -> None:
     model = tiny_llama()
     model.config._name_or_path = str(tmp_path / "source")

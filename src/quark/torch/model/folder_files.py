@@ -18,7 +18,15 @@ _SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
     r"|^modules\.json$|^(config_)?sentence_\w+\.json$"
 )
-"""Files of a source checkpoint that travel along."""
+"""Files of a source checkpoint that travel along, whatever their size."""
+_TEMPLATES = "additional_chat_templates"
+_STAYS = re.compile(
+    r"^\.|^(generation_|adapter_)?config\.json$|quant\w*_config\.json$|^params\.json$|\.index\.json$"
+    r"|\.(safetensors|bin|pt|pth|h5|msgpack|onnx|onnx_data|data|gguf|ckpt|npz|tflite|zip|gz|tar|partial)$"
+)
+"""Weights, and what is said of them: the output has its own."""
+_LARGEST = 64 << 20
+"""Bytes of a file of any other name that travels along: each tokenizer calls its files as it likes."""
 _READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$|\.bin$")
 """Files that quark, or transformers on its behalf, opens."""
 _BLOB = re.compile(r"models--[^/]+/blobs/[0-9a-f]{40,64}$")
@@ -52,8 +60,13 @@ def file_of(folder: Path, name: str) -> Path:
 def check_files(folder: Path) -> None:
     """Check every file of a folder that may be opened by its name. Raises FormatError as `file_of` does."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if _READ.search(path.name) and not path.is_dir():
+        if (_READ.search(path.name) and not path.is_dir()) or _travels(path):
             file_of(folder, path.name)
+    if (folder / "adapter_config.json").exists():
+        raise FormatError(
+            f"{folder} holds an adapter (adapter_config.json), which transformers would put onto the quantized layers. "
+            "Merge the adapter first (peft: merge_and_unload), or remove its files."
+        )
     # A plan needs no weights, so that shards may be absent.
     for name in _shard_names(folder / INDEX) if (folder / INDEX).exists() else []:
         if _within(folder, name).exists():
@@ -62,13 +75,22 @@ def check_files(folder: Path) -> None:
 
 def side_files(folder: Path) -> list[Path]:
     """The files that travel along with a checkpoint, relative to its folder. Raises FormatError as `file_of` does."""
-    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
-    found = [name for name in names if _SIDE_FILES.search(name)]
+    found = sorted(path.name for path in folder.iterdir() if _travels(path))
+    found += sorted(f"{_TEMPLATES}/{path.name}" for path in folder.glob(f"{_TEMPLATES}/*") if not path.is_dir())
     if "modules.json" in found:
         # A sentence encoder: what stands behind the model (pooling, a dense layer) lies in folders of the same folder.
         inner = [path for path in folder.glob("*/*") if re.match(r"\d+_\w+$", path.parent.name) and not path.is_dir()]
         found += sorted(path.relative_to(folder).as_posix() for path in inner)
     return [file_of(folder, name).relative_to(folder) for name in found]
+
+
+def _travels(path: Path) -> bool:
+    """Whether a file at the top of a folder goes into the output too."""
+    if _SIDE_FILES.search(path.name):
+        return not path.is_dir()
+    # Only a model folder has all of its files copied: where a model was built by hand, its name may be that of another.
+    model = (path.parent / "config.json").is_file()
+    return model and not _STAYS.search(path.name) and path.is_file() and path.stat().st_size <= _LARGEST
 
 
 def shard_files(folder: Path) -> list[Path]:
