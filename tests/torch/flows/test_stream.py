@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
@@ -212,6 +212,29 @@ def test_damage_is_found(what: str, unfinished: Path) -> None:
         FormatError, match={"manifest": "corrupt", "inputs": "inputs-1", "block": "not as it was"}[what]
     ):
         streamed(scheme("int8"), folder / "float", folder / "out", token_batches())
+
+
+def test_a_model_of_one_block_is_streamed(tmp_path: Path) -> None:
+    """What a whole model returns is no tensor, and nothing needs it."""
+    torch.manual_seed(0)
+    sizes: Any = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"}
+    ResNetForImageClassification(ResNetConfig(**sizes, num_labels=3)).save_pretrained(tmp_path / "float")
+    data = [{"pixel_values": torch.randn(1, 3, 32, 32)} for _ in range(2)]
+    model = ResNetForImageClassification.from_pretrained(tmp_path / "float")
+    export_safetensors(ModelQuantizer(scheme("int8")).quantize_model(model, data), tmp_path / "whole")
+    stream(scheme("int8"), tmp_path / "float", tmp_path / "streamed", data)
+    assert contents(tmp_path / "streamed") == contents(tmp_path / "whole")
+
+
+def test_an_error_that_nobody_foresaw_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise AttributeError("unforeseen")
+
+    source = save_float(tmp_path / "float")
+    monkeypatch.setattr(Manifest, "finish", fails)
+    with pytest.raises(AttributeError):
+        stream(scheme("int8_wo"), source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
 # What is refused. ----------------------------------------------------------------------------------------------------

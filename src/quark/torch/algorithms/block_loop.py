@@ -108,6 +108,8 @@ def loop_over_blocks(
         try:
             # Not bound to a name, so that its inputs are freed when its outputs are there.
             state = LoopState(index + 1, *work(_block(model, name, own_calls, state, shared_scale_groups)))
+            if index + 1 == len(names):
+                state = LoopState(index + 1)  # nothing runs on what the last one returns, which may be no tensor
             if finish is not None:
                 finish(name, state)
         finally:

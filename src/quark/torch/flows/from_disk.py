@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import QuarkError
 from quark.files import check_folder, move_folder
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
@@ -97,10 +96,10 @@ def stream(
 
 @contextmanager
 def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
-    """Remove the folder of a run that is refused before a block is finished: there is nothing to go on from."""
+    """Remove the folder of a run that fails before a block is finished: there is nothing to go on from."""
     try:
         yield
-    except QuarkError:
+    except Exception:
         if rank() == 0 and not manifest.begun:
             manifest.remove()
         raise
