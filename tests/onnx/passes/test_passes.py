@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from quark.core.spec import LayerSpec, spec
-from quark.errors import ConfigError, NotSupportedError, QuarkError
+from quark.errors import ConfigError, NotSupportedError, QuarkError, StructureError
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, opset, read, to_proto
@@ -38,6 +39,7 @@ from tests.models.onnx_zoo import (
     shared,
 )
 
+convert_opset_version = import_module("quark.onnx.passes.convert_opset_version")
 U8S8 = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False))))
 
 
@@ -257,6 +259,47 @@ def test_what_cannot_be_converted_is_named() -> None:
         passed(proto, "convert_opset_version", 13)
     with pytest.raises(QuarkError, match="opset 17 and cannot be converted to 99"):
         passed(cnn(), "convert_opset_version", 99)
+
+
+def resized(mode: str, scales: list[float], version: int, in_body: bool = False) -> onnx.ModelProto:
+    """A Resize of opset 10, or an Upsample, alone or in both bodies of an If."""
+    b = Builder()
+    value = b.constant("s", np.array(scales, np.float32))
+    op_type = "Resize" if version == 10 else "Upsample"
+    if not in_body:
+        b.node(op_type, ["x", value], "y", mode=mode)
+        return b.model({"x": [1, 2, 5, 6]}, {"y": [None] * 4}, version)
+    out = helper.make_tensor_value_info("o", TensorProto.FLOAT, [None] * 4)
+    body = helper.make_graph([helper.make_node(op_type, ["x", value], ["o"], mode=mode)], "body", [], [out])
+    b.node("ReduceMax", ["x"], "top", keepdims=0)
+    b.node("Cast", ["top"], "c", to=int(TensorProto.BOOL))
+    b.node("If", ["c"], "y", then_branch=body, else_branch=body)
+    return b.model({"x": [1, 2, 5, 6]}, {"y": [None] * 4}, version)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+@pytest.mark.parametrize("version", [9, 10])
+@pytest.mark.parametrize("in_body", [False, True])
+def test_old_resizes_keep_how_they_place_pixels(mode: str, version: int, in_body: bool) -> None:
+    for scales in ([1, 1, 1.5, 1.7], [1, 1, 3, 3], *([[1, 1, 0.6, 0.7]] if version == 10 else [])):
+        proto = resized(mode, scales, version, in_body)
+        changed = passed(proto, "convert_opset_version", 13)
+        np.testing.assert_allclose(outputs(changed, feed(proto))[0], outputs(proto, feed(proto))[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 2, -1])
+def test_hardmax_keeps_the_axes_that_it_spans(axis: int | None) -> None:
+    b = Builder()
+    b.node("Hardmax", ["x"], "y", **({} if axis is None else {"axis": axis}))
+    proto = b.model({"x": [2, 3, 4]}, {"y": [2, 3, 4]}, 11)
+    changed = passed(proto, "convert_opset_version", 13)
+    assert np.array_equal(outputs(changed, feed(proto))[0], outputs(proto, feed(proto))[0])
+
+
+def test_a_conversion_that_changes_the_outputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_opset_version, "_keep_meaning", lambda *arguments: None)
+    with pytest.raises(StructureError, match="opset 10 and cannot be converted to 13: its output 'y' would change"):
+        passed(resized("linear", [1, 1, 3, 3], 10), "convert_opset_version", 13)
 
 
 # Shapes, layout, types ------------------------------------------------------------------------------------------------

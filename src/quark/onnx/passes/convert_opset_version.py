@@ -11,8 +11,10 @@ import onnx_ir as ir
 from onnx import checker, helper, version_converter
 
 from quark.errors import NotSupportedError, QuarkError
-from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
+from quark.onnx.graph.edit import dims, insert, is_op, replace_output
+from quark.onnx.graph.model_file import constant, infer_shapes, name_nodes, opset
 from quark.onnx.graph.proto_file import reason
+from quark.onnx.passes.same_outputs import require_same
 from quark.onnx_ops.graph_writer import fixed_shape
 
 LARGEST_INSIDE = 1024
@@ -25,6 +27,7 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
     Raises:
         QuarkError: An operator has no counterpart there.
         NotSupportedError: The model has local functions, which the converter drops.
+        StructureError: The converted model computes something else.
     """
     source = opset(model)
     if source == target:
@@ -34,13 +37,55 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
         raise NotSupportedError(f"A model with local functions ({names}) cannot be converted to another opset.")
     weights = {name: v for name, v in model.graph.initializers.items() if _is_large(v)}
     converted = _convert(_without(model, weights), source, target)
-    fresh = ir.from_proto(converted).graph
-    _attach(fresh, weights)
-    model.graph = fresh
-    model.ir_version = max(model.ir_version, helper.find_min_ir_version_for(converted.opset_import, True))
-    name_nodes(model)
-    infer_shapes(model)
+    fresh = ir.from_proto(converted)
+    _attach(fresh.graph, weights)
+    fresh.ir_version = max(model.ir_version, helper.find_min_ir_version_for(converted.opset_import, True))
+    name_nodes(fresh)
+    infer_shapes(fresh)
+    _keep_meaning(fresh, source, target)
+    require_same(model, fresh, f"The model is of opset {source} and cannot be converted to {target}")
+    model.graph, model.ir_version = fresh.graph, fresh.ir_version
     return 1
+
+
+def _keep_meaning(model: ir.Model, source: int, target: int) -> None:
+    """Say in attributes, in every body, what operators meant before; the converter leaves it to new defaults."""
+    for node in list(model.graph.all_nodes()):
+        if is_op(node, "Resize") and source < 11 <= target:
+            node.attributes["coordinate_transformation_mode"] = ir.AttrString(
+                "coordinate_transformation_mode", "asymmetric"
+            )
+            if node.attributes.get_string("mode", "nearest") == "nearest":
+                node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", _rounding(node))
+        elif is_op(node, "Hardmax") and source < 13 <= target:
+            _flatten(node)
+
+
+def _rounding(resize: ir.Node) -> str:
+    """How a Resize of opset 10 finds the nearest: up where it makes smaller, else down."""
+    scales = constant(resize.inputs[2]) if len(resize.inputs) > 2 else None
+    return "ceil" if scales is not None and (scales < 1).any() else "floor"
+
+
+def _flatten(node: ir.Node) -> None:
+    """Put a Hardmax, which meant all axes from its own on, between a Flatten and a Reshape back."""
+    value, shape = node.inputs[0], dims(node.inputs[0])
+    axis = node.attributes.get_int("axis", 1)
+    node.attributes["axis"] = ir.AttrInt64("axis", -1)
+    if value is None or (shape is not None and axis in (-1, len(shape) - 1)):
+        return
+    sizes = insert(node, "Shape", [value], {}, f"{node.name}_shape")
+    node.replace_input_with(0, insert(node, "Flatten", [value], {"axis": axis}, f"{node.name}_flat"))
+    graph, result = node.graph, node.outputs[0]
+    assert graph is not None
+    back = ir.node("Reshape", [result, sizes], name=f"{node.name}_back")
+    graph.insert_after(node, [back])
+    output, name = back.outputs[0], result.name
+    output.type, output.shape = result.type, result.shape
+    result.name, result.shape, output.name = f"{node.name}_codes", None, name
+    for use in [use for use in result.uses() if use.node is not back]:
+        use.node.replace_input_with(use.idx, output)
+    replace_output(graph, result, output)
 
 
 def _is_large(value: ir.Value) -> bool:
