@@ -68,6 +68,18 @@ def test_fused_graphs_hold_the_fused_operators() -> None:
     assert types(passed(ZOO["l2_norms"](), "fuse_l2_norm")) == ["LpNormalization"] * 2 + ["ReduceL2", "Clip", "Div"]
 
 
+@pytest.mark.parametrize(("shape", "fused"), [([4], []), (["n", 4], ["Gelu"])])
+def test_constants_that_add_a_dimension_are_not_fused_away(shape: list[Any], fused: list[str]) -> None:
+    b = Builder()
+    b.node("Erf", [b.node("Div", ["x", b.constant("root", np.array([[2**0.5]]))], "scaled")], "erf")
+    b.node("Mul", ["x", b.node("Add", ["erf", b.constant("one", np.ones((1, 1)))], "gate")], "product")
+    b.node("Mul", ["product", b.constant("half", np.array(0.5))], "y")
+    proto = b.model({"x": shape}, {"y": [None, 4]}, 20)
+    changed = passed(proto, "fuse_gelu")
+    assert [name for name in types(changed) if name == "Gelu"] == fused
+    assert outputs(changed, feed(proto))[0].shape == outputs(proto, feed(proto))[0].shape
+
+
 def test_a_fusion_needs_exact_structure() -> None:
     """One constant, one axis, one operand off: no fusion."""
     wrong = gelus()

@@ -5,7 +5,8 @@
 
 A name stands for one value, wherever it occurs; a number for a constant of one element; Const for any constant.
 Add and Mul match in either order. Inputs after those that a pattern lists must be constants (axes, bounds).
-Values between the matched nodes may have no other readers: the subgraph can be replaced as a whole.
+Values between the matched nodes may have no other readers, and no constant may have more dimensions than what the names
+stand for, which the result would then have too: the subgraph can be replaced as a whole.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 
 COMMUTATIVE = ("Add", "Mul")
+BROADCASTING = (*COMMUTATIVE, "Sub", "Div", "Pow", "Max", "Min")
 TOLERANCE = 5e-4
 """Relative: exporters round sqrt(2) and its like to half precision and to few digits."""
 
@@ -88,10 +90,24 @@ class Match:
         values = [output for node in self.nodes[1:] for output in node.outputs]
         return not any(v.is_graph_output() or any(use.node not in inside for use in v.uses()) for v in values)
 
+    @property
+    def keeps_rank(self) -> bool:
+        """Whether no constant gives the result more dimensions than every named value has."""
+        named = [value.shape for value in self.values.values() if not is_constant(value)]
+        least = min((0 if shape is None else len(shape) for shape in named), default=0)
+        constants = [v for node in self.of_type(*BROADCASTING) for v in node.inputs if v is not None and is_constant(v)]
+        return all(_rank(value) <= least for value in constants)
+
+
+def _rank(value: ir.Value) -> int:
+    """How many dimensions a constant has."""
+    return len(value.const_value.shape) if value.const_value is not None else int(constant(value).ndim)
+
 
 def match(pattern: Pattern, node: ir.Node) -> Match | None:
-    """The first closed match that ends at a node, or None."""
-    return next((found for found in _search(pattern, node.outputs[0], Match()) if found.closed), None)
+    """The first closed match that ends at a node and keeps its rank, or None."""
+    found = _search(pattern, node.outputs[0], Match())
+    return next((one for one in found if one.closed and one.keeps_rank), None)
 
 
 def _search(pattern: Pattern, value: ir.Value | None, found: Match) -> Iterator[Match]:
