@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -26,6 +27,7 @@ from quark.onnx.converters.command_line import run_tool
 from quark.onnx.converters.remove_qdq import decode
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, read, to_proto
+from quark.onnx.passes.convert_float import convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Builder, Reader, cnn, feed, half, images, legacy, mlp, outputs, pools, shared
 
@@ -322,6 +324,30 @@ def test_float16_keeps_scales_of_resize_and_bounds_masks(tmp_path: Path) -> None
     sample = {"x": feed(proto)["x"], "s": np.array([0.5, 0.5, 0.75, 1], np.float32)}
     low = {name: value.astype(np.float16) for name, value in sample.items()}
     assert_rounded(outputs(changed, low)[0], proto, sample, bits=10)
+
+
+def test_half_keeps_old_scales_and_sequences(tmp_path: Path) -> None:
+    b = Builder()
+    b.node("Resize", ["x", b.constant("scales", np.array([1, 1, 2, 2]))], "y", mode="linear")
+    for lower in (convert_fp32_to_fp16, convert_fp32_to_bf16):
+        model = read(b.model({"x": [1, 1, 4, 4]}, {"y": [1, 1, 8, 8]}, 10))
+        lower(model)
+        assert model.graph.initializers["scales"].dtype == ir.DataType.FLOAT
+        assert model.graph.inputs[0].dtype != ir.DataType.FLOAT
+    b = Builder()
+    b.node("SequenceConstruct", ["x", b.node("Neg", ["x"], "n")], "s")
+    b.node("ConcatFromSequence", ["s"], "y", axis=0)
+    proto = b.model({"x": [2, 3]}, {"y": [4, 3]})
+    changed = converted("convert_fp32_to_fp16", proto, tmp_path)
+    low = outputs(changed, {"x": np.ones((2, 3), np.float16)})[0]
+    assert low.dtype == np.float16 and low.tolist() == [[1.0] * 3] * 2 + [[-1.0] * 3] * 2
+
+
+def test_a_type_that_the_runtime_refuses_is_not_written(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        converted("convert_fp32_to_bf16", cnn(), tmp_path, "--format", "bf16")
+    assert "bfloat16" in (said := capsys.readouterr().err) and "(Conv)" in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "out.onnx").exists()
 
 
 def test_bfloat16(tmp_path: Path) -> None:

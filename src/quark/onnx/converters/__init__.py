@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from quark.core.registry import Registry
 from quark.onnx.converters.domains import bfloat16_to_casts, custom_to_standard, rename_custom_ops
-from quark.onnx.converters.half import FORMATS, remove_bfloat16_casts, to_bfloat16, to_float16
+from quark.onnx.converters.half import FORMATS, remove_bfloat16_casts, to_bfloat16, to_float16, to_float32
 from quark.onnx.converters.random_quantize import random_quantize
 from quark.onnx.converters.remove_qdq import remove_qdq, remove_qdq_between
 from quark.onnx.converters.replace_inf import replace_inf_weights
@@ -41,7 +41,7 @@ for _name, _tool in {
         ("input", "target_opset", "output"),
     ),
     "convert_nchw_to_nhwc": Tool(PASSES["convert_nchw_to_nhwc"], "Make image inputs NHWC."),
-    "convert_fp16_to_fp32": Tool(PASSES["convert_fp16_to_fp32"], "Turn float16 into float32."),
+    "convert_fp16_to_fp32": Tool(to_float32, "Turn float16 into float32."),
     "convert_fp32_to_fp16": Tool(
         to_float16,
         "Turn float32 into float16.",

@@ -10,7 +10,7 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.flow import quantize
 from quark.onnx.graph.edit import is_op, prune, remove_unused
-from quark.onnx.graph.model_file import constant, infer_shapes, refuse_quantized
+from quark.onnx.graph.model_file import constant, infer_shapes, refuse_invalid, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.simplify import simplify
 from quark.onnx_ops.graph_writer import add_constant, redirect
@@ -27,7 +27,16 @@ def to_float16(
         infer_shapes(model)
     if not not_simplify:
         simplify(model)
-    return convert_fp32_to_fp16(model, keep_io_types)
+    count = convert_fp32_to_fp16(model, keep_io_types)
+    refuse_invalid(model, "The model in float16")
+    return count
+
+
+def to_float32(model: ir.Model) -> int:
+    """Turn a float16 model into float32."""
+    count = convert_fp16_to_fp32(model)
+    refuse_invalid(model, "The model in float32")
+    return count
 
 
 def to_bfloat16(model: ir.Model, format: str) -> int:
@@ -51,7 +60,9 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     convert_fp16_to_fp32(model)
     infer_shapes(model)
     if format == "bf16":
-        return convert_fp32_to_bf16(model)
+        count = convert_fp32_to_bf16(model)
+        refuse_invalid(model, "The model in bfloat16 (another format: with_cast)")
+        return count
     if format == "simulate_bf16":
         raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
     config = get_default_config("BF16")

@@ -13,10 +13,13 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import insert, is_op, prune, replace_output
+from quark.onnx.graph.model_file import opset
 from quark.onnx_ops.graph_writer import fixed_shape, redirect
 
 FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
 """Op type -> inputs that ONNX has in float32 only."""
+SCALES_WERE_SECOND = 11
+"""The first opset whose Resize has its scales behind another input."""
 
 
 def convert_fp16_to_fp32(model: ir.Model) -> int:
@@ -58,12 +61,13 @@ def _to_half(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
 
 def _float32_inputs(model: ir.Model) -> dict[tuple[ir.Node, int], ir.Value]:
     """The inputs, of nodes of any body, that must stay float32."""
+    inputs = FLOAT32_INPUTS | ({"Resize": (1,)} if opset(model) < SCALES_WERE_SECOND else {})
     return {
         (node, index): value
         for node in model.graph.all_nodes()
-        if is_op(node, *FLOAT32_INPUTS)
+        if is_op(node, *inputs)
         for index, value in enumerate(node.inputs)
-        if value is not None and index in FLOAT32_INPUTS[node.op_type]
+        if value is not None and index in inputs[node.op_type]
     }
 
 
@@ -77,7 +81,7 @@ def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchange
     for value in _values(model):
         if value.dtype != source or value in unchanged:
             continue
-        value.type = ir.TensorType(target)
+        value.type = _of(value.type, target)
         if value.const_value is not None:
             value.const_value = _cast(value.const_value, target)
         count += 1
@@ -86,6 +90,13 @@ def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchange
             _convert_attributes(node, source, target)
             _drop_idle(node)
     return count
+
+
+def _of(kind: ir.TypeProtocol | None, target: ir.DataType) -> ir.TypeProtocol:
+    """A type of another element type: a sequence stays one."""
+    if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
+        return type(kind)(_of(kind.elem_type, target))
+    return ir.TensorType(target)
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
