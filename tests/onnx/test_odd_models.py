@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 from quark.core.metrics import sqnr
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, QuarkError
@@ -25,9 +26,10 @@ from quark.onnx import (
 )
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
+from quark.onnx.graph.model_file import load
 from tests.commands.program import quark
 from tests.models import onnx_odd as odd
-from tests.models.onnx_zoo import Reader, cnn, images, outputs
+from tests.models.onnx_zoo import Builder, Reader, cnn, feed, images, outputs
 
 MIN_MAX = UInt8Spec(calibration_method=CalibMethod.MinMax)
 CHANNELS = QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec(quant_granularity=QuantGranularity.Channel))
@@ -229,3 +231,15 @@ def test_the_command_line_says_it_in_one_line(name: str, tmp_path: Path) -> None
     assert done.code == 1 and re.search(message, done.err)
     assert done.err.startswith("quark: ") and done.err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("version", [11, 13])
+def test_an_output_of_split_may_be_left_out(version: int) -> None:
+    b = Builder()
+    b.nodes.append(helper.make_node("Split", [b.conv("x", "c", (3, 6, 1), norm=False)], ["one", "", "two"], axis=1))
+    b.node("Concat", ["one", "two"], "y", axis=1)
+    proto = b.model({"x": [1, 3, 4, 4]}, {"y": [1, 4, 4, 4]}, version)
+    (split,) = [node for node in load(proto).graph if node.op_type == "Split"]
+    assert all(value.name for value in split.outputs)  # the runtime would end the process
+    done = ModelQuantizer(QConfig(CHANNELS)).quantize_model(proto, None, Reader([feed(proto)]))
+    assert done is not None and outputs(done, feed(proto))[0].shape == (1, 4, 4, 4)

@@ -98,6 +98,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     check_graph(model, name)
     sort_nodes(model, name)
     name_nodes(model)
+    name_omitted(model)
     correct_shapes(model)
     return model
 
@@ -149,6 +150,25 @@ def name_nodes(model: ir.Model) -> None:
         if not node.name:
             node.name = free_name(f"{node.op_type}_{index}", used)
             used.add(node.name)
+
+
+def name_omitted(model: ir.Model) -> None:
+    """Name the outputs that are left out of a list, as that of Split: none is optional, and the runtime dies of it."""
+    used = {value.name for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs) if value}
+    for node in model.graph.all_nodes():
+        for index, value in enumerate(node.outputs):
+            if not value.name and _gives_list(model, node):
+                value.name = free_name(f"{node.name}_output_{index}", used)
+                used.add(value.name)
+
+
+def _gives_list(model: ir.Model, node: ir.Node) -> bool:
+    """Whether the last output of an operator stands for any number of them."""
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opset(model), "" if node.domain == "ai.onnx" else node.domain)
+    except onnx.defs.SchemaError:
+        return False
+    return bool(schema.outputs) and schema.outputs[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic
 
 
 def infer_shapes(model: ir.Model) -> None:
