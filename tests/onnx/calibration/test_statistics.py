@@ -15,7 +15,7 @@ from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, spec
 from quark.errors import CalibrationError, FormatError, NonFiniteError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
-from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.calibration.statistics import Statistics, _digest, fingerprint
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
@@ -104,6 +104,37 @@ def test_another_model_or_another_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(FormatError, match="not a statistics file"):
         quantize(load(cnn()), settings, Reader(images()))
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("low", None, "no array 'low'"),
+        ("low", lambda a: a[:-1], "low has .* values for"),
+        ("low", lambda a: a + 1e9, "low: one is above its high"),
+        ("low", lambda a: a.astype("U9"), "low is <U9"),
+        ("ends", lambda a: a[::-1], "ends: they go down"),
+        ("bins", lambda a: a.astype(np.uint32) + (1 << 16), "bins: not all lie"),
+        ("counts", lambda a: a[:-3], "bins and counts"),
+        ("counts", lambda a: a - 10**9, "counts: one is no number"),
+        ("count", lambda a: a * 0, "count: one is no number"),
+        ("names", lambda a: np.repeat(a[:1], len(a)), "names: one stands twice"),
+    ],
+)
+def test_arrays_that_nobody_wrote_are_refused_whatever_their_digest(
+    key: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "statistics.npz"
+    settings = replace(BASE, calibration=replace(BASE.calibration, statistics=str(file)))
+    quantize(load(cnn()), settings, Reader(images(1)))
+    with np.load(file) as opened:
+        arrays = {name: opened[name] for name in opened.files if name != "digest"}
+    arrays |= {} if change is None else {key: change(arrays[key])}
+    if change is None:
+        del arrays[key]
+    np.savez(file, digest=np.array(_digest(arrays)), **arrays)
+    with pytest.raises(FormatError, match=message):
+        quantize(load(cnn()), settings, None)
 
 
 def test_the_option_reaches_the_flow(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from quark.onnx.graph.proto_file import reason, require_regular
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")
 BINS = 1 << 16
 FORMAT = "quark statistics 2"
+KINDS = {"fingerprint": "U", "names": "U", **dict.fromkeys(SCALARS, "f"), "ends": "i", "bins": "u", "counts": "iuf"}
+"""Array of a file -> the kinds of numpy that it may have; all but the first have one dimension."""
 
 
 class EverythingObserver(HistogramBasedObserver, MovingAverageObserver):
@@ -86,6 +88,7 @@ class Statistics:
             raise FormatError(f"{path} is not a statistics file of this version ({FORMAT}).")
         if str(arrays.pop("digest", "")) != _digest(arrays):
             raise FormatError(f"{path} was changed after it was written, or is damaged. Possible: collect it anew.")
+        _check_arrays(arrays, path)
         if str(arrays["fingerprint"]) != fingerprint:
             raise CalibrationError(
                 f"{path} was collected on another float model, or on this one before an algorithm (CLE, SmoothQuant, "
@@ -101,6 +104,35 @@ class Statistics:
             states[name] = {key: arrays[key][index].astype(np.float32) for key in ("low", "high")}
             states[name] |= {key: arrays[key][index] for key in ("count", "low_sum", "high_sum")} | {"counts": counts}
         return cls(fingerprint, states)
+
+
+def _check_arrays(arrays: Mapping[str, NumpyArray], path: str | os.PathLike[str]) -> None:
+    """Raise FormatError for arrays that `Statistics.save` never writes, whatever digest stands beside them."""
+    for key, kinds in KINDS.items():
+        if key not in arrays:
+            raise FormatError(f"{path} is not a statistics file: it has no array {key!r}.")
+        if arrays[key].dtype.kind not in kinds or arrays[key].ndim != (key != "fingerprint"):
+            raise FormatError(f"{path} is damaged: {key} is {arrays[key].dtype} {list(arrays[key].shape)}.")
+    names, ends = arrays["names"], arrays["ends"]
+    for key in (*SCALARS, "ends"):
+        if len(arrays[key]) != len(names):
+            raise FormatError(f"{path} is damaged: {key} has {len(arrays[key])} values for {len(names)} tensors.")
+    used = int(ends[-1]) if len(ends) else 0
+    wrong = {
+        "names: one stands twice": len(set(names.tolist())) != len(names),
+        "ends: they go down": (np.diff(ends, prepend=0) < 0).any(),
+        f"bins and counts: {len(arrays['bins'])} and {len(arrays['counts'])} values for {used}": not (
+            len(arrays["bins"]) == len(arrays["counts"]) == used
+        ),
+        f"bins: not all lie from 0 to {BINS - 1}": ((arrays["bins"] < 0) | (arrays["bins"] >= BINS)).any(),
+        "counts: one is no number of values": not (arrays["counts"] >= 0).all(),
+        "count: one is no number of samples": not ((arrays["count"] >= 1) & np.isfinite(arrays["count"])).all(),
+        "low: one is above its high": (arrays["low"] > arrays["high"]).any(),
+        "low_sum: one is above its high_sum": (arrays["low_sum"] > arrays["high_sum"]).any(),
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise FormatError(f"{path} is damaged: {what}. Possible: collect it anew.")
 
 
 def _digest(arrays: Mapping[str, NumpyArray]) -> str:
