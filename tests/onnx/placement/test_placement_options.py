@@ -283,3 +283,24 @@ def test_scales_and_ranges_of_single_tensors() -> None:
 def test_overrides_that_say_nothing_sensible(entries: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         written(cnn, images(), TensorQuantOverrides=entries)
+
+
+@pytest.mark.parametrize(("outside", "shared"), [(9.0, False), (0.0, True)])
+def test_a_value_from_outside_of_a_crop_has_room_in_the_scale(outside: float, shared: bool) -> None:
+    def crop() -> onnx.ModelProto:
+        b = Builder()
+        roi = b.constant("roi", np.array([0, 0, 0.1, 0.1, 1, 1, 1.4, 0.8]))
+        inputs = [b.conv("x", "c", (3, 4, 1), norm=False), roi, b.constant("s", np.array([1, 1, 1.5, 2]))]
+        b.node("Resize", inputs, "y", mode="linear", coordinate_transformation_mode="tf_crop_and_resize",
+               extrapolation_value=outside)  # fmt: skip
+        return b.model({"x": [1, 3, 16, 16]}, {"y": [None] * 4})
+
+    feeds = [{"x": 0.2 * feed["x"][:1]} for feed in images()]
+    model = written(crop, feeds)
+    values, (resize,) = arrays(model), [n for n in model.graph.node if n.op_type == "Resize"]
+    before, after = (
+        next(values[n.input[1]] for n in model.graph.node if n.op_type == "DequantizeLinear" and n.output[0] == name)
+        for name in (resize.input[0], "y")
+    )
+    assert (before == after) == shared
+    assert sqnr(run(crop(), feeds[0]), run(model, feeds[0])) > 25

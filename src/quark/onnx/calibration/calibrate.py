@@ -96,7 +96,7 @@ def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
         root = placement.root(value)
         names = classes.setdefault(root, [])
         producer = value.producer()
-        moved = producer is not None and rule_of(producer.op_type).shares_scale
+        moved = producer is not None and rule_of(producer.op_type).moves(producer)
         if value is root or not moved:
             names.append(source_name(value))
     return classes

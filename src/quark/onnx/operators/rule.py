@@ -24,7 +24,7 @@ class Rule:
         result_axis: Axis of the output along which the output channels lie; None where it is the data axis.
         bias: Index of the bias.
         constants: Whether constants among the inputs are quantized too.
-        shares_scale: The output holds values of the input only: both have one scale.
+        shares_scale: The output holds values of the input only: both have one scale; see `moves`.
     """
 
     data: tuple[int, ...] | None = None
@@ -40,3 +40,13 @@ class Rule:
     def inputs(self, node: ir.Node) -> list[int]:
         """Indices of the inputs of this node that are tensors to quantize."""
         return [i for i in (range(len(node.inputs)) if self.data is None else self.data) if i < len(node.inputs)]
+
+    def moves(self, node: ir.Node) -> bool:
+        """Whether the output of this node holds values of its input only, or zeros: then both have one scale."""
+        return self.shares_scale and not _brings_values(node)
+
+
+def _brings_values(node: ir.Node) -> bool:
+    """Whether a Resize puts a value of its own, which may lie anywhere, where it reads beyond its input."""
+    mode = node.attributes.get_string("coordinate_transformation_mode", "")
+    return mode == "tf_crop_and_resize" and node.attributes.get_float("extrapolation_value", 0.0) != 0.0

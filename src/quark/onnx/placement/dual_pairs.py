@@ -72,7 +72,7 @@ def source_name(value: ir.Value) -> str:
 def _moves(node: ir.Node, value: ir.Value, placement: Placement) -> bool:
     """Whether a node gives what it reads under the same scale."""
     root = placement.root(value)
-    return rule_of(node.op_type).shares_scale and any(placement.root(output) is root for output in node.outputs)
+    return rule_of(node.op_type).moves(node) and any(placement.root(output) is root for output in node.outputs)
 
 
 def _free_name(node: ir.Node, value: ir.Value) -> str:

@@ -61,7 +61,7 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
         return
     rule = rule_of(node.op_type)
     live = [i for i in rule.inputs(node) if node.inputs[i] is not None and not is_constant(node.inputs[i])]
-    follows = rule.shares_scale and not settings.qdq.force_pass_through
+    follows = rule.moves(node) and not settings.qdq.force_pass_through
     if follows and (not live or node.inputs[live[0]] not in placement.activations):
         return
     if settings.specs.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:

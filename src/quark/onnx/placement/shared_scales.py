@@ -36,7 +36,7 @@ def share_scales(placement: Placement, settings: Settings) -> None:
     for node in placement.nodes:
         outputs = [value for value in node.outputs if value in placement.activations]
         inputs = [value for value in node.inputs if value is not None and value in placement.activations]
-        if rule_of(node.op_type).shares_scale and inputs and inputs[0] is node.inputs[0]:
+        if rule_of(node.op_type).moves(node) and inputs and inputs[0] is node.inputs[0]:
             for output in outputs:
                 join(placement, inputs[0], output, settings.specs.layer if settings.qdq.propagate_specs else None)
         elif node.op_type in aligned:

@@ -128,7 +128,7 @@ def _groups(model: ir.Model, placement: Placement) -> list[Group]:
 def _is_quantized_before(value: ir.Value, placement: Placement) -> bool:
     """Whether a tensor only holds values that were rounded already: a Mul comes too late for them."""
     producer = value.producer()
-    moves = producer is not None and rule_of(producer.op_type).shares_scale
+    moves = producer is not None and rule_of(producer.op_type).moves(producer)
     return moves and producer is not None and producer.inputs[0] in placement.activations
 
 
