@@ -93,8 +93,10 @@ def test_a_run_that_stopped_is_repeated_without_a_trace(stopped: int, tmp_path: 
         (path.parent / "m.onnx.data").unlink()
     (path.parent / hashed(7)).write_bytes(b"of another run that was killed")
     (path.parent / "other.onnx.data").write_bytes(b"not ours")
+    left = {"m.onnx.data": (path.parent / "m.onnx.data").read_bytes()} if stopped == 2 else {}
     save(model(2), path, external_data=True)
-    assert contents(path.parent) == {**whole, "other.onnx.data": b"not ours"}
+    # Nothing says any longer whose the plain name is: it stays.
+    assert contents(path.parent) == {**whole, **left, "other.onnx.data": b"not ours"}
 
 
 def test_weights_that_are_inside_again_leave_no_file(tmp_path: Path) -> None:
@@ -143,6 +145,35 @@ def test_a_source_in_the_folder_above_keeps_its_weights(tmp_path: Path) -> None:
     save(read(tmp_path / "float.onnx"), tmp_path / "sub" / "m.onnx")
     assert sorted(contents(tmp_path / "sub")) == ["m.onnx", hashed(1), "m.onnx.data"]
     assert weights(tmp_path / "float.onnx") == weights(tmp_path / "sub" / "m.onnx") == 1
+
+
+@pytest.mark.parametrize("place", ["M2.ONNX", "m.onnx.bak", "../above"])
+def test_weights_that_a_model_of_any_name_reads_stay(place: str, tmp_path: Path) -> None:
+    """Also where that model is a copy of the one that is replaced."""
+    path, other = tmp_path / "sub" / "m.onnx", tmp_path / "sub" / place
+    path.parent.mkdir()
+    save(model(1), path, external_data=True)
+    proto = onnx.load(path, load_external_data=False)
+    for entry in proto.graph.initializer[0].external_data:
+        if entry.key == "location" and place.startswith(".."):
+            entry.value = "sub/m.onnx.data"
+    onnx.save(proto, other, format="protobuf")
+    for value in (2, 3):
+        save(model(value), path, external_data=True)
+        assert weights(other) == 1 and weights(path) == value
+
+
+def test_weights_of_a_model_far_away_are_neither_overwritten_nor_removed(tmp_path: Path) -> None:
+    """And the files that a model read, whatever else names them."""
+    path, data = tmp_path / "m.onnx", tmp_path / "m.onnx.data"
+    data.write_bytes(b"anyone's")
+    for value in (1, 2):
+        save(model(value), path, external_data=True)
+        assert data.read_bytes() == b"anyone's" and weights(path) == value
+    source = read(path)
+    for _ in range(2):
+        save(source, path)
+        assert weights(path) == 2
 
 
 def test_the_source_in_memory_keeps_its_weights(tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def quantize_onnx(
         ),
         allow_noop=allow_noop or settings.allow_noop,
     )
-    start = time.perf_counter()
+    start, before = time.perf_counter(), file_bytes(model)
     if recovery is None:
         quantizer.quantize_model(model, output, reader)
     else:
         recovery.run(quantizer, model, output, reader)
-    before, after = file_bytes(model), file_bytes(output)
+    after = file_bytes(output)
     results().print(
         f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
+import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -23,6 +25,10 @@ from quark.files import check_file, temporary_folder
 SMALL = 1024
 """Bytes below which a weight stays inside the model."""
 PROTOBUF_LIMIT = 2**31 - 2**20
+IR_VERSION = b"\x08"
+"""The first byte of a model: the tag of its first field."""
+ANY_FILE = 2**20
+"""Bytes of a file that may name weights whatever it begins with: a model as text, or one of another order."""
 LONGEST_STEM = 255 - len(".0123456789ab.data")
 """Bytes of a model's name that the names of its weights begin with."""
 
@@ -56,7 +62,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
         if data.exists():
             before.stale.discard(data.replace(target.with_name(data.name)))
         file.replace(target)
-        for old in before.stale:
+        for old in before.stale - _files_of(target):
             with suppress(OSError):  # Windows: while a session reads it
                 old.unlink()
 
@@ -72,6 +78,13 @@ def files_read(model: ir.Model) -> set[Path]:
     return {Path(tensor.path).resolve() for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
 
 
+def model_files(source: Any) -> list[Path]:
+    """The files of a model: its own, and those of its weights that it names. Of what is no path: none."""
+    if not isinstance(source, (str, os.PathLike)):
+        return []
+    return [Path(source), *sorted(_files_of(Path(source)))]
+
+
 def _stem(target: Path) -> str:
     return os.fsencode(target.name)[:LONGEST_STEM].decode(errors="ignore")
 
@@ -81,38 +94,69 @@ class _Before:
 
     Args:
         target: The model.
-        read: Files that the new model takes its weights from.
+        read: Files that the new model takes its weights from. None of them is written or removed.
 
     Attributes:
-        stale: Those that nothing reads when the target is replaced: its own, and those of runs that were killed.
+        stale: Those that were written for the target alone and that nothing reads when it is replaced: what it names,
+            and weights of runs that were killed.
     """
 
     def __init__(self, target: Path, read: set[Path]) -> None:
         self.target = target
         pattern = re.compile(re.escape(_stem(target)) + r"(\.[0-9a-f]{12})?\.data")
         found = {path for path in target.parent.iterdir() if pattern.fullmatch(path.name) and path.is_file()}
-        beside = [*target.parent.glob("*.onnx"), *target.parent.parent.glob("*.onnx")] if found else []
-        own = _files_of(target) if found else set()
         # Weights may bear this name and be those of another model: one that was renamed, lies above, or shares them.
-        others = set[Path]().union(read - own, *(_files_of(model) for model in beside if model != target))
-        self.free = {path for path in found if path.resolve() not in others}
-        plain = target.with_name(f"{_stem(target)}.data")
-        # A file of the plain name that no model reads may be anyone's, unless the target went on to another name.
-        self.stale = {path for path in self.free if path != plain or own & {p.resolve() for p in found}}
+        named = _named_by_others(found, target) if found else set()
+        self.free = {path for path in found if path.resolve() not in read} - named
+        # A file of the plain name may be anyone's, but what the target names is its own.
+        plain, own = target.with_name(f"{_stem(target)}.data"), _files_of(target) if found else set()
+        self.stale = {path for path in self.free if path != plain or path.resolve() in own}
 
     def name_for(self, data: Path) -> str:
-        """The name of new weights: one that no other weights have which a model reads at this time.
+        """The name of new weights: one that no other weights have at this time.
 
         It depends on nothing but the files that are there and the weights: the same run gives the same bytes.
         """
         plain = self.target.with_name(data.name)
-        if (not plain.exists() and not self.stale) or (not self.target.exists() and plain in self.free):
+        if not plain.exists() and not self.stale:
             return data.name
         hashed = f"{_stem(self.target)}.{_sha256(data)[:12]}.data"
         if self.target.with_name(hashed).exists():
             return hashed
         same = plain in self.free and filecmp.cmp(plain, data, shallow=False)
         return data.name if same or not plain.exists() else hashed
+
+
+def _named_by_others(data: set[Path], target: Path) -> set[Path]:
+    """Those of these files, all beside `target`, whose names any other file holds that may be a model.
+
+    Whatever it is called: a copy is a model under any suffix. A model reads what lies beside it or below.
+    """
+    names = {os.fsencode(path.name): path for path in data}
+    folders = (target.parent, target.parent.parent)
+    others = (path for folder in folders for path in _files_in(folder) if path not in {target, *data})
+    return {names[name] for path in others for name in _names_within(path, names)}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_file()]
+    except OSError:  # a folder may be written and not be read
+        return []
+
+
+def _names_within(file: Path, names: Iterable[bytes]) -> list[bytes]:
+    """The names that a file holds, which is read only where it may be a model: it begins as one, or is small."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            begins = opened.read(1) == IR_VERSION
+            if not size or not (size <= ANY_FILE or (begins and size < 2**31)):
+                return []
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return [name for name in names if content.find(name) >= 0]
+    except (OSError, ValueError):  # what cannot be read may name them all
+        return list(names)
 
 
 def _sha256(path: Path) -> str:
@@ -135,14 +179,12 @@ def _relocate(file: Path, name: str) -> None:
 
 def _files_of(file: Path) -> set[Path]:
     """The files that hold the weights of a model file; none where it cannot be read."""
-    from google.protobuf.message import DecodeError
-
-    if not file.is_file():  # a pipe would wait for ever
+    if not os.path.isfile(file):  # noqa: PTH113 - a pipe would wait for ever; Path.is_file raises for a name too long
         return set()
     try:
         entries = _location_entries(onnx.load(file, load_external_data=False).graph)
         return {(file.parent / entry.value).resolve() for entry in entries}
-    except (OSError, ValueError, DecodeError):
+    except Exception:  # noqa: BLE001 - whatever the parser says that the suffix chooses
         return set()
 
 
