@@ -19,6 +19,7 @@ from quark.errors import OutputError, OutputExistsError, QuarkError
 from quark.files import (
     atomic_file,
     atomic_folder,
+    check_apart,
     check_file,
     check_folder,
     move_folder,
@@ -33,6 +34,7 @@ SOURCE = Path(files.__file__).parents[1]
 def write(folder: Path, text: str) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "file").write_text(text)
+    (folder / "config.json").touch()  # of a model, which may be replaced
     return folder
 
 
@@ -118,6 +120,41 @@ def test_a_link_to_a_folder_stays_and_a_link_to_a_file_is_replaced(tmp_path: Pat
     with atomic_file(tmp_path / "link to file") as file:
         file.write_text("other")
     assert not (tmp_path / "link to file").is_symlink() and (tmp_path / "disk" / "file").read_text() == "new"
+
+
+def test_a_folder_without_a_model_is_never_replaced(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "letters").mkdir(parents=True)
+    with pytest.raises(OutputExistsError, match="home is a folder that holds no model, but 'letters'"):
+        check_folder(home, overwrite=True)
+    with pytest.raises(OutputExistsError), atomic_folder(home, overwrite=True):
+        pass
+    (home / "model.gguf").touch()
+    assert check_folder(home, overwrite=True) == home
+
+
+@POSIX
+def test_an_output_is_never_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, blobs, file = tmp_path / "a" / "model", tmp_path / "blobs", tmp_path / "data.npz"
+    for folder in (source, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "1").touch(), (source / "config.json").symlink_to(blobs / "1"), file.touch()
+    (tmp_path / "link").symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    for output, what in {
+        source: "is", "a/../a/./model": "is", "link": "is", "a": "holds", "blobs": "holds", tmp_path: "holds",
+        "link/new": "lies in", source / "out": "lies in",
+    }.items():  # fmt: skip
+        with pytest.raises(OutputExistsError, match=rf"{output} {what} .*model.*, which is read\. Choose"):
+            check_apart(output, source, whole=True)
+    (tmp_path / "other.npz").symlink_to(file)
+    for name in ("data.npz", "other.npz"):
+        with pytest.raises(OutputExistsError, match=f"{name} is data.npz itself"):
+            check_apart(name, None, "data.npz")
+    with pytest.raises(OutputExistsError):
+        check_apart("new", "./new")
+    check_apart("new", "data.npz", None, source), check_apart("a/model2", source, whole=True)
+    check_apart("a/model/new", source)
 
 
 @pytest.mark.parametrize("length", [241, 255])

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from quark.errors import OutputError, OutputExistsError
 
@@ -162,6 +163,48 @@ def hold(folder: Path) -> int | None:
 # What may be written. ------------------------------------------------------------------------------------------------
 
 
+def check_apart(output: str | os.PathLike[str], *inputs: Any, whole: bool = False) -> None:
+    """Raise OutputExistsError where an output is, or holds, an input: by its own name, a link, or another case.
+
+    Args:
+        output: A file or folder to write.
+        inputs: Files and folders that are read; what is no path (a model in memory, None) is passed over.
+        whole: Of folders: they stay as they are, so that the output may not lie in one either.
+    """
+    target = _absolute(output)
+    for given in inputs:
+        if not isinstance(given, (str, os.PathLike)) or not os.fspath(given) or "\0" in os.fspath(given):
+            continue
+        source = Path(os.path.abspath(given))  # noqa: PTH100 - resolve() would follow links
+        # A folder may be made of links to files that lie elsewhere.
+        read = [source, *(path for path in _entries(source) if whole and path.is_symlink())]
+        if _same(target, source):
+            raise OutputExistsError(f"{output} is {given} itself, which is read. Choose another output.")
+        places = [place for path in read for place in (path, _real(path))] if _is_folder(target) else []
+        if any(_same(target, parent) for place in places for parent in place.parents):
+            raise OutputExistsError(f"{output} holds {given}, which is read. Choose another output.")
+        if whole and any(_same(parent, source) for parent in _real(target).parents):
+            raise OutputExistsError(f"{output} lies in {given}, which is read. Choose an output outside it.")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)  # noqa: PTH121
+    except OSError:  # one is not there
+        return not os.path.exists(one) and not os.path.exists(other) and _real(one) == _real(other)  # noqa: PTH110
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve raises for links in a circle
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except OSError:  # no folder, or one that cannot be read
+        return []
+
+
 def check_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
     """The absolute path of a file that can be written. To be called before the work, whose end is too late to say no.
 
@@ -170,13 +213,33 @@ def check_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
         OutputError: It cannot be written there; says why.
     """
     target = _absolute(path)
+    if os.fspath(path).endswith((os.sep, os.altsep or os.sep)):
+        raise OutputError(f"{path} ends like a folder, and the output is a file. Possible: a name behind it.")
     if _is_folder(target):
         raise OutputExistsError(f"{path} is a folder, and the output is a file. Choose another output.")
     return _checked(target, Path(path), overwrite)
 
 
 def check_folder(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The same of a folder; an empty one may be there. Where `path` is a link to a folder: the path of that folder."""
+    """The same of a folder; an empty one may be there, and what is replaced holds a model.
+
+    Where `path` is a link to a folder: the path of that folder.
+    """
+    target = check_place(path, overwrite)
+    found = [entry for entry in _entries(target) if not is_temporary(entry)]
+    if found and not any(map(_is_of_model, found)):
+        raise OutputExistsError(
+            f"{path} is a folder that holds no model, but {found[0].name!a}: it is not replaced. Choose another output."
+        )
+    return target
+
+
+def _is_of_model(path: Path) -> bool:
+    return path.name == "config.json" or path.suffix.lower() in (".safetensors", ".gguf", ".onnx")
+
+
+def check_place(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The same of a folder that may hold anything."""
     target = _absolute(path)
     if _is_folder(target):
         target = target.resolve()

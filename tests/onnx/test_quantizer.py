@@ -23,8 +23,9 @@ from quark.errors import (
     OutputExistsError,
     QuarkError,
 )
-from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
+from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec, quantize_static
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
+from quark.onnx.converters import TOOLS
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
@@ -402,11 +403,30 @@ def test_the_float_model_is_not_overwritten(tmp_path: Path) -> None:
     onnx.save(cnn(), source)
     before = source.read_bytes()
     layer = QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec())
-    with pytest.raises(OutputExistsError, match="the float model itself"):
+    with pytest.raises(OutputExistsError, match="model.onnx itself, which is read"):
         ModelQuantizer(QConfig(layer)).quantize_model(
             source, f"{tmp_path}/../{tmp_path.name}/model.onnx", Reader(images())
         )
     assert source.read_bytes() == before
+
+
+def test_nothing_that_is_read_is_overwritten(tmp_path: Path) -> None:
+    """Weights, calibration data, statistics: by the quantizer and by a tool; a link leads nowhere else."""
+    source, data = tmp_path / "model.onnx", tmp_path / "x.npz"
+    onnx.save(cnn(), source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    np.savez(data, x=images()[0]["x"])
+    (tmp_path / "link").symlink_to("weights.bin")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for output, statistics in [
+        ("weights.bin", None), ("link", None), ("x.npz", None), ("new", "new"), ("new", "model.onnx"), ("new", "x.npz"),
+        ("new", "weights.bin"),
+    ]:  # fmt: skip
+        options = {"Statistics": str(tmp_path / statistics)} if statistics else {}
+        with pytest.raises(OutputExistsError, match="which is read"):
+            quantize_static(source, tmp_path / output, calibration_data_path=str(data), extra_options=options)
+    with pytest.raises(OutputExistsError, match=r"weights.bin itself, which is read"):
+        TOOLS["convert_opset_version"].convert(source, tmp_path / "link", target_opset=18)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_silu_stays_in_integers_for_onnxruntime() -> None:

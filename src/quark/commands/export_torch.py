@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.files import check_file, check_folder
+from quark.files import check_apart, check_file, check_folder
 
 GGUF, ONNX = FILES = ("gguf", "onnx")
 """Forms that are one file, not a folder of safetensors."""
@@ -73,8 +73,11 @@ class Export:
         import_gguf()
         architecture_of(load_config(source))
 
-    def check_output(self, source: Path) -> None:
-        """Raise for an output that cannot be written, or may not be replaced."""
+    def check_output(self, source: Path, data: Path | None) -> None:
+        """Raise for an output that cannot be written, may not be replaced, or is what is read."""
+        if self.form not in FILES:
+            check_apart(self.output, source, whole=True)
+        check_apart(self._gguf_file(source) if self.form == GGUF else self.output, data)
         if self.form not in FILES or not self.force:
             check_folder(self.output, self.force)
         if self.form == GGUF:

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
+from quark.errors import OutputError
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder or file to make.")]
+# Not a Path, which an empty word and a slash at the end are lost to.
+Output = Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="Folder or file to make.")]
 Calib = Annotated[
     Path | None,
     typer.Option(help="Calibration data: a text file, a folder of images or audio, or arrays by name (.npz)."),
@@ -113,6 +115,8 @@ def quantize(
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --target 30 -o best.onnx
     """
     check_options(context, model)
+    if not output:
+        raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
         from quark.commands.quantize_onnx import calibration_reader, quantize_onnx
@@ -131,5 +135,5 @@ def quantize(
         model, require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude, layer=layer,
         algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
         load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
-        export=Export(output, export_format, weight_format, pack_method, max_shard_size, force),
+        export=Export(Path(output), export_format, weight_format, pack_method, max_shard_size, force),
     )  # fmt: skip

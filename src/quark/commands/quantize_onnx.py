@@ -20,7 +20,7 @@ from quark.onnx.config.serialized import as_scope
 
 def quantize_onnx(
     model: Path,
-    output: Path,
+    output: str,
     config: str,
     reader: PathDataReader | None,
     samples: int | None,
@@ -52,7 +52,7 @@ def quantize_onnx(
         quantizer.quantize_model(model, output, reader)
     else:
         recovery.run(quantizer, model, output, reader)
-    after = file_bytes(output)
+    after = file_bytes(Path(output))
     results().print(
         f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,

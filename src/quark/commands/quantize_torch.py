@@ -45,7 +45,7 @@ def quantize_folder(
     from quark.commands.models import folder_bytes
     from quark.torch.model.model_folder import read_config
 
-    export.check_output(model)
+    export.check_output(model, calib)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
     config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)

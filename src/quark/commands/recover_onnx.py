@@ -23,7 +23,7 @@ class Recovering:
     metric: str
     target: float | None
 
-    def run(self, quantizer: ModelQuantizer, model: Path, output: Path, reader: Any) -> None:
+    def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> None:
         """Quantize the model, write the best that was found, and print what each step gave."""
         found = quantizer.recover(model, output, reader, budget=self.budget, metric=self.metric, target=self.target)
         console = results()

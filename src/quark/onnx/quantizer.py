@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from quark.core.metrics import Metric
-from quark.errors import ConfigError, OutputExistsError
-from quark.files import check_file
+from quark.errors import ConfigError
+from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.data.path_reader import PathDataReader
@@ -23,7 +22,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load
-from quark.onnx_ops.saving import save
+from quark.onnx_ops.saving import model_files, save
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
@@ -72,8 +71,8 @@ class ModelQuantizer:
             QuarkError: See its children; no file is written then.
         """
         settings = lower(self.config, tuple(algorithms)) if algorithms else self.settings
-        _check_outputs(model_input, model_output, settings)
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
+        _check_outputs(model_input, model_output, settings, reader)
         check_algorithms(settings.algorithms)
         written = self._written(quantize(load(model_input), settings, reader), model_output)
         logger.info("Model quantization has been completed.")
@@ -110,9 +109,9 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples.
             QuarkError: See its children; no file is written then.
         """
-        _check_outputs(model_input, model_output, self.settings)
-        seconds = None if budget is None else duration(budget)
-        measure, reader = Metric(metric), _reader(model_input, calibration_data_reader, calibration_data_path)
+        reader = _reader(model_input, calibration_data_reader, calibration_data_path)
+        _check_outputs(model_input, model_output, self.settings, reader)
+        seconds, measure = None if budget is None else duration(budget), Metric(metric)
         found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
         return replace(found, model=self._written(model, model_output))
 
@@ -133,16 +132,17 @@ def _reader(model: Any, reader: Any, path: str | None) -> Any:
     return PathDataReader(model, path)
 
 
-def _check_outputs(source: Any, output: Any, settings: Settings) -> None:
-    """Raise OutputError for what cannot be written, and OutputExistsError where the float model would be replaced."""
+def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) -> None:
+    """Raise OutputError for what cannot be written, and OutputExistsError where something that is read would be."""
     statistics = settings.calibration.statistics
+    read = [*model_files(source), *getattr(reader, "files", ())]
     if output is not None:
         check_file(output, overwrite=True)
+        check_apart(output, *read, statistics)
     if statistics and not os.path.isfile(statistics):  # noqa: PTH113 - Path.is_file raises for a name too long
         check_file(statistics, overwrite=True)
-    paths = [Path(path).resolve() for path in (source, output) if isinstance(path, (str, os.PathLike))]
-    if len(paths) == 2 and paths[0] == paths[1]:
-        raise OutputExistsError(f"{output} is the float model itself. Choose another output.")
+    if statistics:
+        check_apart(statistics, *read)
 
 
 def quantize_static(

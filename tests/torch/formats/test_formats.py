@@ -362,6 +362,9 @@ def test_an_existing_output_is_refused_and_replaced_only_on_request(checkpoint: 
     with pytest.raises(OutputExistsError, match="exists already"):
         export_safetensors(model, out)
     assert [f.name for f in out.iterdir()] == ["mine.txt"]
+    with pytest.raises(OutputExistsError, match="holds no model"):
+        export_safetensors(model, out, overwrite=True)
+    (out / "config.json").touch()
     export_safetensors(model, out, overwrite=True)
     assert not (out / "mine.txt").exists() and (out / "config.json").exists()
     assert [f.name for f in tmp_path.iterdir()] == ["out"]

@@ -15,6 +15,7 @@ import typer
 
 from quark.command_line import program, run
 from quark.errors import ConfigError
+from quark.files import check_file
 from quark.onnx.converters import TOOLS
 from quark.onnx.converters.tool import Flag, Tool
 
@@ -40,8 +41,9 @@ def command(name: str, tool: Tool) -> Callable[..., None]:
 
     def convert(positional: list[str] | None, **values: Any) -> None:
         values = _placed(tool, values, positional or [])
-        source, target = Path(values.pop("input")), Path(values.pop("output"))
-        count = tool.convert(source, target, **values)
+        source, target = values.pop("input"), values.pop("output")
+        check_file(target, overwrite=True)  # a Path has lost a slash at the end
+        count = tool.convert(Path(source), Path(target), **values)
         sys.stdout.write(f"{name}: {count} {'place' if count == 1 else 'places'} changed, written to {target}\n")
 
     in_order = typer.Argument(metavar=" ".join(tool.order), help="in this order, or as flags", show_default=False)

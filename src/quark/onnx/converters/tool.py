@@ -9,9 +9,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from quark.files import check_file
+from quark.files import check_apart, check_file
 from quark.onnx.graph.model_file import read
-from quark.onnx_ops.saving import save
+from quark.onnx_ops.saving import model_files, save
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Tool:
             **flags: A value for each of `flags`.
         """
         check_file(target, overwrite=True)
+        _, *weights = model_files(source)
+        check_apart(target, *weights)  # the model itself may be replaced
         model = self.read(source)
         count = self.run(model, *(flags[name] for name in self.flags))
         self.write(model, target, external_data)

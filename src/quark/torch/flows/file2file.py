@@ -19,6 +19,7 @@ import torch
 
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, QuarkError
+from quark.files import check_apart
 from quark.log import logger, progress
 from quark.torch.calibration.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import rank, shared_folder, world
@@ -93,10 +94,12 @@ def quantize_files(
         weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
 
     Raises:
+        OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
         ConfigError: An activation is static, or an algorithm was asked for: both need data.
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
+    check_apart(output, source, whole=True)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     job = CheckpointJob(config, source, **options)
     _refuse_data(config, job.plan)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.files import check_folder, move_folder
+from quark.files import check_apart, check_folder, check_place, move_folder
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
@@ -64,10 +64,12 @@ def stream(
             goes on where it stopped.
 
     Raises:
+        OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
         ConfigError: `work` belongs to a run with other settings; says which differs.
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
+    check_apart(output, source, whole=True)
     check_folder(output, overwrite)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     job = CheckpointJob(config, source, **options)
@@ -75,7 +77,8 @@ def stream(
     settings = _settings(config, options, [source / "config.json", *job.files], batches)
     refuse_attention(config)
     refuse_whole(algorithms_of(config.algo_config or []))
-    work = check_folder(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
+    work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
+    check_apart(work, source, whole=True)
     with (
         in_use(work),
         replaced(job.model, job.plan) as layers,

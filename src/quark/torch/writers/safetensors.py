@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from quark.errors import ConfigError, did_you_mean
+from quark.files import check_apart
 from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
@@ -81,6 +82,7 @@ def export_safetensors(
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
     source = _source_folder(model)
     if source is not None:
+        check_apart(output_dir, source, whole=True)
         check_files(source)  # what is copied at the end is refused at the beginning
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:

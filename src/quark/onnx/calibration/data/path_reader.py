@@ -63,6 +63,11 @@ class PathDataReader(CalibrationDataReader):
             raise ConfigError(f"mean and std are for images, and {self._path} has none: arrays are taken as they are.")
         self.rewind()
 
+    @property
+    def files(self) -> list[Path]:
+        """What is read."""
+        return [self._path, *(path for sources in self._sources for path in sources.values())]
+
     def rewind(self) -> None:
         """Start again at the first sample."""
         feeds = (self._feed(source) for source in self._sources)
