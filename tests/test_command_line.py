@@ -46,7 +46,16 @@ def deep() -> None:
     deep()
 
 
+def wrapping() -> None:
+    """Raise another error for Ctrl-C, as libraries do."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        raise RuntimeError("a callback failed") from error
+
+
 FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
+    "interrupt within a library": (wrapping, 130, r"Interrupted\."),
     "own": (raising(ConfigError("No such\nscheme.")), 1, "No such scheme."),
     "foreign": (
         raising(TypeError("bad\nthing.")),
@@ -78,6 +87,23 @@ def test_every_failure_is_one_line(
         assert line.endswith(
             "Run again with --debug for the traceback, and please report it." if how == "plain" else "Please report it."
         )
+
+
+@pytest.mark.parametrize("module", ["typer", "quark.commands"])
+def test_an_interrupt_while_modules_are_read_is_one_line(module: str) -> None:
+    """Before the program runs: the finder of modules is where Ctrl-C falls."""
+    code = f"""
+import runpy, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("quark", run_name="__main__")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "quark: Interrupted.\n")
 
 
 def test_the_help_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:

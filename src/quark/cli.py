@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-import typer
+import sys
+from typing import TYPE_CHECKING
 
-from quark.command_line import DEBUG_HELP, run
-from quark.commands import COMMANDS
+from quark.errors import INTERRUPTED, is_interrupt
 
-app = typer.Typer(
-    name="quark",
-    help="Quantize a model, and see what it cost.\n\nExample: quark quantize ./llama --scheme uint4_wo_128 -o ./out",
-    epilog=DEBUG_HELP,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+if TYPE_CHECKING:
+    import typer
 
 
 def main() -> None:
     """Run the command line; bad usage and a QuarkError become one line on stderr and exit code 1."""
-    run(app)
+    try:
+        from quark.command_line import run  # here and below: Ctrl-C may come while these are read
+
+        run(app())
+    except BaseException as error:
+        if not is_interrupt(error):
+            raise
+        sys.stderr.write("quark: Interrupted.\n")
+        sys.exit(INTERRUPTED)
+
+
+def app() -> typer.Typer:
+    """The program."""
+    import typer
+
+    from quark.command_line import DEBUG_HELP
+    from quark.commands import COMMANDS
+
+    made = typer.Typer(
+        name="quark",
+        help="Quantize a model, and see what it cost.\n\nExample: quark quantize ./llama --scheme uint4_wo_128 -o out",
+        epilog=DEBUG_HELP,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name, command in COMMANDS.items():
+        made.command(name)(command)
+    return made

@@ -16,12 +16,11 @@ from typing import IO, Any, cast
 import typer
 from rich.console import Console
 
-from quark.errors import QuarkError, one_line
+from quark.errors import INTERRUPTED, QuarkError, is_interrupt, one_line
 from quark.log import UnfailingStream
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 DEBUG_HELP = f"{DEBUG}, anywhere on the line, or {DEBUG_VARIABLE}=1: show the traceback of an error."
-INTERRUPTED = 130
 PACKAGE = Path(__file__).parent
 
 
@@ -79,10 +78,13 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _trace(debug)
         return _say(name, "Interrupted.", INTERRUPTED)
-    except QuarkError as error:
-        _trace(debug)
-        return _say(name, str(error))
     except Exception as error:  # noqa: BLE001 - a program ends in a line
+        if is_interrupt(error):
+            _trace(debug)
+            return _say(name, "Interrupted.", INTERRUPTED)
+        if isinstance(error, QuarkError):
+            _trace(debug)
+            return _say(name, str(error))
         # Errors of the command line's own parser: typer exports no base class for them, but all have this method.
         if hasattr(error, "format_message"):
             message = error.format_message()  # none where the help was printed instead

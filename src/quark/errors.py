@@ -21,6 +21,9 @@ import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended."""
+
 
 class QuarkError(Exception):
     """Base of all errors raised by quark."""
@@ -88,6 +91,17 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except (ImportError, ValueError):  # a finder that refuses it, or a module that stands in for it
         return False
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or came of it: libraries raise their own where it falls into their work."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def one_line(message: object) -> str:

@@ -30,7 +30,7 @@ def quark(*arguments: object) -> None:
     code, errors = None, io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            run(app, arguments=[str(argument) for argument in arguments])
+            run(app(), arguments=[str(argument) for argument in arguments])
     except SystemExit as end:
         code = end.code
     finally:
