@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-from quark.errors import INTERRUPTED, is_interrupt
-
+TYPE_CHECKING = False  # that of typing, which takes long to read: Ctrl-C is met from here on
 if TYPE_CHECKING:
     import typer
 
@@ -14,10 +12,12 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line; bad usage and a QuarkError become one line on stderr and exit code 1."""
     try:
-        from quark.command_line import run  # here and below: Ctrl-C may come while these are read
+        from quark.command_line import run
 
         run(app())
     except BaseException as error:
+        from quark.errors import INTERRUPTED, is_interrupt
+
         if not is_interrupt(error):
             raise
         sys.stderr.write("quark: Interrupted.\n")
