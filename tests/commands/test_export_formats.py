@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from quark.commands.export_torch import Export
+from quark.errors import OutputExistsError
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
@@ -132,3 +134,17 @@ def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> N
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert [algorithm["name"] for algorithm in config["algo_config"]] == ["smooth", "gptq"]
     assert quark("evaluate", folder, tmp_path / "out", "--text", text, "--length", 64, "--windows", 2).code == 0
+
+
+@pytest.mark.parametrize("form", ["onnx", "gguf"])
+def test_a_file_may_be_written_beside_the_data(form: str, tmp_path: Path) -> None:
+    """Of which a folder that is replaced would leave nothing."""
+    data = tmp_path / "text.txt"
+    data.touch()
+
+    def export(form: str) -> Export:
+        return Export(tmp_path, form, "real_quantized", "reorder", "5GB", force=True)
+
+    export(form).check_output(tmp_path / "model", data)
+    with pytest.raises(OutputExistsError, match="holds .*text.txt, which is read"):
+        export("quark").check_output(tmp_path.parent / "model", data)

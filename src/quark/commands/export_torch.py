@@ -75,17 +75,20 @@ class Export:
 
     def check_output(self, source: Path, data: Path | None) -> None:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""
-        if self.form not in FILES:
-            check_apart(self.output, source, whole=True)
-        check_apart(self._gguf_file(source) if self.form == GGUF else self.output, data)
-        if self.form not in FILES or not self.force:
-            check_folder(self.output, self.force)
         if self.form == GGUF:
-            check_file(self._gguf_file(source), self.force)
-        if self.form == ONNX:
+            made = self._gguf_file(source)
+            check_file(made, self.force)
+        elif self.form == ONNX:
             from quark.torch.writers.onnx.export import FILE  # imports torch: after --help
 
-            check_file(self.output / FILE, self.force)
+            made = self.output / FILE
+            check_file(made, self.force)
+        else:
+            made = self.output
+            check_apart(made, source, whole=True)
+        check_apart(made, data)
+        if self.form not in FILES or not self.force:
+            check_folder(self.output, self.force)
 
     def _gguf_file(self, source: Path) -> Path:
         return self.output if self.output.suffix == ".gguf" else self.output / f"{source.resolve().name}.gguf"
