@@ -268,11 +268,15 @@ def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None
     if any(end is not None and end in quantized for end in ends):
         # A quantized head or embedding no longer shares its weight with the other.
         config.tie_word_embeddings = False
-    config.save_pretrained(folder)
-    path = folder / "config.json"
-    stored = json.loads(path.read_text())
+    if config._auto_class is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(config, folder, config=config)
+    # Not by save_pretrained, which refuses fields that transformers itself has read (output_attentions, return_dict).
+    stored = json.loads(config.to_json_string())
+    stored.pop("transformers_weights", None)
     stored["quantization_config"] = quantization
-    path.write_text(json.dumps(stored, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
 
 
 def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
