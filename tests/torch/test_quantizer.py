@@ -204,6 +204,20 @@ def assert_untouched(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num()), name
 
 
+@pytest.mark.parametrize("layer", [LayerSpec(weight=INT8), LayerSpec(weight=INT8, input=spec("int8"))])
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: {"x": x}, lambda x: UserDict(x=x)])
+def test_batches_without_an_array_of_values_are_refused(pack: Any, layer: LayerSpec) -> None:
+    x = inputs(1)[0]
+    for batch, message in ((x.to_sparse(), "is sparse: make it dense"), (x.to("meta"), "is on the meta device")):
+        with pytest.raises(CalibrationError, match=f"batch 0 holds a tensor .4, 128. that {message}"):
+            quantize(mlp(), layer, [pack(batch)])
+
+
+def test_a_layer_that_has_no_weight_yet_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"0 \(LazyLinear\) has no weight yet: run the model on one batch first"):
+        quantize(nn.Sequential(nn.LazyLinear(8)), LayerSpec(weight=INT8))
+
+
 STATIC = LayerSpec(weight=INT8, input=spec("int8"))
 
 

@@ -241,11 +241,14 @@ def require_types(config: QConfig, present: set[type[nn.Module]], none: str) -> 
 
 
 def require_parameters(name: str, module: nn.Module) -> None:
-    """Raise StructureError, naming the layer, where its weight or bias is computed from other parameters.
+    """Raise StructureError, naming the layer, where its weight or bias is computed from other parameters; ConfigError
+    where it has none before its first forward.
 
     A hook or a parametrization (pruning, weight_norm, spectral_norm) makes it anew in each forward, so that quantized
     values written to it would be gone.
     """
+    if isinstance(module._parameters.get("weight"), nn.UninitializedParameter):
+        raise ConfigError(f"{name} ({type(module).__name__}) has no weight yet: run the model on one batch first.")
     for role in ("weight", "bias"):
         if getattr(module, role, None) is not None and role not in (*module._parameters, *module._buffers):
             raise StructureError(

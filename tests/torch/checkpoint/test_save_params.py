@@ -68,6 +68,18 @@ def test_an_encoder_of_torch_goes_through_its_quantizers(scheme: str, tmp_path: 
         assert torch.equal(load_params(start, path, tmp_path / "m.safetensors")(x), wanted)
 
 
+def test_values_that_are_one_in_memory_are_loaded_as_many(tmp_path: Path) -> None:
+    def model(buffer: torch.Tensor) -> nn.Module:
+        made = mlp()
+        made.register_buffer("shift", buffer)
+        return made
+
+    config = LLMTemplate.get("auto").get_config("int8_wo", exclude_layers=[])
+    path = save_params(ModelQuantizer(config).quantize_model(model(torch.arange(8.0))), "m", export_dir=tmp_path)
+    loaded = load_params(model(torch.zeros(1).expand(8)), path, tmp_path / "m.safetensors")
+    assert torch.equal(loaded.get_buffer("shift"), torch.arange(8.0))
+
+
 def test_files_of_former_versions_are_read(tmp_path: Path) -> None:
     json_path, tensors = saved(tmp_path, 0)
     description = json.loads(json_path.read_text())

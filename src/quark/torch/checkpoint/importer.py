@@ -156,9 +156,13 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
     device = torch.device("cpu") if present.is_meta else present.device
     stays = tensor.dtype if quantized or not tensor.is_floating_point() else present.dtype
     tensor = tensor.to(device, stays)
-    if leaf in module._parameters and (present.is_meta or quantized):
+    # Nothing can be written into values that are one in memory (`expand`), or that belong to inference mode.
+    fixed = present.is_inference() or any(
+        s == 0 and n > 1 for s, n in zip(present.stride(), present.shape, strict=True)
+    )
+    if leaf in module._parameters and (present.is_meta or quantized or fixed):
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    elif present.is_meta or leaf in ("scale", "zero_point"):
+    elif present.is_meta or fixed or leaf in ("scale", "zero_point"):
         module._buffers[leaf] = tensor
     else:
         # In place, so that a tied weight stays tied.

@@ -130,7 +130,10 @@ def _positional(model: nn.Module) -> list[inspect.Parameter] | None:
 
 
 def _as_tensors(batch: Any, index: int) -> Any:
-    """A batch whose numpy arrays are tensors."""
+    """A batch whose numpy arrays are tensors. Raises CalibrationError for tensors without an array of values."""
+    if isinstance(batch, torch.Tensor) and (batch.is_meta or batch.layout is not torch.strided):
+        kind = "on the meta device: it has no values" if batch.is_meta else "sparse: make it dense, by to_dense()"
+        raise CalibrationError(f"Calibration batch {index} holds a tensor {tuple(batch.shape)} that is {kind}.")
     if isinstance(batch, np.ndarray):
         try:
             return torch.from_numpy(batch if batch.flags.writeable else batch.copy())
@@ -138,6 +141,9 @@ def _as_tensors(batch: Any, index: int) -> Any:
             raise CalibrationError(f"Calibration batch {index} is no array of numbers: {one_line(error)}") from None
     if type(batch) in (list, tuple):
         return type(batch)(_as_tensors(item, index) for item in batch)
+    if isinstance(batch, Mapping) and type(batch) is not dict:
+        for value in batch.values():
+            _as_tensors(value, index)
     if type(batch) is dict:
         return {key: _as_tensors(value, index) for key, value in batch.items()}
     return batch
