@@ -23,15 +23,14 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 # What of the package each extra serves; the longest path that fits counts. Everything else needs no extra.
 EXTRAS_OF = {
+    "image_files.py": {"images"},
     "torch/": {"torch"},
     "torch/writers/gguf/": {"torch", "gguf"},
     "torch/writers/onnx/": {"torch", "onnx"},
     "onnx_ops/": {"onnx"},
     "onnx/": {"onnx"},
-    "onnx/calibration/data/sample_files.py": {"onnx", "images"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},
-    "commands/model_inputs.py": {"torch", "images"},
 }
 IMPORTED_AS = {"pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
 COME_WITH_OTHERS = {"pydantic_core": "pydantic brings the one version that it works with"}

@@ -138,7 +138,7 @@ def test_without_a_named_class_it_is_the_causal_language_model(folders: dict[str
         shutil.copytree(folders[name], tmp_path / name)
         configured(architectures=...)(tmp_path / name)
     assert type(load_float_model(tmp_path / "qwen3")).__name__ == "Qwen3ForCausalLM"
-    with pytest.raises(FormatError, match="has no cls"):
+    with pytest.raises(FormatError, match="classifier"):
         load_float_model(tmp_path / "classifier")
 
 
