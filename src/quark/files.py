@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -158,6 +159,15 @@ def hold(folder: Path) -> int | None:
             raise
         return None
     return descriptor
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of the bytes of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 # What may be written. ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ replaced get a name of their own, the model is renamed last, and the weights tha
 from __future__ import annotations
 
 import filecmp
-import hashlib
 import mmap
 import os
 import re
@@ -20,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.errors import FormatError, one_line
-from quark.files import check_file, temporary_folder
+from quark.files import check_file, digest_of, temporary_folder
 
 SMALL = 1024
 """Bytes below which a weight stays inside the model."""
@@ -120,7 +119,7 @@ class _Before:
         plain = self.target.with_name(data.name)
         if not plain.exists() and not self.stale:
             return data.name
-        hashed = f"{_stem(self.target)}.{_sha256(data)[:12]}.data"
+        hashed = f"{_stem(self.target)}.{digest_of(data)[:12]}.data"
         if self.target.with_name(hashed).exists():
             return hashed
         same = plain in self.free and filecmp.cmp(plain, data, shallow=False)
@@ -157,14 +156,6 @@ def _names_within(file: Path, names: Iterable[bytes]) -> list[bytes]:
                 return [name for name in names if content.find(name) >= 0]
     except (OSError, ValueError):  # what cannot be read may name them all
         return list(names)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _relocate(file: Path, name: str) -> None:

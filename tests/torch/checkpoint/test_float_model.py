@@ -79,7 +79,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "nothing but a list": ("qwen3", lambda f: (f / "config.json").write_text("[]") and None, "no model_type"),
     "weights of another name": ("qwen3", configured(transformers_weights="o.safetensors"), "transformers_weights is"),
     "code from the network": ("qwen3", configured(attn_implementation="some/kernel"), "code to be downloaded"),
-    "a class that is no whole model": ("qwen3", configured(architectures=["PreTrainedModel"]), "PreTrainedModel"),
+    "a base of all classes": ("qwen3", configured(architectures=["PreTrainedModel"]), "is no whole model"),
+    "a base of some classes": ("qwen3", configured(architectures=["Qwen3PreTrainedModel"]), "is no whole model"),
     "deep nesting": ("qwen3", lambda f: (f / "config.json").write_text("[" * 10**5) and None, "not JSON"),
 }  # fmt: skip
 
@@ -138,7 +139,7 @@ def test_without_a_named_class_it_is_the_causal_language_model(folders: dict[str
         shutil.copytree(folders[name], tmp_path / name)
         configured(architectures=...)(tmp_path / name)
     assert type(load_float_model(tmp_path / "qwen3")).__name__ == "Qwen3ForCausalLM"
-    with pytest.raises(FormatError, match="classifier"):
+    with pytest.raises(FormatError, match="has no cls"):
         load_float_model(tmp_path / "classifier")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -13,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
-from quark.files import atomic_file
+from quark.files import atomic_file, digest_of
 from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
 from quark.torch.checkpoint.shards import entries, save_tensors
@@ -79,7 +78,7 @@ def save_params(
     with atomic_file(folder / f"{model_type}.safetensors") as file:
         save_tensors(tensors, file)
         # Two files cannot be replaced in one step: each says which the other is.
-        description["sha256"] = _digest(file)
+        description["sha256"] = digest_of(file)
     with atomic_file(folder / f"{model_type}.json") as file:
         file.write_text(json.dumps(description, indent=2) + "\n")
     return folder / f"{model_type}.json"
@@ -119,21 +118,13 @@ def load_params(
         raise FormatError(f"{json_path!s} is not a file of save_params: {error}.") from None
     tensors = regular_file(Path(safetensors_path))
     # Files of former versions do not say it.
-    if description.get("sha256", None) not in (None, _digest(tensors)):
+    if description.get("sha256", None) not in (None, digest_of(tensors)):
         raise FormatError(
             f"{tensors} is not what {json_path!s} was saved with: save_params was stopped between the two, or one was "
             "replaced. Possible: save both again."
         )
     load_into(model, config, export, [tensors])
     return model
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while chunk := handle.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _structure(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import FormatError
 from quark.torch.model.model_folder import Shapes, as_format_error, check_sizes, load_config, model_class, read_config
 
 _LOCAL = {
@@ -60,8 +59,6 @@ def build_skeleton(
         with torch.device("meta"):
             model = chosen._from_config(config, dtype=dtype)
         _empty(model)
-        if next(model.parameters(), None) is None:
-            raise FormatError(f"{folder / 'config.json'} names the class {chosen.__name__}, which is no whole model.")
         if model.can_generate():
             model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
     _keep_wide(model, model._get_dtype_plan(dtype))

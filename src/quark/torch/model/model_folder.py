@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quark.errors import FormatError, QuarkError, one_line, require_packages
 from quark.torch.model.folder_files import check_files
 
@@ -137,6 +139,9 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
         raise FormatError(
             f"{path} names the class {named!r}, which transformers {transformers.__version__} does not have.{hint}"
         )
+    # A base class without a forward is no model, and building one changes what transformers remembers of all others.
+    if getattr(found, "forward", None) is nn.Module.forward:
+        raise FormatError(f"{path} names the class {named}, which is no whole model.")
     takes: Any = getattr(found, "config_class", None)
     if takes is not None and not isinstance(config, takes):
         raise FormatError(
