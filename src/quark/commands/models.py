@@ -13,7 +13,7 @@ import torch
 from quark.commands.model_inputs import ModelInputs
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch import import_model_from_safetensors
-from quark.torch.checkpoint.float_model import load_float_model, stored_shapes
+from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.formats import FORMATS
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
@@ -76,7 +76,7 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
         raise ConfigError(f"{folder} is quantized already; give the float model.")
     _quiet_transformers()
     try:
-        shapes = stored_shapes(folder)
+        shapes = shapes_of(stored_metas(folder))
     except FormatError:  # a plan needs no weights
         shapes = {}
     return build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.float_model import load_float_model, stored_shapes
+from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.model.meta_model import build_skeleton
 from tests.models.model_folders import model_folder
 
@@ -48,6 +48,11 @@ def configured(**fields: Any) -> Callable[[Path], None]:
     return change
 
 
+def whole(tensors: dict[str, torch.Tensor]) -> None:
+    """Of the same size in bytes as float32, which a flipped byte in the header makes of it."""
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
+
+
 def longer(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = torch.ones(65)
 
@@ -58,6 +63,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no head": ("qwen3", without("lm_head"), "lm_head.weight"),
     "an unknown tensor": ("qwen3", lambda f: rewrite(f, lambda t: t.update(extra=torch.ones(2))), "extra"),
     "a longer norm": ("qwen3", lambda f: rewrite(f, longer), "model.norm.weight has shape (65,)"),
+    "a norm of integers": ("qwen3", lambda f: rewrite(f, whole), "model.norm.weight holds int32 in the files"),
     "a classifier as a language model": ("classifier", configured(architectures=["BertForMaskedLM"]), "has no cls."),
     "another kind of config": ("classifier", configured(model_type="llama"), "do not belong together"),
     "an unknown model_type": ("qwen3", configured(model_type="qwen33"), "qwen33"),
@@ -150,7 +156,7 @@ def test_files_from_before_torch_wrote_archives_are_read(folders: dict[str, Path
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     load_float_model(folder)
     (folder / "model.safetensors").unlink()
-    assert stored_shapes(folder) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes_of(stored_metas(folder)) == shapes_of(tensors)
 
 
 def test_what_a_legacy_constructor_made_is_read_from_disk_too(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from quark.torch.checkpoint.source import Source
 from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import (
-    Shapes,
     as_format_error,
     check_sizes,
     load_config,
@@ -49,10 +48,11 @@ def load_float_model(
             tensors are missing, unexpected or of another shape; names them.
     """
     stored = read_config(folder)
-    shapes = stored_shapes(folder)
+    tensors = stored_metas(folder)
+    shapes = shapes_of(tensors)
     check_sizes(folder, stored, shapes)
     if not stored.get("quantization_config"):
-        check_shapes(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), shapes)
+        check_metas(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), tensors)
     model = load_whole(folder, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dtype=dtype)
     return model.eval()
 
@@ -97,12 +97,17 @@ def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -
         )
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in the weight files, read from their headers. Raises FormatError."""
+def stored_metas(folder: Path) -> dict[str, torch.Tensor]:
+    """Dtype and shape of the tensors in the weight files, on the meta device. Raises FormatError."""
     plain = any((folder / name).exists() for name in ("model.safetensors", INDEX))
     if not plain and any((folder / name).is_file() for name in PICKLED):
-        return {name: tuple(tensor.shape) for file in _pickled(folder) for name, tensor in file.items()}
-    return Source(shard_files(folder)).shapes()
+        return {name: tensor for file in _pickled(folder) for name, tensor in file.items()}
+    return Source(shard_files(folder)).metas()
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
@@ -112,19 +117,30 @@ def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
             yield torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
-def check_shapes(folder: Path, model: Any, shapes: Shapes) -> None:
-    """Raise FormatError where a parameter has another shape than the tensor of its name in the files.
+def check_metas(folder: Path, model: Any, stored: Mapping[str, torch.Tensor]) -> None:
+    """Raise FormatError where the tensor in the files cannot be the parameter of its name.
+
+    It has another shape, or it holds integers where the model has floats: codes, or bytes that were mislabelled.
 
     Args:
         folder: For the message.
         model: A skeleton of the float model.
-        shapes: From `stored_shapes`. What transformers merges when it loads has no shape to compare.
+        stored: From `stored_metas`. What transformers merges when it loads has no shape to compare.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    sources = source_names(model, shapes)
+    own = model.state_dict()
+    sources = source_names(model, stored)
     merged = merged_names(model, own)
     for name, source in sources.items():
-        if name in own and name not in merged and own[name] != shapes[source]:
+        if name not in own:
+            continue
+        there, needed = stored[source], own[name]
+        if name not in merged and there.shape != needed.shape:
             raise FormatError(
-                f"{folder}: {source} has shape {shapes[source]} in the files, and config.json calls for {own[name]}."
+                f"{folder}: {source} has shape {tuple(there.shape)} in the files, and config.json calls for "
+                f"{tuple(needed.shape)}."
+            )
+        if needed.dtype.is_floating_point and not there.dtype.is_floating_point:
+            raise FormatError(
+                f"{folder}: {source} holds {str(there.dtype).removeprefix('torch.')} in the files, and config.json, "
+                "which names no quantization, calls for float numbers."
             )

@@ -71,9 +71,9 @@ class Source:
         """A tensor as it is stored."""
         return self._raw(name)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors as they are stored."""
-        return {name: tuple(file.meta(name).shape) for name, file in self._files.items()}
+    def metas(self) -> dict[str, torch.Tensor]:
+        """Dtype and shape of all tensors as they are stored, on the meta device."""
+        return {name: file.meta(name) for name, file in self._files.items()}
 
     def dtype(self) -> torch.dtype:
         """That of the first float tensor."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.distributed import first_then_all
-from quark.torch.checkpoint.float_model import check_shapes
+from quark.torch.checkpoint.float_model import check_metas, shapes_of
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.quantization_config import quantization_config
 from quark.torch.checkpoint.safetensors_file import ByteRange
@@ -93,10 +93,10 @@ class CheckpointJob:
         self.files = shard_files(folder)
         self.quantization = quantization_of(read_config(folder), folder)
         self.checkpoint = Source(self.files, self.quantization)
-        shapes = self.checkpoint.shapes()
-        self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes)
+        tensors = self.checkpoint.metas()
+        self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes_of(tensors))
         if self.quantization is None:
-            check_shapes(folder, self.model, shapes)
+            check_metas(folder, self.model, tensors)
         _take_apart(config, self.model)
         self.plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model))
 
