@@ -23,6 +23,7 @@ from quark.files import (
     check_file,
     check_folder,
     move_folder,
+    replace_file,
     scratch_folder,
     temporary_folder,
 )
@@ -224,6 +225,30 @@ def test_what_a_dead_run_left_is_removed_and_nothing_of_a_living_one(
     with atomic_file(tmp_path / "other") as file:
         file.write_text("")
     assert names(tmp_path) == [".quark-mine.tmp", "other", "out"]
+
+
+def test_what_an_output_no_longer_reads_goes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "out.data").write_text("old")
+    with temporary_folder(tmp_path / "out") as temporary:
+        (temporary / "out").write_text("new")
+        replace_file(temporary / "out", tmp_path / "out", {tmp_path / "out.data"})
+    assert names(tmp_path) == ["out"]
+
+
+@POSIX
+@pytest.mark.parametrize("state", ["replaced", "not replaced yet", "another file of the name"])
+def test_a_kill_before_that_is_made_up_for(state: str, tmp_path: Path) -> None:
+    stale, dead = tmp_path / "out.data", tmp_path / ".quark-00000000.tmp"
+    stale.write_text("old")
+    (dead / files.GONE).mkdir(parents=True)
+    os.link(stale, dead / files.GONE / stale.name)
+    if state == "not replaced yet":
+        (dead / "out").touch()
+    if state == "another file of the name":
+        stale.unlink()
+        stale.write_text("mine")
+    with files.scratch_folder(tmp_path):
+        assert not dead.exists() and stale.exists() == (state != "replaced")
 
 
 @POSIX

@@ -3,6 +3,7 @@
     .quark-1f0c93ab.tmp/        held by a lock as long as its process lives
         out                     the new output under its own name, so that no name becomes too long
         .quark-old/out          the output before, where the system cannot exchange two names
+        .quark-gone/out.data    a second name of a file that goes with the output before, as soon as `out` is renamed
 
 A process that is killed leaves such a folder behind. Nobody holds its lock any longer, by which the next run that
 writes into the same folder knows that it may remove it. Where there are no such locks (Windows, NFS) it stays.
@@ -22,7 +23,7 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ except ImportError:  # Windows
 
 TEMPORARY = re.compile(r"\.quark-[0-9a-f]{8}\.tmp")
 """Names of temporary folders."""
-OLD = ".quark-old"
+OLD, GONE = ".quark-old", ".quark-gone"
 KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -93,6 +94,28 @@ def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterato
         file = temporary / target.name
         yield file
         file.replace(target)
+
+
+def replace_file(file: Path, target: Path, stale: Collection[Path]) -> None:
+    """Rename a new file, which lies alone in a temporary folder, to `target`; then remove what only the old one read.
+
+    Where the process is killed between the two, the next run that writes into the folder removes the rest.
+
+    Args:
+        file: In a folder of `temporary_folder(target)`.
+        target: What it becomes.
+        stale: Files beside `target`.
+    """
+    gone = file.parent / GONE
+    if stale:
+        gone.mkdir()
+    for path in stale:
+        with suppress(OSError):  # a file system without second names: what a kill leaves stays
+            os.link(path, gone / path.name)
+    file.replace(target)
+    for path in stale:
+        with suppress(OSError):  # Windows: while a session reads it
+            path.unlink()
 
 
 @contextmanager
@@ -350,6 +373,7 @@ def _remove_dead(parent: Path) -> None:
             continue
         if lock is not None:
             _put_back(folder)
+            _take_away(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
@@ -376,6 +400,21 @@ def _put_back(temporary: Path) -> None:
         if not os.path.lexists(temporary.parent / old.name):
             with suppress(OSError):
                 old.rename(temporary.parent / old.name)
+
+
+def _take_away(temporary: Path) -> None:
+    """Do what a run was killed before: remove the files of an output that has been replaced.
+
+    A second name of the file itself proves that they are meant; a name alone could be anyone's.
+    """
+    gone = temporary / GONE
+    if {entry.name for entry in _entries(temporary)} != {GONE}:
+        return  # the new output was not renamed yet, and the old one reads them
+    for second in _entries(gone):
+        first = temporary.parent / second.name
+        if _same(first, second):
+            with suppress(OSError):
+                first.unlink()
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.errors import FormatError, one_line
-from quark.files import check_file, digest_of, temporary_folder
+from quark.files import check_file, digest_of, replace_file, temporary_folder
 
 SMALL = 1024
 """Bytes below which a weight stays inside the model."""
@@ -60,10 +60,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
         check_valid(file, f"What would be written to {target} is no valid ONNX model")
         if data.exists():
             before.stale.discard(data.replace(target.with_name(data.name)))
-        file.replace(target)
-        for old in before.stale - _files_of(target):
-            with suppress(OSError):  # Windows: while a session reads it
-                old.unlink()
+        replace_file(file, target, before.stale)
 
 
 def weight_bytes(model: ir.Model) -> int:
