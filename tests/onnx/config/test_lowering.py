@@ -220,6 +220,9 @@ def test_block_attributes() -> None:
     wrong: list[tuple[type[Exception], dict[str, Any]]] = [
         (ConfigError, {"bfp_method": "to_bfp", "bit_width": 12}),
         (ConfigError, {"bit_with": 16}),
+        (ConfigError, {"axis": "64"}),
+        (ConfigError, {"block_size": None}),
+        (ConfigError, {"block_size": 0}),
         (NotSupportedError, {"rounding_mode": 1}),
         (NotSupportedError, {"sub_block_size": 4}),
         (NotSupportedError, {"convert_to_bfloat_before_bfp": 1}),

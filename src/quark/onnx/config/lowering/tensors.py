@@ -183,6 +183,12 @@ def block_attributes(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in attributes:
         if key not in BLOCK_KEYS[name]:
             raise ConfigError(f"{name} has no entry {key!r}. {did_you_mean(str(key), BLOCK_KEYS[name])}")
+    for key, value in attributes.items():
+        kind = str if key in ("bfp_method", "element_dtype") else int
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name}.{key}: expected {kind.__name__}, got {value!r} ({type(value).__name__}).")
+    if attributes.get("block_size", 1) < 1:
+        raise ConfigError(f"{name}.block_size={attributes['block_size']}: possible: 1 and more.")
     if attributes.get("sub_block_size", 2) != 2 or attributes.get("sub_block_shift_bits", 1) != 1:
         raise NotSupportedError(
             f"{name}: the micro-exponent formats have pairs (sub_block_size 2) that shift by 1 bit."
