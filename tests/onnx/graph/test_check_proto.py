@@ -248,6 +248,19 @@ def test_external_data_that_are_elsewhere_are_refused(name: str, tmp_path: Path)
         load(saved(folder, **entries))
 
 
+@pytest.mark.parametrize("bytes_of_weight", [256, 8192])
+def test_an_external_tensor_may_say_that_it_has_no_bytes_inside(bytes_of_weight: int, tmp_path: Path) -> None:
+    """A field that is set and empty is another thing than one that is not there, and means the same here."""
+    path = saved(tmp_path)
+    model = onnx.load(path, load_external_data=False)
+    weight(model).raw_data = b""
+    weight(model).dims[:] = [8, bytes_of_weight // 32]
+    (tmp_path / "w.bin").write_bytes(bytes(bytes_of_weight))
+    path.write_bytes(model.SerializeToString())
+    loaded = read(path).graph.initializers["w"].const_value
+    assert loaded is not None and loaded.nbytes == bytes_of_weight
+
+
 def test_hard_linked_data_are_read(tmp_path: Path) -> None:
     path = saved(tmp_path)
     os.link(tmp_path / "w.bin", tmp_path / "same.bin")

@@ -134,6 +134,8 @@ def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
     arrays = {}
     kinds = {int(kind): kind.numpy() for kind in PLAIN}
     for tensor in proto.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            continue
         if tensor.data_type in kinds and tensor.HasField("raw_data") and math.prod(tensor.dims) >= SMALL:
             kind = kinds[tensor.data_type]
             arrays[tensor.name] = np.frombuffer(tensor.raw_data, kind).reshape(tensor.dims)
