@@ -53,6 +53,10 @@ def whole(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
 
 
+def endless(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][5] = torch.nan
+
+
 def longer(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = torch.ones(65)
 
@@ -63,6 +67,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no head": ("qwen3", without("lm_head"), "lm_head.weight"),
     "an unknown tensor": ("qwen3", lambda f: rewrite(f, lambda t: t.update(extra=torch.ones(2))), "extra"),
     "a longer norm": ("qwen3", lambda f: rewrite(f, longer), "model.norm.weight has shape (65,)"),
+    "a norm that is NaN": ("qwen3", lambda f: rewrite(f, endless), "model.norm.weight cannot be read: its values"),
     "a norm of integers": ("qwen3", lambda f: rewrite(f, whole), "model.norm.weight holds int32 in the files"),
     "a classifier as a language model": ("classifier", configured(architectures=["BertForMaskedLM"]), "has no cls."),
     "another kind of config": ("classifier", configured(model_type="llama"), "do not belong together"),
@@ -77,6 +82,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "many layers": ("qwen3", configured(num_hidden_layers=10**5), "num_hidden_layers is 100000"),
     "many heads": ("qwen3", configured(num_key_value_heads=10**9), "num_key_value_heads is 1000000000"),
     "many labels": ("classifier", configured(num_labels=10**9), "num_labels is 1000000000"),
+    "experts below none": ("qwen3", configured(num_experts_per_tok=-1), "num_experts_per_tok is -1"),
     "no heads": ("qwen3", configured(num_attention_heads=0), "cannot be loaded"),
     "quantization as a number": ("qwen3", configured(quantization_config=5), "quantization_config is 5"),
     "quantized by others": ("qwen3", configured(quantization_config={"quant_method": "gptq", "bits": 4}), "loaded"),

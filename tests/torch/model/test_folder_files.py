@@ -43,6 +43,13 @@ def test_an_index_names_files_of_its_folder_only(name: str, folder: Path) -> Non
             read(folder)
 
 
+def test_an_index_may_name_what_no_system_has_room_for(folder: Path) -> None:
+    write_index(folder, "model-1.safetensors", "x" * 300)
+    check_files(folder)  # a plan needs no weights
+    with pytest.raises(FormatError, match="which is not there"):
+        shard_files(folder)
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": []}}', "[" * 100_000])
 def test_a_damaged_index_is_named(content: str, folder: Path) -> None:
     (folder / INDEX).write_text(content)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.source import Source
+from quark.torch.checkpoint.source import Source, check_finite
 from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import (
@@ -85,6 +85,8 @@ def load_whole(folder: Path, *, trust_remote_code: bool = False, keep_unexpected
     _refuse(folder, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
     _refuse(folder, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")
     _refuse(folder, chosen, "has in another shape", sorted(map(str, report["mismatched_keys"])), "")
+    for name, tensor in model.named_parameters():
+        check_finite(name, tensor)
     return model
 
 

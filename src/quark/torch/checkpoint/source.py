@@ -24,6 +24,13 @@ SCALES = ("weight_scale_inv", "weight_scale")
 PACKED, SHAPE, ZERO, ORDER = "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"
 PARTS = (*SCALES, PACKED, SHAPE, ZERO, ORDER, "input_scale", "input_zero_point", "weight_global_scale")
 """Leaves that describe a stored weight; none of them is a tensor of the float model."""
+NOT_FINITE = "values are NaN or infinite"
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise FormatError for a norm or bias with NaN or infinity. It is small, and of every output."""
+    if tensor.ndim < 2 and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        raise FormatError(f"{name} cannot be read: its {NOT_FINITE}.")
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Source:
             dtype, shape: What the model needs.
 
         Raises:
-            FormatError: It has another shape, or lacks its scale.
+            FormatError: It has another shape, lacks its scale, or is a norm or bias that is not finite.
         """
         parent = name.rpartition(".")[0]
         packed = f"{parent}.{PACKED}" in self._files
@@ -97,6 +104,7 @@ class Source:
             return self._decode(parent, stored, packed, dtype, shape)
         if tuple(stored.shape) != shape:
             raise FormatError(f"{name} has shape {tuple(stored.shape)} in the checkpoint; the model needs {shape}.")
+        check_finite(name, stored)
         return stored.to(dtype)
 
     def release(self, name: str) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from quark.core.scales import QParams, flaw
 from quark.errors import FormatError
 from quark.torch.checkpoint.loading import StoredTensor
+from quark.torch.checkpoint.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import ROLES
@@ -182,8 +183,8 @@ def _flaws(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[tup
     for name, tensor in loaded.items():
         if name.endswith(f".{BUFFER}") and not _is_rotation(tensor):
             yield name, "rows are not orthogonal, as those of a rotation are"
-        elif tensor.ndim < 2 and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            yield name, "values are NaN or infinite"  # norms and biases: small, and of every output
+        else:
+            check_finite(name, tensor)
 
 
 def _stored_of(name: str, loaded: Mapping[str, torch.Tensor]) -> Tensors:

@@ -7,6 +7,7 @@ rights of whoever runs quark; a pipe or a device would be waited for without end
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -69,7 +70,7 @@ def check_files(folder: Path) -> None:
         )
     # A plan needs no weights, so that shards may be absent.
     for name in _shard_names(folder / INDEX) if (folder / INDEX).exists() else []:
-        if _within(folder, name).exists():
+        if _is_there(folder, name):
             file_of(folder, name)
 
 
@@ -102,7 +103,7 @@ def shard_files(folder: Path) -> list[Path]:
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.exists() and not single.exists():
         names = _shard_names(index)
-        missing = next((name for name in names if not _within(folder, name).exists()), None)
+        missing = next((name for name in names if not _is_there(folder, name)), None)
         if missing:
             raise FormatError(f"{index} names {missing}, which is not there.")
         return [file_of(folder, name) for name in names]
@@ -121,6 +122,10 @@ def _shard_names(index: Path) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise FormatError(f"{index} is not a safetensors index: its weight_map holds other things than file names.")
     return sorted(names)
+
+
+def _is_there(folder: Path, name: str) -> bool:
+    return os.path.exists(_within(folder, name))  # noqa: PTH110 - Path.exists raises for a name that is too long
 
 
 def _within(folder: Path, name: str) -> Path:

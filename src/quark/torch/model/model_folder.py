@@ -23,6 +23,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 COUNTS = re.compile(r"^((num|n)_(\w+_)?(layers?|blocks?|experts?|stages)|(\w+_)?layers|depth|n_layer)$")
 """Fields that say how many modules are built."""
+COUNTED = re.compile(r"^(num|n)_|_(size|dim)$")
+"""Fields that count something."""
 SCALARS = re.compile(r"theta|base|token|seed|factor")
 """Fields whose size costs nothing."""
 MODULES, LENGTH = 2000, 1 << 24
@@ -82,6 +84,8 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
         if SCALARS.search(leaf) or not isinstance(value, int) or isinstance(value, bool):
             continue
         limit = max(MODULES, len(shapes)) if COUNTS.match(leaf) else max(LENGTH, PACKING * longest)
+        if value < 0 and COUNTED.match(leaf):
+            raise FormatError(f"{folder / 'config.json'}: {name} is {value}; possible: 0 and more.")
         if value > limit:
             raise FormatError(
                 f"{folder / 'config.json'}: {name} is {value}, and the weight files hold {len(shapes)} tensors, the "
