@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,12 @@ def test_a_view_of_another_weight_is_frozen_on_its_own(view: Any, tmp_path: Path
     quantized = quantize(model, LayerSpec(weight=spec("int4", PerChannel(0))), exclude=["up"])
     before = quantized(inputs(1)[0])
     frozen = ModelQuantizer.freeze(quantized)
-    assert torch.equal(frozen(inputs(1)[0]), before) and torch.equal(frozen.up.weight, start.up.weight)
+    # Weights that lie in memory in another order are multiplied in another order.
+    same = partial(torch.testing.assert_close, rtol=0, atol=1e-6)
+    same(frozen(inputs(1)[0]), before)
+    assert torch.equal(frozen.up.weight, start.up.weight)
     path = save_params(frozen, "m", export_dir=tmp_path, compressed=True)
-    assert torch.equal(load_params(start, path, tmp_path / "m.safetensors")(inputs(1)[0]), before)
+    same(load_params(start, path, tmp_path / "m.safetensors")(inputs(1)[0]), before)
 
 
 def test_training_flags_and_gradients_survive() -> None:
