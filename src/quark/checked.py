@@ -1,5 +1,8 @@
 """checked: dataclasses whose every problem is a ConfigError that names the class, the field and what came.
 
+Users change them as they like: an assignment is checked as the constructor checks, and what works with a config takes
+a `snapshot`, which finds what was done to its lists and sees nothing that is done later.
+
 The types are checked by pydantic in strict mode. It is imported, and a class's validator built, when the
 first object is made: `import quark.torch` and `import quark.onnx` do not pay for it.
 """
@@ -12,7 +15,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from typing_extensions import dataclass_transform
 
@@ -23,14 +26,14 @@ E = TypeVar("E", bound=Enum)
 
 
 def checked(cls: type[T]) -> type[T]:
-    """Give a dataclass an `__init__` that validates, and assignments that do (not frozen) or say what to do instead.
+    """Give a dataclass an `__init__` and assignments that validate.
 
     Three optional methods of the class take part. Two classmethods turn other accepted forms into the documented
     ones: `_gather(args, kwargs)`, which returns both, before they are bound to fields, and `_accept(values)`, before
     the types are checked. `_check()` finds inconsistent fields.
 
     Args:
-        cls: A class made by `@dataclass`, frozen or not.
+        cls: A class made by `@dataclass`, not frozen.
     """
     target: Any = cls
     signature = inspect.signature(target.__init__)
@@ -52,15 +55,31 @@ def checked(cls: type[T]) -> type[T]:
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     target.__init__ = __init__
-    target.__setattr__ = _refuse_assignment if target.__dataclass_params__.frozen else _check_assignment
+    target.__setattr__ = _check_assignment
     target.__pydantic_config__ = {"strict": True, "arbitrary_types_allowed": True}
     return cls
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+@dataclass_transform(field_specifiers=(dataclasses.field,))
 def checked_dataclass(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass whose `__init__` validates; see `checked`."""
-    return checked(dataclasses.dataclass(frozen=True)(cls))
+    """Make a dataclass that validates; see `checked`."""
+    return checked(dataclasses.dataclass(cls))
+
+
+def snapshot(config: T) -> T:
+    """A copy that shares no list, dict or config with the original, checked as if it were made anew.
+
+    Raises:
+        ConfigError: Something was put into a list or dict of the config that its constructor refuses.
+    """
+    value, kind = cast(Any, config), cast(Any, type(config))
+    if kind.__setattr__ is _check_assignment:
+        value = kind(**{name: snapshot(getattr(value, name)) for name in _names(kind)})
+    elif kind is dict:
+        value = {snapshot(key): snapshot(entry) for key, entry in value.items()}
+    elif kind in (list, tuple):
+        value = kind(map(snapshot, value))
+    return cast(T, value)
 
 
 def member(kind: type[E], text: str, where: str) -> E:
@@ -165,11 +184,3 @@ def _check_assignment(self: Any, name: str, value: Any) -> None:
         raise ConfigError(f"{type(self).__name__} has no field {name!r}. {did_you_mean(name, names)}")
     changed = type(self)(**{**{field: getattr(self, field) for field in names}, name: value})
     object.__setattr__(self, name, getattr(changed, name))
-
-
-def _refuse_assignment(self: Any, name: str, value: Any) -> NoReturn:
-    names = _names(cast(Any, type(self)))
-    hint = f"Make a new one: dataclasses.replace(config, {name}=...)."
-    if name not in names:
-        hint = did_you_mean(name, names)
-    raise ConfigError(f"{type(self).__name__}.{name} cannot be assigned: configs are never changed once made. {hint}")

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from quark.checked import snapshot
 from quark.core.metrics import Metric
 from quark.errors import ConfigError
 from quark.files import check_apart, check_file
@@ -34,7 +35,7 @@ class ModelQuantizer:
     """Quantizes an ONNX model.
 
     Args:
-        config: A QConfig, or the legacy Config; never changed.
+        config: A QConfig, or the legacy Config; never changed, and what the user changes later has no effect.
 
     Example:
         >>> ModelQuantizer(QConfig.get_default_config("A8W8")).quantize_model("float.onnx", "int8.onnx", reader)
@@ -43,8 +44,8 @@ class ModelQuantizer:
     def __init__(self, config: Any) -> None:
         if not isinstance(config, (QConfig, Config)):
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
-        self.config = config
-        self.settings = lower(config)
+        self.config = snapshot(config)
+        self.settings = lower(self.config)
 
     def quantize_model(
         self,

@@ -15,7 +15,7 @@ from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureEr
 from quark.log import logger
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
-from quark.torch.config.selectors import patterns_of, routers, selected_names
+from quark.torch.config.selectors import patterns_of, required_patterns, routers, selected_names
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.layers.attention import attention_modules
 from quark.torch.layers.kv_cache import require_cache_patterns, with_cache
@@ -148,13 +148,12 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
     candidates = {name: module for name, module in model.named_modules() if layer_class(module)}
     if any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ConfigError("The model holds quantized layers already; quantize the float model.")
-    patterns = patterns_of(config.exclude)
     if strict:
         names = {name for name, _ in model.named_modules()}
         # Experts that are kept fused may be excluded by the names that their layers would have.
         names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
-        require_matches(patterns, names, "exclude")
-        require_layers(patterns, names, candidates)
+        require_matches(required_patterns(config.exclude), names, "exclude")
+        require_layers(required_patterns(config.exclude), names, candidates)
         require_matches(config.layer_quant_config, candidates, "layer_quant_config")
         require_cache_patterns(config, candidates)
         require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")

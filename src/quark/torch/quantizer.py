@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from quark.checked import snapshot
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
@@ -37,7 +38,7 @@ class ModelQuantizer:
     """Quantizes a float model in place.
 
     Args:
-        config: What becomes of which layer; never changed.
+        config: What becomes of which layer; never changed, and what the user changes later has no effect.
         multi_device: Accepted for the documented signature; a model spread over several devices needs no flag.
 
     Example:
@@ -48,10 +49,10 @@ class ModelQuantizer:
     def __init__(self, config: QConfig, multi_device: bool = False) -> None:
         if not isinstance(config, QConfig):
             raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
-        _refuse_unsupported(config)
-        check_cache_config(config)
-        _algorithms(config)
-        self.config = config
+        self.config = snapshot(config)
+        _refuse_unsupported(self.config)
+        check_cache_config(self.config)
+        _algorithms(self.config)
 
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
         """Replace the layers that the config names by quantized ones and find their scales.
@@ -92,7 +93,7 @@ class ModelQuantizer:
                 plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, data))
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data)
-            model.quant_config = self.config  # type: ignore[assignment]
+            model.quant_config = snapshot(self.config)  # type: ignore[assignment]
             model.quant_plan = plan  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")

@@ -253,18 +253,16 @@ def test_what_is_accepted_beside_the_documented_types() -> None:
     assert QTensorConfig(Dtype.float16, PlaceholderObserver, symmetric=True, scale_type=ScaleType.float)
 
 
-def test_nothing_changes_after_construction() -> None:
+def test_a_config_shares_nothing_with_what_it_was_made_of() -> None:
     given: dict[str, Any] = {"exclude": ["a"], "layer_quant_config": {"b": QLayerConfig()}, "kv_cache_group": ["c"]}
     config = QConfig(QLayerConfig(), **given)
     given["exclude"].append("z")
     given["layer_quant_config"]["z"] = QLayerConfig()
     assert config.exclude == ["a"] and list(config.layer_quant_config) == ["b"]
-    for target, name in ((config, "exclude"), (config.global_quant_config, "weight"), (int8(), "dtype")):
-        with pytest.raises(ConfigError, match=r"cannot be assigned.*dataclasses.replace\(config, " + name):
-            setattr(target, name, None)
     with pytest.raises(ConfigError, match="Did you mean 'exclude'"):
         config.exclud = []
     assert dataclasses.replace(config, exclude=["d"]).exclude == ["d"]
+    assert config.exclude == ["a"]
     assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
 
 

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
-from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
 from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
 from quark.torch.config.enums import Dtype
 from quark.torch.config.llm_template import OLD_SCHEMES, LLMTemplate
 from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.plan import make_plan
+from quark.torch.quantizer import ModelQuantizer
+from tests.models.torch_zoo import tiny_llama
 
 DOCUMENTED = [
     "int4_wo_32",
@@ -69,7 +73,7 @@ def config(scheme: str = "fp8", **options: Any) -> QConfig:
 def test_every_scheme(scheme: str) -> None:
     made = config(scheme)
     assert lower_layer(made.global_quant_config, per_token=True) == SCHEMES[scheme]
-    assert made.exclude == ["@output_head", "@router", "@non_text"] == list(SELECTORS)
+    assert made.exclude == ["lm_head"]
     assert scheme in LLMTemplate.get_supported_schemes()
 
 
@@ -82,7 +86,59 @@ def test_the_documented_schemes_are_there() -> None:
 def test_any_model_type() -> None:
     assert {"llama", "qwen3_moe", "grok-1", "phi3"} <= set(LLMTemplate.list_available())
     assert len(LLMTemplate.list_available()) == len(set(LLMTemplate.list_available())) >= 51
-    assert LLMTemplate.get("a_model_of_next_year").get_config("fp8") == config("fp8")
+    made = LLMTemplate.get("a_model_of_next_year").get_config("fp8", ["awq", "gptq"])
+    assert made == config("fp8", exclude_layers=list(SELECTORS), algorithm=[AWQConfig(), GPTQConfig()])
+    assert made.exclude == ["@output_head", "@router", "@non_text"]
+
+
+def test_a_documented_family_shows_the_documented_lists() -> None:
+    assert LLMTemplate.get("mixtral").get_config("fp8").exclude == ["lm_head", "*.gate"]
+    assert LLMTemplate.get("gpt_oss").exclude_layers_name == ["lm_head", "*router*"]
+    awq, gptq, rotation = config(algorithm=["awq", "gptq", "rotation"]).algo_config or ()
+    assert [fold["layers"] for fold in awq.scaling_layers] == [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+    assert awq.scaling_layers[0]["prev_op"] == "input_layernorm" and awq.model_decoder_layers == "model.layers"
+    assert len(gptq.inside_layer_modules) == 7 and rotation == RotationConfig()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["awq", "smoothquant", "autosmoothquant", "gptq", "rotation"])
+def test_the_lists_that_are_shown_change_nothing_until_they_are_changed(algorithm: str) -> None:
+    shown, found = (
+        LLMTemplate.get(family).get_config("int4_wo_32", algorithm) for family in ("llama", "a_model_of_next_year")
+    )
+    ids = torch.arange(64).reshape(4, 16)
+
+    def weights(made: QConfig) -> dict[str, torch.Tensor]:
+        quantizer = ModelQuantizer(made)
+        return dict(quantizer.freeze(quantizer.quantize_model(tiny_llama(), [ids])).state_dict())
+
+    expected = weights(found)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(shown).items())
+    if algorithm == "smoothquant":
+        shown.algo_config[0].scaling_layers.pop(0)
+        assert not all(torch.equal(tensor, expected[name]) for name, tensor in weights(shown).items())
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "transformer"), ("llama", "classifier"), ("mixtral", "no routers")]
+)
+def test_a_documented_name_that_a_model_lacks_stands_for_its_role(family: str, name: str) -> None:
+    model = tiny_llama()
+    if name == "classifier":
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+
+        model = LlamaForSequenceClassification(LlamaConfig(**tiny_llama().config.to_dict() | {"num_labels": 3}))
+    if name == "transformer":
+        model = model.model
+    plan = make_plan(LLMTemplate.get(family).get_config("int8_wo"), model)
+    assert len(plan.layers) == 14 and not {"lm_head", "score"} & set(plan.layers)
+    with pytest.raises(ConfigError, match="'lm_heads'"):
+        make_plan(config(exclude_layers=["lm_heads"]), model)
 
 
 def test_exclude_is_replaced_by_a_list() -> None:
@@ -125,19 +181,20 @@ def test_families_whose_layers_make_keys_and_values_together() -> None:
 
 
 def test_algorithms() -> None:
-    assert config(algorithm="awq").algo_config == [AWQConfig()]
+    found = LLMTemplate.get("a_model_of_next_year")
+    assert found.get_config("fp8", algorithm="awq").algo_config == [AWQConfig()]
     both = config(algorithm=["smoothquant", "gptq"], algo_configs={"gptq": GPTQConfig(damp_percent=0.1)})
-    assert both.algo_config == [SmoothQuantConfig(), GPTQConfig(damp_percent=0.1)]
+    assert [type(algorithm) for algorithm in both.algo_config] == [SmoothQuantConfig, GPTQConfig]
+    assert both.algo_config[1] == GPTQConfig(damp_percent=0.1)
     mine = AWQConfig(model_decoder_layers="layers")
     for template in (LLMTemplate("x", algorithm_configs={"awq": mine}), LLMTemplate("x", awq_config=mine)):
         assert template.get_config("fp8", algorithm="awq").algo_config == [mine]
     assert config().algo_config is None
     for name in ALGO_CONFIGS:
         assert config(algorithm=name).algo_config
-    mixed = config(algorithm=[GPTQConfig(damp_percent=0.2), "awq"]).algo_config
-    assert (
-        mixed == [GPTQConfig(damp_percent=0.2), AWQConfig()] and config(algorithm=AWQConfig()).algo_config == mixed[1:]
-    )
+    mixed = found.get_config("fp8", algorithm=[GPTQConfig(damp_percent=0.2), "awq"]).algo_config
+    assert mixed == [GPTQConfig(damp_percent=0.2), AWQConfig()]
+    assert config(algorithm=AWQConfig()).algo_config == mixed[1:]
     with pytest.raises(ConfigError, match="takes names and configs of algorithms, got 3"):
         config(algorithm=[3])
     with pytest.raises(ConfigError, match=r"Unknown algorithm 'qptq'. Did you mean 'gptq'"):

@@ -25,6 +25,7 @@ from quark.torch.config.algo_configs import (
     RotationConfig,
     SmoothQuantConfig,
 )
+from quark.torch.config.families import without_shown
 
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     SmoothQuantConfig: SmoothQuant,
@@ -52,7 +53,7 @@ def algorithms_of(configs: Sequence[AlgoConfig]) -> list[Algorithm]:
         if cls is None:
             possible = ", ".join(kind.__name__ for kind in ALGORITHMS)
             raise NotSupportedError(f"{type(config).__name__} is not part of this version. Possible: {possible}.")
-        algorithms.append(cls(config))
+        algorithms.append(cls(without_shown(config)))
     return algorithms
 
 

@@ -40,7 +40,7 @@ Layers = list[dict[str, Any]]
 Modules = list[str]
 
 
-@dataclass(frozen=True)
+@dataclass
 class AlgoConfig:
     """Base of all algorithm configs."""
 
@@ -258,7 +258,7 @@ class SVDQuantConfig(AlgoConfig):
     gptq_actorder: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnknownAlgoConfig(AlgoConfig):
     """An algorithm of a checkpoint for which this version has no class; kept as it came."""
 

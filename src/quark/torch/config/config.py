@@ -1,7 +1,7 @@
 """The documented config classes: QTensorConfig (a tensor), QLayerConfig (a layer), QConfig (a model).
 
 They are the door: everything wrong is a ConfigError here, and lowering.py turns what passed into core specs.
-Objects are frozen; lists and dicts given to them are copied.
+Lists and dicts given to them are copied. Users may change a config; nothing in this package does.
 """
 
 from __future__ import annotations

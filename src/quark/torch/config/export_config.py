@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from quark.checked import checked_dataclass
 from quark.errors import NotSupportedError
 
 __all__ = ["ExporterConfig", "JsonExporterConfig", "OnnxExporterConfig", "QuantConfigParser"]
 
 
-@dataclass(frozen=True)
+@checked_dataclass
 class JsonExporterConfig:
     """How safetensors are written: the `export` block of a checkpoint's quantization_config.
 
@@ -29,7 +30,7 @@ class JsonExporterConfig:
     pack_method: str = "reorder"
 
 
-@dataclass(frozen=True)
+@checked_dataclass
 class OnnxExporterConfig:
     """Options of the ONNX export.
 
@@ -40,7 +41,7 @@ class OnnxExporterConfig:
     uint4_int4_flag: bool = True
 
 
-@dataclass(frozen=True)
+@checked_dataclass
 class ExporterConfig:
     """Options of ModelExporter."""
 

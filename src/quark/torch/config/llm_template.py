@@ -1,7 +1,7 @@
 """LLMTemplate: a QConfig from the name of a scheme, for any model.
 
-What to exclude is said by role (`SELECTORS`) and found in the model when the plan is made. Tabulated is only which
-families make keys and values in one layer: checkpoints name that layer by a pattern.
+Of a documented family, a template shows the documented lists (`families`). What to exclude of any other is said by role
+(`SELECTORS`), and found in the model when the plan is made.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quark.checked import as_dict, as_list
+from quark.checked import as_dict, as_list, snapshot
 from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
 from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.families import EXCLUDED, with_shown
 from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
@@ -27,14 +28,7 @@ __all__ = ["LLMTemplate"]
 
 Algorithms = str | AlgoConfig
 """An algorithm by its name, or with what it is told."""
-_NAMES = (
-    "chatglm cohere dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 gemma2 "
-    "gemma3 gemma3_text gemma4 gemma4_unified glm4_moe glm4_moe_lite glm_moe_dsa glm5_next gptj gpt_oss "
-    "granitemoehybrid grok-1 hunyuan_v1_dense instella kimi_k2 kimi_k25 kimi_k3 lfm2 llama llama4 "
-    "minimax_m2 minimax_m3_vl mistral mixtral mllama muse_glimmer olmo opt phi phi3 qwen qwen2 qwen2_moe "
-    "qwen3 qwen3_moe qwen3_next qwen3_vl_moe qwen3_5_moe qwen3_5 qwen4_exp qwen4_exp_text"
-)
-MODEL_TYPES = tuple(_NAMES.split())
+MODEL_TYPES = tuple(EXCLUDED)
 """The documented names. Any other name works as well."""
 
 OLD_SCHEMES = {
@@ -85,7 +79,8 @@ class LLMTemplate:
         kv_layers_name: Patterns of the key and value projections. Default `*k_proj`, `*v_proj`.
         q_layer_name: Pattern or patterns of the query projection. Default `*q_proj`.
         gate_up_layers_name: Names of the gate and up projections. Default `gate_proj`, `up_proj`.
-        exclude_layers_name: Patterns left in float. Default: the roles output head, router, not text.
+        exclude_layers_name: Patterns left in float. Default: those of the family, if it is documented, else the roles
+            output head, router, not text.
         algorithm_configs: Algorithm name -> config, in place of the defaults.
         f2f_weight_converters: Recorded for file-to-file quantization.
         **legacy: `awq_config=`, `gptq_config=` ...: the older form of `algorithm_configs`.
@@ -109,7 +104,7 @@ class LLMTemplate:
         self.kv_layers_name = _strings(kv_layers_name, ["*k_proj", "*v_proj"])
         self.q_layer_name = _strings(q_layer_name, ["*q_proj"])
         self.gate_up_layers_name = _strings(gate_up_layers_name, ["gate_proj", "up_proj"])
-        self.exclude_layers_name = _strings(exclude_layers_name, list(SELECTORS))
+        self.exclude_layers_name = _strings(exclude_layers_name, list(EXCLUDED.get(model_type, SELECTORS)))
         self.f2f_weight_converters = f2f_weight_converters
         algorithms = dict(algorithm_configs or {})
         for name, config in legacy.items():
@@ -167,7 +162,7 @@ class LLMTemplate:
             return name
         known = isinstance(name, str)
         if known and name in cls._schemes:
-            return cls._schemes[name]
+            return snapshot(cls._schemes[name])
         built_in = OLD_SCHEMES.get(name, name) if known else ""
         if built_in not in SCHEMES:
             raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name), cls.get_supported_schemes())}")
@@ -253,8 +248,7 @@ class LLMTemplate:
             return item
         if not isinstance(item, str):
             raise ConfigError(f"algorithm takes names and configs of algorithms, got {item!r:.60}.")
-        # Without parameters an algorithm finds the structure in the model.
-        return given.get(item) or self.algo_config.get(item) or ALGO_CONFIGS[item]()
+        return given.get(item) or self.algo_config.get(item) or with_shown(ALGO_CONFIGS[item](), self.model_type)
 
 
 _ARGUMENTS = (

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from quark.core.patterns import matches
+from quark.torch.config.families import PATTERNS
+
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_modal_projector|mm_projector|patch_embed", re.I)
 
@@ -68,6 +71,26 @@ def patterns_of(exclude: Iterable[str]) -> list[str]:
     return [entry for entry in exclude if not entry.startswith("@")]
 
 
+ROLES = {
+    "@output_head": re.compile(r"(lm_)?head|output_layer"),
+    "@router": re.compile(r"gate$|gate\*$|router"),
+    "@non_text": NON_TEXT,
+}
+"""Selector -> what patterns of the documented templates say it by."""
+
+
+def required_patterns(exclude: Iterable[str]) -> list[str]:
+    """The patterns that have to match something: all but those of the documented templates."""
+    return [pattern for pattern in patterns_of(exclude) if pattern not in PATTERNS]
+
+
 def selected_names(exclude: Iterable[str], model: nn.Module) -> set[str]:
-    """Names of the modules that the selectors of an exclude list stand for."""
-    return {name for entry in exclude if entry.startswith("@") for name in SELECTORS[entry](model)}
+    """Names of the modules that the selectors of an exclude list stand for, and the documented patterns that match
+    nothing: a model may call its head otherwise.
+    """
+    names = [name for name, _ in model.named_modules()]
+    chosen = {entry for entry in exclude if entry.startswith("@")}
+    for pattern in PATTERNS.intersection(exclude):
+        if not any(matches(name, pattern) for name in names):
+            chosen |= {selector for selector, said in ROLES.items() if said.search(pattern)}
+    return {name for entry in chosen for name in SELECTORS[entry](model)}

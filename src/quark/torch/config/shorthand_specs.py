@@ -83,7 +83,7 @@ OBSERVER_METHODS: dict[str, type[obs.ObserverBase]] = {
 }
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform()
 @checked_dataclass
 class DataTypeSpec:
     """Base of the shorthand specs."""

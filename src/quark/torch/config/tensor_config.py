@@ -5,7 +5,6 @@ rules.py has the tables of what goes together; here are the checks that read the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -80,8 +79,7 @@ class QTensorConfig:
 
     def set_group_size(self, group_size: int) -> None:
         """Change the group size of this config: the one documented setter."""
-        changed = dataclasses.replace(self, group_size=group_size)
-        object.__setattr__(self, "group_size", changed.group_size)
+        self.group_size = group_size
 
     def is_ocp_mxfp4(self) -> bool:
         """Whether this is OCP MXFP4: fp4 in groups of 32 under an E8M0 scale."""

@@ -16,7 +16,7 @@ from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer
-from quark.torch.config.selectors import patterns_of, selected_names
+from quark.torch.config.selectors import patterns_of, required_patterns, selected_names
 from quark.torch.graph.batch_norm import foldable
 from quark.torch.graph.operators import (
     ACTIVATIONS,
@@ -97,8 +97,8 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
     operators = {name: operator for name, operator in operators.items() if name not in reasons}
     patterns = patterns_of(config.exclude)
     names = {*operators, *reasons, *(name for name, _ in model.named_modules())}
-    require_matches(patterns, names, "exclude")
-    require_layers(patterns, names, {*operators, *reasons})
+    require_matches(required_patterns(config.exclude), names, "exclude")
+    require_layers(required_patterns(config.exclude), names, {*operators, *reasons})
     require_matches(config.layer_quant_config, operators, "layer_quant_config")
     present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
     require_types(config, present, "no operator of this graph")
