@@ -272,6 +272,30 @@ def test_badly_scaled_networks_are_brought_within_reach(name: str, model: str, f
     assert sqnr(reference, run(after, feed)) > sqnr(reference, run(before, feed)) - 3
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_sigmoid_clips_nothing_that_it_meets_in_a_concat(moved: bool) -> None:
+    """As in the heads of detectors: boxes of hundreds beside scores, whose position is at least 7."""
+    b = Builder()
+    b.node("Mul", ["a", "a"], "large")
+    b.node("Sigmoid", ["b"], "small")
+    small = b.node("Reshape", ["small", b.integers("shape", [1, 8])], "flat") if moved else "small"
+    b.node("Concat", ["large", small], "y", axis=1)
+    model = b.model({"a": [1, 8], "b": [1, 8]}, {"y": [1, 16]})
+    draw = np.random.default_rng(0)
+    feeds = [
+        {"a": draw.uniform(0, 17, (1, 8)).astype(np.float32), "b": draw.normal(0, 3, (1, 8)).astype(np.float32)}
+        for _ in range(16)
+    ]
+    written = to_proto(quantize(load(model), xint8(), Reader(feeds)))
+    assert File(written).broken() == set()
+    for feed in feeds:
+        expected, found = run(model, feed)[0], run(written, feed)[0]
+        assert np.abs(found - expected).max() <= 6  # half a step of 4, and what the steps of the input make of 17
+    (concat,) = (node for node in written.graph.node if node.op_type == "Concat")
+    scales = {tuple(numpy_helper.to_array(i).ravel()) for i in written.graph.initializer if i.name.endswith("_scale")}
+    assert (np.float32(2**-7),) in scales and len(concat.input) == 2
+
+
 def test_rounds_are_bounded() -> None:
     model, data = small(lambda b: biased(b, 2.0**-24, 1.0)), feeds()
     quantize(load(model), xint8(), Reader(data))

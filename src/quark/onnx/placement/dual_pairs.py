@@ -2,6 +2,9 @@
 
     x -> Q/DQ of the writer -> Q/DQ of the reader -> reader
 
+So is a sigmoid that the NPU computes with at most 1/128 a step, where it meets larger values in a Concat: these would
+be clipped at 1 under its scale.
+
 A tensor that no quantized node writes has the widest type that is asked for first. Until both pairs are written an
 Identity stands between them: what it gives has a spec and a scale of its own like any tensor. What only moves data
 and shares the scale of its input has none before it.
@@ -43,14 +46,19 @@ def insert_identities(placement: Placement) -> None:
         if value is None or actual is None or actual.dtype == spec.dtype or _moves(node, value, placement):
             continue
         if (value, spec) not in made:
-            output = insert(node, "Identity", [value], {}, _free_name(node, value))
-            output.type, output.shape = value.type, value.shape
-            identity = producer_of(output)
-            identity.meta[REQUANTIZED] = value.name
-            placement.nodes.append(identity)
-            placement.activations[output] = spec
-            made[value, spec] = output
+            made[value, spec] = requantized(value, node, spec, placement)
         node.replace_input_with(index, made[value, spec])
+
+
+def requantized(value: ir.Value, reader: ir.Node, spec: TensorSpec, placement: Placement) -> ir.Value:
+    """The same values under a spec and a scale of their own, for a reader that stands behind them."""
+    output = insert(reader, "Identity", [value], {}, _free_name(reader, value))
+    output.type, output.shape = value.type, value.shape
+    identity = producer_of(output)
+    identity.meta[REQUANTIZED] = value.name
+    placement.nodes.append(identity)
+    placement.activations[output] = spec
+    return output
 
 
 def drop_identities(graph: ir.Graph) -> None:

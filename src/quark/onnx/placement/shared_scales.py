@@ -12,6 +12,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import read_once
 from quark.onnx.graph.pattern import clip_bounds
 from quark.onnx.operators import ALIGN_GROUPS, rule_of
+from quark.onnx.placement.dual_pairs import requantized
 from quark.onnx.placement.placement import FACTOR, Placement
 
 
@@ -33,16 +34,36 @@ def remove_fused(placement: Placement, settings: Settings) -> None:
 def share_scales(placement: Placement, settings: Settings) -> None:
     """Give one scale to what only moves data, and to the inputs and outputs of the op types that are aligned."""
     aligned = {op_type for name in settings.qdq.align for op_type in ALIGN_GROUPS[name]}
-    for node in placement.nodes:
+    for node in list(placement.nodes):
         outputs = [value for value in node.outputs if value in placement.activations]
         inputs = [value for value in node.inputs if value is not None and value in placement.activations]
         if rule_of(node.op_type).moves(node) and inputs and inputs[0] is node.inputs[0]:
             for output in outputs:
                 join(placement, inputs[0], output, settings.specs.layer if settings.qdq.propagate_specs else None)
         elif node.op_type in aligned:
+            if len(inputs) > 1 and "hard_sigmoid" in settings.npu.rules:
+                inputs = _without_sigmoids(node, placement)
             members = [*inputs, *(outputs or _factored_outputs(node, placement))]
             for value in members[1:]:
                 join(placement, members[0], value)
+
+
+def _without_sigmoids(node: ir.Node, placement: Placement) -> list[ir.Value]:
+    """The quantized inputs of a node, those that hold a HardSigmoid quantized once more, apart from its own scale."""
+    bounded = {
+        placement.root(value)
+        for other in placement.nodes
+        if other.op_type == "HardSigmoid"
+        for value in (*other.outputs, *_factored_outputs(other, placement))
+        if value in placement.activations
+    }
+    inputs = [value for value in node.inputs if value is not None and value in placement.activations]
+    if all(placement.root(value) in bounded for value in inputs):
+        return inputs
+    for index, value in enumerate(node.inputs):
+        if value in inputs and value is not None and placement.root(value) in bounded:
+            node.replace_input_with(index, requantized(value, node, placement.activations[value], placement))
+    return [value for value in node.inputs if value is not None and value in placement.activations]
 
 
 def _factored_outputs(node: ir.Node, placement: Placement) -> list[ir.Value]:
