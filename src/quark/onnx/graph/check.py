@@ -38,11 +38,6 @@ def _check_versions(model: ir.Model, name: str) -> None:
 
 
 def _check_names(model: ir.Model, name: str) -> None:
-    seen: set[str] = set()
-    for node in model.graph:
-        if node.name in seen:
-            raise FormatError(f"{name} has two nodes of the name {node.name!r}; no scope could tell them apart.")
-        seen |= {node.name} if node.name else set()
     for node in model.graph.all_nodes():
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
         # What is no UTF-8 is read as bytes.

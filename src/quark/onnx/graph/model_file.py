@@ -40,9 +40,10 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
         FormatError: No ONNX file, truncated, with contradictions, or one that ONNX Runtime refuses.
         ConfigError: The model is quantized already.
     """
-    model = read(source)
+    model = _read(source)
     refuse_quantized(model)
     refuse_invalid(model, _name(source))
+    correct_shapes(model)
     return model
 
 
@@ -73,6 +74,13 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
             with two things of one name, with a tensor whose data are missing, of another size than its shape, or
             outside the folder of the model, or with functions or bodies without end.
     """
+    model = _read(source)
+    correct_shapes(model)
+    return model
+
+
+def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+    """The same with the shapes that the file declares."""
     if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
         raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")
     name = _name(source)
@@ -99,7 +107,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     sort_nodes(model, name)
     name_nodes(model)
     name_omitted(model)
-    correct_shapes(model)
+    free_open_sizes(model)
     return model
 
 
@@ -145,13 +153,30 @@ def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
     return light, arrays
 
 
+SHARED_NAME = "quark.shared_name"
+"""Key in `meta` of a node: the name that it had with others."""
+
+
 def name_nodes(model: ir.Model) -> None:
-    """Give every node without a name one that is free."""
+    """Give every node a name of its own: a free one to those without, and to all but the first of those of one name."""
     used = {node.name for node in model.graph.all_nodes() if node.name}
+    seen: set[str] = set()
     for index, node in enumerate(model.graph.all_nodes()):
-        if not node.name:
-            node.name = free_name(f"{node.op_type}_{index}", used)
+        if node.name in seen:
+            node.meta[SHARED_NAME] = node.name
+        if not node.name or node.name in seen:
+            node.name = free_name(f"{node.name or node.op_type}_{index}", used)
             used.add(node.name)
+        seen.add(node.name)
+
+
+def free_open_sizes(model: ir.Model) -> None:
+    """Make sizes below 0, as some exporters write them, what they mean to the runtime: unknown."""
+    made = (value for node in model.graph.all_nodes() for value in node.outputs)
+    for value in (*model.graph.inputs, *model.graph.outputs, *made):
+        if value.shape is not None and any(isinstance(size, int) and size < 0 for size in value.shape):
+            open_sizes = (None if isinstance(size, int) and size < 0 else size for size in value.shape)
+            value.shape = ir.Shape(open_sizes)
 
 
 def name_omitted(model: ir.Model) -> None:

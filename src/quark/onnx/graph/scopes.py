@@ -1,7 +1,8 @@
 """Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error.
 
 They speak of the model that the user knows: `prepare` resolves them to names before the passes change the graph. A
-node that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone.
+node that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone. Nodes of
+one name, as exporters write them, have been told apart (`model_file.name_nodes`), which no scope could do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from quark.core.patterns import Scope, Subgraph, matches, require_matches
+from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.edit import STANDS_FOR
+from quark.onnx.graph.model_file import SHARED_NAME
 
 
 def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:
@@ -23,6 +26,8 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Nod
     """
     nodes = {node.name or "": node for node in model.graph}
     found: set[ir.Node] = set()
+    scopes = list(scopes)
+    require_names([scope for scope in scopes if isinstance(scope, str) and _is_name(scope)], model, where)
     for scope in scopes:
         if isinstance(scope, frozenset):
             found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
@@ -31,25 +36,43 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Nod
             require_matches([pattern], nodes, where)
             found |= {node for name, node in nodes.items() if matches(name, pattern)}
         else:
+            require_names((*scope[0], *scope[1]), model, where)
             found |= _between(scope, nodes, where)
     return found
 
 
+def require_names(names: Iterable[str], model: ir.Model, where: str) -> None:
+    """Raise ConfigError for the first name that no node has, or several; names the nearest."""
+    nodes = {node.name or "": node for node in model.graph}
+    shared = {str(node.meta[SHARED_NAME]) for node in nodes.values() if SHARED_NAME in node.meta}
+    for name in names:
+        if name in shared:
+            raise ConfigError(f"{where}: several nodes have the name {name!r}. Give them names of their own first.")
+        if name not in nodes:
+            raise ConfigError(f"{where}: no node has the name {name!r}. {did_you_mean(name, nodes)}")
+
+
+def _is_name(scope: str) -> bool:
+    """Whether a scope is the name of a node: documented regular expressions start with ^ and hold ".*"."""
+    return not scope.startswith("re:") and not (scope.startswith("^") and ".*" in scope)
+
+
 def _pattern(scope: str) -> str:
-    """A scope as a pattern of core.patterns: documented regular expressions start with ^ and hold ".*"."""
-    if scope.startswith("re:"):
-        return scope
-    if scope.startswith("^") and ".*" in scope:
-        return "re:" + scope + ("" if scope.endswith("$") else ".*")
-    return "re:" + re.escape(scope)
+    """A scope as a pattern of core.patterns."""
+    if _is_name(scope):
+        return "re:" + re.escape(scope)
+    return scope if scope.startswith("re:") else "re:" + scope + ("" if scope.endswith("$") else ".*")
 
 
 def _between(scope: Subgraph, nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
     starts, ends = scope
-    for name in (*starts, *ends):
-        require_matches(["re:" + re.escape(name)], nodes, where)
     after = _reach({nodes[name] for name in starts}, forward=True)
     before = _reach({nodes[name] for name in ends}, forward=False)
+    if not after & before:
+        raise ConfigError(
+            f"{where}: nothing lies between {', '.join(sorted(starts))} and {', '.join(sorted(ends))}. "
+            "Possible: starts that come before their ends."
+        )
     return after & before
 
 

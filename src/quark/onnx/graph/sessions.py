@@ -84,7 +84,7 @@ UNKNOWN = re.compile(r"Fatal error: (?!ai\.onnx:)[^\s:]+:\S* is not a registered
 
 
 def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str) -> None:
-    """Ask ONNX Runtime whether a model of `split_weights` is valid. Nothing is optimised or run.
+    """Ask ONNX Runtime whether a model of `split_weights` is valid. Nothing is run, and nothing optimised but branches.
 
     Raises:
         FormatError: It is not.
@@ -94,7 +94,10 @@ def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str)
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # Whether the shapes of a body agree with those around it is seen when it is inlined.
+    levels = onnxruntime.GraphOptimizationLevel
+    bodies = any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute)
+    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if bodies else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = 1
     try:

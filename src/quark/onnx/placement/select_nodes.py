@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark.core.patterns import require_matches
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import KNOWN_DOMAINS
-from quark.onnx.graph.scopes import nodes_of
+from quark.onnx.graph.scopes import nodes_of, require_names
 from quark.onnx.operators import NEVER, ON_REQUEST, RULES
 from quark.onnx.placement.placement import FACTOR
 
@@ -22,8 +21,8 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
     """
     nodes = {node.name or "": node for node in model.graph}
     types = _op_types(model, settings)
-    require_matches(settings.specs.nodes, nodes, "NodesToQuantize")
-    require_matches(settings.qdq.float_outputs, nodes, "NodesToExcludeOutputQuantization")
+    require_names(settings.specs.nodes, model, "NodesToQuantize")
+    require_names(settings.qdq.float_outputs, model, "NodesToExcludeOutputQuantization")
     excluded = nodes_of(settings.specs.exclude, model, "exclude")
     named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name]
     selected: dict[ir.Node, LayerSpec] = {}
