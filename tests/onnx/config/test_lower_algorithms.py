@@ -19,6 +19,20 @@ from quark.onnx.config.algo_configs import (
 from tests.onnx.config.test_lowering import new, old
 
 
+def test_a_preference_changes_what_learns_and_nothing_else() -> None:
+    given = [CLEConfig(), AdaRoundConfig(early_stop=True), AdaQuantConfig(early_stop=True)]
+    algorithms = {
+        preference: new(algo_config=given, QuantizationPreference=preference).algorithms
+        for preference in ("accuracy", "speed", "resource_efficiency")
+    }
+    assert all(each[0] == CLEConfig() for each in algorithms.values())
+    assert algorithms["accuracy"][1] == AdaRoundConfig(output_qdq=True)
+    assert algorithms["accuracy"][2] == AdaQuantConfig(output_qdq=True, update_bias=True)
+    assert algorithms["speed"][2] == AdaQuantConfig(early_stop=True, mem_opt_level=0)
+    assert algorithms["resource_efficiency"][1] == AdaRoundConfig(early_stop=True, mem_opt_level=2)
+    assert given[1] == AdaRoundConfig(early_stop=True)
+
+
 def test_algorithms_that_the_config_holds() -> None:
     given = [CLEConfig(cle_steps=3), AdaQuantConfig(num_iterations=5)]
     settings = new(algo_config=given, FastFinetune={"OptimAlgorithm": "adaquant", "BatchSize": 4})

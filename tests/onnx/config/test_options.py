@@ -53,6 +53,8 @@ GPTQParams RMatrixDim UseRandomHad RConfigPath FastFinetune AutoMixprecision
 
 def other_value(option: Option) -> Any:
     """A value of the right type that is none of those the option accepts."""
+    if option.choices:
+        return next(text for text in option.choices if text != option.default)
     choices = {BOOL: [True, False], INT: [7], NUMBER: [7], LIST: [["x"]], DICT: [{"x": 1}], ANY: [object()]}
     taken = (option.default, *option.accepts)
     return next((value for value in choices.get(option.kind, ["x"]) if value not in taken), None)
@@ -104,6 +106,15 @@ def test_bool_is_no_number_and_lists_may_be_tuples() -> None:
         check_options({"CalibDataSize": True}, "test")
     check_options({"CopyBiasInit": ("Conv",)}, "test")
     refuse_unsupported({"CopyBiasInit": ("Conv", "ConvTranspose", "Gemm"), "RemoveQDQBetweenOps": []})
+
+
+def test_texts_that_an_option_does_not_have_are_refused() -> None:
+    for name, option in OPTIONS.items():
+        for text in option.choices:
+            check_options({name: text}, "test")
+        if option.choices:
+            with pytest.raises(ConfigError, match=f"option {name}: 'none of these'"):
+                check_options({name: "none of these"}, "test")
 
 
 def test_unknown_options_name_the_nearest_and_the_place() -> None:

@@ -11,21 +11,33 @@ import numpy as np
 
 from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
 
 BINS = 2048
 
 
 class EntropyObserver(HistogramBasedObserver):
-    """Least Kullback-Leibler divergence between the float and the quantized distribution; per tensor."""
+    """Least Kullback-Leibler divergence between the float and the quantized distribution; per tensor.
+
+    Args:
+        spec: The spec of the observed tensor.
+        levels: Levels that Q has for |x|, 2 to 2048; None for those of the type, 128 at most.
+    """
+
+    def __init__(self, spec: TensorSpec, levels: int | None = None) -> None:
+        super().__init__(spec)
+        if levels is not None and not 2 <= levels <= BINS:
+            raise ConfigError(f"levels must be from 2 to {BINS}, got {levels}.")
+        self.levels = 1 << (min(spec.dtype.bits, 8) - 1) if levels is None else levels
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:
         amax = max(-low, high)
         if amax == 0:
             return low, high
         counts = uniform(_without_zeros(absolute(bins)), amax)
-        levels = 1 << (min(self.spec.dtype.bits, 8) - 1)
-        ends = range(BINS, levels - 1, -(BINS // 512))[::-1]
-        edge = ends[int(np.argmin(divergences(counts, np.array(ends), levels)))] / BINS * amax
+        ends = range(BINS, self.levels - 1, -(BINS // 512))[::-1]
+        edge = ends[int(np.argmin(divergences(counts, np.array(ends), self.levels)))] / BINS * amax
         return max(low, -edge), min(high, edge)
 
 

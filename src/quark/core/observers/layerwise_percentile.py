@@ -22,17 +22,21 @@ class LayerwisePercentileObserver(HistogramBasedObserver):
     """The best of `candidates` percent by `metric` ("mae" or "mse"); per tensor."""
 
     def __init__(
-        self, spec: TensorSpec, candidates: Sequence[float] = (99.99, 99.999, 99.99999), metric: str = "mae"
+        self,
+        spec: TensorSpec,
+        candidates: Sequence[float] = (99.99, 99.999, 99.99999),
+        metric: str = "mae",
+        symmetric_range: bool | None = None,
     ) -> None:
         super().__init__(spec)
         if metric not in POWERS:
             raise ConfigError(f"metric must be one of {', '.join(POWERS)}, got {metric!r}.")
         if not candidates or not all(50 < candidate <= 100 for candidate in candidates):
             raise ConfigError(f"candidates must be percentiles in (50, 100], got {list(candidates)}.")
-        self.candidates, self.metric = tuple(candidates), metric
+        self.candidates, self.metric, self.symmetric_range = tuple(candidates), metric, symmetric_range
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:
-        ranges = np.array([percentile_range(bins, candidate, self.spec) for candidate in self.candidates])
+        ranges = np.array([percentile_range(bins, share, self.spec, self.symmetric_range) for share in self.candidates])
         errors = quantization_error(bins, ranges[:, 0], ranges[:, 1], self.spec, POWERS[self.metric])
         best = ranges[int(np.argmin(errors))]
         return float(best[0]), float(best[1])

@@ -10,14 +10,21 @@ from collections.abc import Mapping
 
 from quark.core.array import Array, astype
 from quark.core.observers.base import Observer, needed
+from quark.core.observers.min_max import symmetric
 from quark.core.spec import TensorSpec
 
 
 class MovingAverageObserver(Observer):
-    """Mean of the batches' minima and maxima: one outlier batch moves the range by its share only."""
+    """Mean of the batches' minima and maxima: one outlier batch moves the range by its share only.
 
-    def __init__(self, spec: TensorSpec) -> None:
+    Args:
+        spec: The spec of the observed tensor.
+        symmetric_range: As for `MinMaxObserver`.
+    """
+
+    def __init__(self, spec: TensorSpec, symmetric_range: bool = False) -> None:
         super().__init__(spec)
+        self.symmetric_range = symmetric_range
         self.sums: tuple[Array, Array] | None = None
 
     def _saw(self, x: Array, low: Array, high: Array) -> None:
@@ -43,4 +50,5 @@ class MovingAverageObserver(Observer):
     def range(self) -> tuple[Array, Array]:
         self.extremes()
         assert self.sums is not None
-        return astype(self.sums[0] / self.count, "float32"), astype(self.sums[1] / self.count, "float32")
+        low, high = (astype(side / self.count, "float32") for side in self.sums)
+        return symmetric(low, high) if self.symmetric_range else (low, high)

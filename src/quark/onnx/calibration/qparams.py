@@ -15,7 +15,10 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray, row_chunks
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.observers import OBSERVERS, Observer
+from quark.core.observers.entropy import EntropyObserver
 from quark.core.observers.layerwise_percentile import LayerwisePercentileObserver
+from quark.core.observers.min_max import MinMaxObserver
+from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.quantize import quantize
 from quark.core.scales import TINY, QParams
@@ -45,17 +48,23 @@ class ModelQParams:
 
 
 def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
-    """The statistic that a spec asks for."""
+    """The statistic that the spec of an activation asks for."""
+    asked = settings.calibration
+    if spec.observer == "min_max":
+        return MinMaxObserver(spec, bool(asked.symmetric_range))
+    if spec.observer == "moving_average":
+        return MovingAverageObserver(spec, bool(asked.symmetric_range))
     if spec.observer == "percentile":
-        return PercentileObserver(spec, settings.calibration.percentile)
+        return PercentileObserver(spec, asked.percentile, asked.symmetric_range)
+    if spec.observer == "entropy":
+        return EntropyObserver(spec, asked.entropy_levels)
     if spec.observer == "layerwise_percentile":
-        return LayerwisePercentileObserver(
-            spec, settings.calibration.percentile_candidates, settings.calibration.percentile_metric
-        )
+        candidates, metric = asked.percentile_candidates, asked.percentile_metric
+        return LayerwisePercentileObserver(spec, candidates, metric, asked.symmetric_range)
     return OBSERVERS[spec.observer](spec)
 
 
-def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Node, int], QParams]:
+def weight_params(placement: Placement) -> dict[tuple[ir.Node, int], QParams]:
     """Scale and zero point of every weight that has one; a constant that several nodes read is looked at once.
 
     Raises:
@@ -76,7 +85,7 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
             continue
         key = (id(value), spec)
         if key not in seen:
-            observer = make_observer(spec, settings)
+            observer = OBSERVERS[spec.observer](spec)
             observer.update(np.asarray(constant(value), np.float32))
             try:
                 refuse_subnormal(largest(observer), "its values")

@@ -31,6 +31,9 @@ ANY: Kind = (object,)
 KINDS: Mapping[type, Kind] = {bool: BOOL, int: INT, str: TEXT, list: LIST}
 
 
+PREFERENCES = ("accuracy", "speed", "resource_efficiency")
+
+
 @dataclass(frozen=True)
 class Option:
     """One extra option.
@@ -42,6 +45,7 @@ class Option:
         meaning: What it does, or why other values than these are refused.
         refused: Whether values other than the default and `accepts` are refused.
         accepts: Values that ask for what is done anyway.
+        choices: The texts that there are; empty for any.
     """
 
     name: str
@@ -50,17 +54,18 @@ class Option:
     meaning: str
     refused: bool = False
     accepts: tuple[Any, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 OPTIONS: Registry[Option] = Registry("option")
 
 
-def _obeyed(name: str, kind: Kind, default: Any, meaning: str) -> None:
-    OPTIONS.register(name, Option(name, kind, default, meaning))
+def _obeyed(name: str, kind: Kind, default: Any, meaning: str, choices: tuple[str, ...] = ()) -> None:
+    OPTIONS.register(name, Option(name, kind, default, meaning, choices=choices))
 
 
-def _moot(name: str, kind: Kind, default: Any, meaning: str) -> None:
-    OPTIONS.register(name, Option(name, kind, default, f"changes nothing: {meaning}"))
+def _moot(name: str, kind: Kind, default: Any, meaning: str, choices: tuple[str, ...] = ()) -> None:
+    OPTIONS.register(name, Option(name, kind, default, f"changes nothing: {meaning}", choices=choices))
 
 
 def _later(name: str, kind: Kind, default: Any, *accepts: Any, why: str = "not part of this version") -> None:
@@ -111,13 +116,32 @@ _obeyed("UseQDQContribOps", BOOL, None, "write Q/DQ in the com.microsoft domain"
 _moot("AlignEltwiseQuantType", BOOL, False, "constants of elementwise ops always have the type of the activations")
 
 # Calibration.
-_later("CalibTensorRangeSymmetric", BOOL, None, why="the range is symmetric where the tensor is")
+_obeyed(
+    "CalibTensorRangeSymmetric",
+    BOOL,
+    None,
+    "MinMax: whether the range is [-a, a]. Percentiles: whether what is cut is the largest of |x|, or half of it at "
+    "either end. Left out: as the spec is",
+)
 _obeyed("CalibMovingAverage", BOOL, False, "MinMax: the mean of the batches' minima and maxima")
-_later("CalibMovingAverageConstant", NUMBER, 0.01, why="the mean is arithmetic, so batch order has no effect")
+_moot(
+    "CalibMovingAverageConstant",
+    NUMBER,
+    0.01,
+    "the mean is arithmetic, as ONNX Runtime's, so batch order has no effect",
+)
 _obeyed("Percentile", NUMBER, 99.999, "share of the values that a percentile range keeps")
 _moot("NumBins", INT, None, "histograms count float bit patterns; they have no width to choose")
-_later("NumQuantizedBins", INT, 128)
-_later("Scenario", TEXT, "same")
+_obeyed(
+    "NumQuantizedBins", INT, None, "Entropy: levels that |x| is quantized to; left out: those of the type, 128 for int8"
+)
+_moot(
+    "Scenario",
+    TEXT,
+    "same",
+    "ONNX Runtime reads it for float8 only, which the documented types do not have",
+    ("same", "p3"),
+)
 _obeyed("LWPMetric", TEXT, "mae", "LayerwisePercentile: mae or mse")
 _obeyed("PercentileCandidates", LIST, [99.99, 99.999, 99.99999], "LayerwisePercentile: what it chooses from")
 _moot("LWPUseHistogram", BOOL, True, "every value counts, through a histogram that loses nothing it needs")
@@ -138,7 +162,14 @@ _obeyed("MixedPrecisionTensor", DICT, {}, "quantization type -> names of tensors
 _obeyed("Statistics", TEXT, None, "file of calibration statistics, written or reused (an option of this package)")
 _later("SaveAndRestore", TEXT, None, why="use Statistics, which serves every method")
 _later("TensorsRangeFile", TEXT, None, why="use Statistics, which serves every method")
-_later("QuantizationPreference", TEXT, None)
+_obeyed(
+    "QuantizationPreference",
+    TEXT,
+    None,
+    "changes AdaRound and AdaQuant. accuracy: no early stop, biases learn too, outputs are quantized. speed: early "
+    "stop, all in memory. resource_efficiency: little memory",
+    PREFERENCES,
+)
 
 # Bias and scales.
 _obeyed("QuantizeBias", BOOL, True, "quantize biases")
@@ -253,6 +284,8 @@ def check_options(options: Mapping[str, Any], where: str, also: Iterable[str] = 
         if not isinstance(value, option.kind) or (isinstance(value, bool) and option.kind in (INT, NUMBER)):
             names = " or ".join(kind.__name__ for kind in option.kind)
             raise ConfigError(f"{where}: option {key}: expected {names}, got {value!r} ({type(value).__name__}).")
+        if option.choices and value not in option.choices:
+            raise ConfigError(f"{where}: option {key}: {value!r}. {did_you_mean(value, option.choices)}")
 
 
 def refuse_unsupported(options: Mapping[str, Any]) -> None:

@@ -146,6 +146,9 @@ class CalibrationSettings:
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
         percentile: For the percentile observer.
         percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
+        symmetric_range: MinMax: True makes the range symmetric, whatever the spec is. Percentiles: see
+            `quark.core.observers.percentile`. None: as the spec asks for.
+        entropy_levels: Levels of the quantized distribution of the entropy observer; None for those of the type.
         random_data: Calibrate on random data where no reader is given.
         random_shapes: (input name, shape) of random data, for inputs with unknown dimensions.
         random_ranges: (input name, (low, high)) of random data.
@@ -157,6 +160,8 @@ class CalibrationSettings:
     percentile: float = 99.999
     percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
     percentile_metric: str = "mae"
+    symmetric_range: bool | None = None
+    entropy_levels: int | None = None
     random_data: bool = False
     random_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     random_ranges: tuple[tuple[str, tuple[float, ...]], ...] = ()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quark.errors import ConfigError, did_you_mean
+from quark.log import logger
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -22,6 +23,12 @@ from quark.onnx.config.extra_options import OPTIONS, value_of
 from quark.onnx.config.layer_config import QLayerConfig, target_layers
 
 FINETUNE = {"adaround": AdaRoundConfig, "adaquant": AdaQuantConfig}
+PREFERRED: Mapping[str, Mapping[str, Any]] = {
+    "accuracy": {"early_stop": False, "update_bias": True, "output_qdq": True},
+    "speed": {"early_stop": True, "mem_opt_level": 0},
+    "resource_efficiency": {"mem_opt_level": 2, "num_workers": 1},
+}
+"""QuantizationPreference -> parameters of AdaRound and AdaQuant."""
 
 
 def lower_algorithms(
@@ -45,6 +52,21 @@ def lower_algorithms(
     classes = {type(algorithm) for algorithm in configured}
     by_options = [algorithm for algorithm in _of_options(options, flags) if type(algorithm) not in classes]
     return (*by_options, *configured)
+
+
+def with_preference(algorithm: AlgoConfig, options: Mapping[str, Any]) -> AlgoConfig:
+    """A copy of the config, with what QuantizationPreference changes, whatever it had."""
+    preference = value_of(options, "QuantizationPreference")
+    if preference is None or not isinstance(algorithm, tuple(FINETUNE.values())):
+        return algorithm
+    preferred = dict(PREFERRED[preference])
+    if preferred.get("update_bias") and isinstance(algorithm, AdaRoundConfig):
+        del preferred["update_bias"]  # it learns how weights round, and nothing else
+    changed = {name: value for name, value in preferred.items() if getattr(algorithm, name) != value}
+    if changed:
+        entries = ", ".join(f"{name}={value}" for name, value in changed.items())
+        logger.info(f"QuantizationPreference={preference!r}: {algorithm.name} has {entries}.")
+    return replace(algorithm, **changed)
 
 
 def _of_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[AlgoConfig]:

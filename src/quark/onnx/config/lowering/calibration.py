@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quark.core.observers.entropy import BINS
 from quark.errors import ConfigError
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.settings import CalibrationSettings
@@ -28,11 +29,21 @@ def lower_calibration(options: Mapping[str, Any]) -> CalibrationSettings:
         percentile=percentile,
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
+        symmetric_range=value_of(options, "CalibTensorRangeSymmetric"),
+        entropy_levels=_levels(options),
         random_data=value_of(options, "UseRandomData"),
         random_shapes=_per_input(options, "RandomDataReaderInputShape"),
         random_ranges=_per_input(options, "RandomDataReaderInputDataRange"),
         providers=tuple(value_of(options, "ExecutionProviders")),
     )
+
+
+def _levels(options: Mapping[str, Any]) -> int | None:
+    """NumQuantizedBins. Raises ConfigError."""
+    levels: int | None = value_of(options, "NumQuantizedBins")
+    if levels is not None and not 2 <= levels <= BINS:
+        raise ConfigError(f"NumQuantizedBins={levels}: it must be from 2 to {BINS}.")
+    return levels
 
 
 def _per_input(options: Mapping[str, Any], name: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:

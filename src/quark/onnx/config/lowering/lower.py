@@ -9,6 +9,7 @@ from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.extra_options import refuse_unsupported, value_of
+from quark.onnx.config.lowering.algorithms import with_preference
 from quark.onnx.config.lowering.calibration import lower_calibration
 from quark.onnx.config.lowering.npu import lower_npu
 from quark.onnx.config.lowering.passes import lower_passes
@@ -30,7 +31,8 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         NotSupportedError: an option or a type that this version does not have.
     """
     request = _request(config)
-    request = replace(request, algorithms=(*request.algorithms, *algorithms))
+    asked = (*request.algorithms, *algorithms)
+    request = replace(request, algorithms=tuple(with_preference(each, request.options) for each in asked))
     refuse_unsupported(request.options)
     layer, int32_bias = lower_layer(request)
     return Settings(

@@ -21,6 +21,7 @@ from quark.core.rounding import RoundType
 from quark.core.spec import ScaleRule, TensorSpec
 from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.log import logger
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
@@ -36,6 +37,8 @@ FLOAT_SCALE = {
     CalibMethod.LayerwisePercentile: "layerwise_percentile",
     CalibMethod.Distribution: "distribution",
 }
+RANGE_SYMMETRY = (CalibMethod.MinMax, CalibMethod.Percentile, CalibMethod.LayerwisePercentile)
+"""The methods of float scales whose range CalibTensorRangeSymmetric changes, there and in ONNX Runtime."""
 POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "pof2_min_mse"}
 BY_CORE = {data_type.core: data_type for data_type in DATA_TYPES.values()}
 BFP_TYPES = {form: BY_CORE[name] for name, form in BFP_FORMATS.items()}
@@ -79,16 +82,21 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
         return _lower_float(config, options, weight)
     if config.data_type.block:
         return _lower_block(config, options, weight)
-    symmetric = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
     observer = _weight_observer(config, options) if weight else _activation_observer(config, options)
     power_of_two = config.scale_type is ScaleType.PowerOf2
     return TensorSpec(
         DTYPES[config.data_type.core],
         _granularity(config, options, weight, observer),
-        symmetric=config.symmetric if symmetric is None else symmetric,
+        symmetric=is_symmetric(config, options, weight=weight),
         scale_type=CoreScale.pof2 if power_of_two else CoreScale.float32,
         observer=observer,
     )
+
+
+def is_symmetric(config: QTensorConfig, options: Mapping[str, Any], *, weight: bool = False) -> bool:
+    """Whether the zero point of a tensor is fixed: by the option, else by the spec."""
+    symmetric: bool | None = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
+    return config.symmetric if symmetric is None else symmetric
 
 
 def _lower_float(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
@@ -137,8 +145,17 @@ def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> s
     if scale is ScaleType.PowerOf2:
         if method not in POWER_OF_TWO:
             raise ConfigError(f"{method} does not go with {scale}; possible: MinMax, MinMSE.")
+        if value_of(options, "CalibTensorRangeSymmetric") not in (None, is_symmetric(config, options)):
+            raise ConfigError(
+                "CalibTensorRangeSymmetric: the range of a power-of-two scale is symmetric as its spec is."
+            )
         return POWER_OF_TWO[method]
     moving = method is CalibMethod.MinMax and value_of(options, "CalibMovingAverage")
+    if method not in RANGE_SYMMETRY and value_of(options, "CalibTensorRangeSymmetric") is not None:
+        logger.warning(
+            f"CalibTensorRangeSymmetric has no effect on {method}, whose range is its own. "
+            f"It has one on {', '.join(map(str, RANGE_SYMMETRY))}."
+        )
     return "moving_average" if moving else FLOAT_SCALE[method]
 
 
