@@ -286,6 +286,31 @@ def test_external_data_must_be_there_and_inside_the_folder(tmp_path: Path) -> No
         load(folder / "m.onnx")
 
 
+@pytest.mark.slow
+def test_quantization_between_nodes() -> None:
+    def decoded(**options: Any) -> set[str]:
+        config = QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec()), extra_options=options)
+        model = ModelQuantizer(config).quantize_model(cnn(), None, Reader(images()))
+        assert model is not None
+        names = {n.name for n in model.graph.node if n.op_type == "DequantizeLinear"}
+        return {
+            layer
+            for layer in ("stem", "a", "b", "depth", "point", "last", "fc")
+            if f"{layer}_w_DequantizeLinear" in names
+        }
+
+    everything = {"stem", "a", "b", "depth", "point", "last", "fc"}
+    assert decoded() == everything
+    assert decoded(InputNodes=["a_conv_node"]) == everything - {"stem"}
+    assert decoded(OutputNodes=["a_conv_node"]) == {"stem", "a"}
+    assert decoded(InputNodes=["depth_conv_node"], OutputNodes=["point_node"]) == {"depth", "point"}
+    old = quantize_static(cnn(), None, Reader(images()), input_nodes=["y_node"])
+    assert old is not None
+    assert [n.name for n in old.graph.node if "_w_" in n.name] == ["fc_w_DequantizeLinear"]
+    with pytest.raises(ConfigError, match="InputNodes.*y_nod"):
+        decoded(InputNodes=["y_nod"])
+
+
 def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude.*y_nod"):
         quantize(load(cnn()), replace(A8W8, specs=replace(A8W8.specs, exclude=("y_nod",))), Reader(images()))

@@ -14,7 +14,7 @@ from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import STANDS_FOR
 from quark.onnx.graph.model_file import infer_shapes, opset
-from quark.onnx.graph.scopes import nodes_of
+from quark.onnx.graph.scopes import nodes_of, outside
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import run_passes
 from quark.onnx.passes.convert_opset_version import convert_opset_version
@@ -48,9 +48,9 @@ def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:
 
     require_matches(settings.specs.nodes, [node.name or "" for node in model.graph], "NodesToQuantize")
     by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name)
-    return replace(
-        settings, specs=replace(settings.specs, exclude=names(settings.specs.exclude, "exclude"), by_name=by_name)
-    )
+    beyond = outside(settings.specs.first, settings.specs.last, model)
+    exclude = (*names(settings.specs.exclude, "exclude"), frozenset(node.name or "" for node in beyond))
+    return replace(settings, specs=replace(settings.specs, exclude=exclude, first=(), last=(), by_name=by_name))
 
 
 def _drop_removed(settings: Settings, model: ir.Model) -> Settings:

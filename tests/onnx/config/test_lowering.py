@@ -391,7 +391,6 @@ def test_domains() -> None:
     "values",
     [
         {"reduce_range": True},
-        {"input_nodes": ["a"]},
         {"crypto_mode": True},
     ],
 )

@@ -320,7 +320,7 @@ def test_a_conversion_that_changes_the_outputs_is_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("z:[1,3,16,16]", "'z', which is no input"),
+        ("z:[1,3,16,16]", "'z', no input and no output"),
         ("x:[1,3,16]", r"x is .*not \[1, 3, 16\]"),
         ("x:[1,4,16,16]", r"not \[1, 4, 16, 16\]"),
         ("x=[1,3]", "is no shape"),
@@ -339,6 +339,47 @@ def test_a_fixed_dimension_is_fixed_everywhere() -> None:
         sizes = value.type.tensor_type.shape.dim
         assert all(d.dim_value > 0 for d in sizes), value.name
     assert fixed.graph.output[0].type.tensor_type.shape.dim[0].dim_value == 2
+
+
+def sizes_of(value: onnx.ValueInfoProto) -> list[int]:
+    return [d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def test_shapes_of_outputs_fix_inputs_and_may_not_contradict_them() -> None:
+    named = cnn().graph.output[0]
+    width = sizes_of(named)[-1]
+    text = f"x:[2,3,16,16];{named.name}:[2,{width}]"
+    for given in (text, f"{named.name}:[2,{width}]"):
+        fixed = passed(cnn(), "fix_shapes", given)
+        assert sizes_of(fixed.graph.input[0]) == [2, 3, 16, 16] and sizes_of(fixed.graph.output[0]) == [2, width]
+    for wrong in (f"x:[2,3,16,16];{named.name}:[3,{width}]", f"{named.name}:[2,{width + 1}]"):
+        with pytest.raises(ConfigError, match=f"FixShapes: {named.name} is"):
+            passed(cnn(), "fix_shapes", wrong)
+    with pytest.raises(ConfigError, match="no input and no output"):
+        passed(cnn(), "fix_shapes", "stem:[1,2]")
+
+
+def test_a_shape_of_an_output_stands_where_nothing_follows() -> None:
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", "m"]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="own")], "g", infos[:1], infos[1:])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=9)
+    fixed = passed(model, "fix_shapes", "x:[3,4];y:[3,4]")
+    assert sizes_of(fixed.graph.output[0]) == [3, 4]
+    for wrong in ("x:[3,4];y:[5,4]", "x:[3,4];y:[3]"):
+        with pytest.raises(ConfigError, match="FixShapes: y is"):
+            passed(model, "fix_shapes", wrong)
+
+
+def test_an_output_that_follows_from_the_input_is_checked_against_it() -> None:
+    """Its declared dimension has a name of its own; the shape that is inferred shows that it cannot be 5."""
+    infos = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])]
+    infos.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 4]))
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", infos[:1], infos[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    assert sizes_of(passed(model, "fix_shapes", "x:[3,4];y:[3,4]").graph.output[0]) == [3, 4]
+    with pytest.raises(ConfigError, match="FixShapes: y is"):
+        passed(model, "fix_shapes", "x:[3,4];y:[5,4]")
 
 
 def test_a_fixed_dimension_is_fixed_behind_operators_that_nobody_knows() -> None:

@@ -92,8 +92,8 @@ _obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever
 _obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
 _obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
 _later("EnableSubgraph", BOOL, False)
-_later("InputNodes", LIST, [], why="exclude the nodes before them instead")
-_later("OutputNodes", LIST, [], why="exclude the nodes after them instead")
+_obeyed("InputNodes", LIST, [], "nodes that quantization begins with: all before them stay in float")
+_obeyed("OutputNodes", LIST, [], "nodes that quantization ends with: all after them stay in float")
 _obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
 
 # Where Q/DQ stand.

@@ -48,7 +48,7 @@ class QuantizationConfig:
         calibrate_method: How ranges are found; a PowerOfTwoMethod also makes the scales powers of two.
         quant_format: QDQ of QuantFormat is ai.onnx, of the extended formats com.microsoft.
         activation_type, weight_type: Element types.
-        input_nodes, output_nodes: Quantize between them only; not in this version.
+        input_nodes, output_nodes: Quantize between them only.
         op_types_to_quantize, nodes_to_quantize: Only these; empty: all.
         extra_op_types_to_quantize: Beside the default ones.
         nodes_to_exclude, subgraphs_to_exclude: Stay in float.

@@ -49,6 +49,7 @@ class SpecSettings:
         mixed: (specs, names) that the search for mixed precision gives to layers. Names None: to any; empty: to those
             that no other entry names.
         exclude: Nodes that stay in float; over everything.
+        first, last: Nodes that quantization begins and ends with: all that is before or after stays in float.
         op_types: Op types that are quantized; empty: those with a rule.
         all_op_types: Every op type of the model that can be, whatever `op_types` says.
         extra_op_types: Op types beside the default ones.
@@ -67,6 +68,8 @@ class SpecSettings:
     by_type: tuple[tuple[tuple[str, ...], LayerSpec | None], ...] = ()
     mixed: tuple[tuple[LayerSpec, tuple[str, ...] | None], ...] = ()
     exclude: tuple[Scope, ...] = ()
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     op_types: tuple[str, ...] = ()
     all_op_types: bool = False
     extra_op_types: tuple[str, ...] = ()

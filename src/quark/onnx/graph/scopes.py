@@ -57,6 +57,21 @@ def _is_name(scope: str) -> bool:
     return not scope.startswith("re:") and not (scope.startswith("^") and ".*" in scope)
 
 
+def outside(first: Iterable[str], last: Iterable[str], model: ir.Model) -> set[ir.Node]:
+    """The nodes before any of `first`, and those after any of `last`; these themselves are none of them.
+
+    Raises:
+        ConfigError: A name is that of no node; names the nearest.
+    """
+    nodes = {node.name or "": node for node in model.graph}
+    found: set[ir.Node] = set()
+    for names, where, forward in ((first, "InputNodes", False), (last, "OutputNodes", True)):
+        require_names(names := list(names), model, where)
+        named = {nodes[name] for name in names}
+        found |= _reach(named, forward) - named
+    return found
+
+
 def _pattern(scope: str) -> str:
     """A scope as a pattern of core.patterns."""
     if _is_name(scope):

@@ -70,7 +70,9 @@ ROWS = [
         "the opset to convert to; left out: 13 for a model below it",
         kind=int,
     ),
-    Pass(fix_shapes, "FixShapes", None, 'shapes of inputs, as "name:[1,3,224,224];other:[1,10]"', kind=str),
+    Pass(
+        fix_shapes, "FixShapes", None, 'shapes of inputs and outputs, as "image:[1,3,224,224];scores:[1,10]"', kind=str
+    ),
     Pass(
         convert_fp16_to_fp32,
         "ConvertFP16ToFP32",

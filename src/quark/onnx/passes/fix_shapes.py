@@ -1,4 +1,4 @@
-"""Gives inputs fixed shapes: `name:[1,3,224,224];other:[1,10]`."""
+"""Gives inputs and outputs fixed shapes: `name:[1,3,224,224];other:[1,10]`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,49 @@ ENTRY = re.compile(r"\s*(?P<name>.+?)\s*:\s*\[(?P<sizes>\s*\d+(\s*,\s*\d+)*)\s*\
 
 
 def fix_shapes(model: ir.Model, shapes: str) -> int:
-    """Fix the shapes of inputs, and of everything that has a dimension of the same name.
+    """Fix the shapes of inputs and outputs, and of everything that has a dimension of the same name.
 
     Returns:
-        How many inputs changed.
+        How many inputs and outputs changed.
 
     Raises:
         ConfigError: The text is of another form, or a name or shape does not fit the model.
     """
     inputs = {value.name or "": value for value in model.graph.inputs if not value.is_initializer()}
+    outputs = {value.name or "": value for value in model.graph.outputs}
+    ends = {**outputs, **inputs}
+    asked = parse_shapes(shapes)
+    for name in asked:
+        if name not in ends:
+            raise ConfigError(f"FixShapes names {name!r}, no input and no output. {did_you_mean(name, ends)}")
     known: dict[str, int] = {}
-    count = 0
-    for name, sizes in parse_shapes(shapes).items():
-        if name not in inputs:
-            raise ConfigError(f"FixShapes names {name!r}, which is no input. {did_you_mean(name, inputs)}")
-        value = inputs[name]
-        _bind(value, sizes, known)
-        if list(value.shape or ()) != sizes:
-            value.shape = ir.Shape(sizes)
-            count += 1
-    if count:
-        _substitute(model, known)
-        infer_shapes(model)
-    return count
+    before = {name: ends[name].shape for name in asked}
+    for name, sizes in asked.items():
+        _bind(ends[name], sizes, known)
+    changed = [name for name, sizes in asked.items() if before[name] is None or list(before[name] or ()) != sizes]
+    if not changed:
+        return 0
+    for name in asked:
+        if name in inputs:
+            inputs[name].shape = ir.Shape(asked[name])
+    _substitute(model, known)
+    _infer_outputs(model, {name: sizes for name, sizes in asked.items() if name not in inputs})
+    return len(changed)
+
+
+def _infer_outputs(model: ir.Model, asked: dict[str, list[int]]) -> None:
+    """Infer all shapes anew; the asked ones of outputs stand where they follow from nothing.
+
+    Raises:
+        ConfigError: What follows from the inputs is another shape than the one asked for.
+    """
+    outputs = {value.name or "": value for value in model.graph.outputs if value.name in asked}
+    for value in outputs.values():
+        value.shape = None
+    infer_shapes(model)
+    for name, sizes in asked.items():
+        _bind(outputs[name], sizes, {})
+        outputs[name].shape = ir.Shape(sizes)
 
 
 def parse_shapes(text: str) -> dict[str, list[int]]:

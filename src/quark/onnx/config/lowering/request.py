@@ -33,12 +33,12 @@ from quark.onnx.config.lowering.tensors import data_type_of
 from quark.onnx.config.tensor_specs import QTensorConfig
 
 UNSUPPORTED_FIELDS = {
-    "input_nodes": "exclude the nodes before them instead",
-    "output_nodes": "exclude the nodes after them instead",
     "reduce_range": "7-bit codes are not part of this version",
     "crypto_mode": "not part of this version",
 }
 FIELD_OPTIONS = {
+    "input_nodes": "InputNodes",
+    "output_nodes": "OutputNodes",
     "op_types_to_quantize": "OpTypesToQuantize",
     "nodes_to_quantize": "NodesToQuantize",
     "extra_op_types_to_quantize": "ExtraOpTypesToQuantize",

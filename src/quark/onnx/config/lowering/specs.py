@@ -91,6 +91,8 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
         by_type=((SOLVED, solved), *by_type) if solved else tuple(by_type),
         mixed=tuple((single(config), names) for config, names in targets(request.algorithms, options)),
         exclude=tuple(map(as_scope, request.exclude)),
+        first=tuple(value_of(options, "InputNodes")),
+        last=tuple(value_of(options, "OutputNodes")),
         op_types=_op_types(request),
         all_op_types=value_of(options, "QuantizeAllOpTypes"),
         extra_op_types=tuple(value_of(options, "ExtraOpTypesToQuantize")),
