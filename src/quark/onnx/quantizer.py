@@ -16,6 +16,7 @@ from quark.errors import ConfigError
 from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
+from quark.onnx.calibration.calibrate import run_random
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
@@ -23,6 +24,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load
+from quark.onnx.graph.value_infos import fill_value_infos
 from quark.onnx_ops.saving import model_files, save
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
@@ -118,6 +120,8 @@ class ModelQuantizer:
 
     def _written(self, model: ir.Model, output: str | os.PathLike[str] | None) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file."""
+        if self.settings.value_infos:
+            fill_value_infos(model, lambda names: run_random(model, names, self.settings))
         if output is None:
             return checked_proto(model)
         save(model, output, self.settings.external_data)

@@ -169,6 +169,14 @@ def _random(model: ir.Model, settings: Settings) -> RandomDataReader:
     return RandomDataReader(model, dict(settings.calibration.random_shapes), dict(settings.calibration.random_ranges))
 
 
+def run_random(model: ir.Model, names: list[str], settings: Settings) -> dict[str, Any]:
+    """The values of tensors of a model for one random sample. Raises CalibrationError where the model fails on it."""
+    feed = _random(model, settings).get_next()
+    assert feed is not None
+    with model_session(model, names, settings) as session:
+        return dict(zip(names, run_sample(session, names, feed), strict=True))
+
+
 class Collector(Protocol):
     """Whatever looks at the values of a tensor, sample by sample."""
 

@@ -202,6 +202,7 @@ class Settings:
         algorithms: Algorithm configs in their order.
         allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
+        value_infos: Write type and shape of every tensor within the model.
     """
 
     specs: SpecSettings
@@ -212,3 +213,4 @@ class Settings:
     algorithms: tuple[object, ...] = ()
     allow_noop: bool = False
     external_data: bool = False
+    value_infos: bool = False

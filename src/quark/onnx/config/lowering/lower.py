@@ -44,6 +44,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         algorithms=request.algorithms,
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
+        value_infos=value_of(request.options, "FillAllValueInfo"),
     )
 
 

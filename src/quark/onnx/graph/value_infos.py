@@ -1,0 +1,111 @@
+"""Type and shape of every tensor of a quantized model: what ONNX infers, what Q/DQ say, and what one run shows.
+
+ONNX infers nothing behind operators of other domains. Q/DQ keep the shape of what they read; of the rest, one sample
+shows type and rank. Its sizes hold for every sample only where the shapes of all inputs are fixed: others stay open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from quark.errors import NotSupportedError
+from quark.onnx.graph.model_file import split_weights
+
+QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear")
+DEQUANTIZE = ("DequantizeLinear", "ExtendedDequantizeLinear")
+BOTH = ("BFPQuantizeDequantize", "MXQuantizeDequantize")
+
+Run = Callable[[list[str]], Mapping[str, Any]]
+
+
+def fill_value_infos(model: ir.Model, run: Run) -> int:
+    """Give every tensor within a model its type and shape.
+
+    Args:
+        model: The model, changed in place.
+        run: Names of tensors -> their arrays for one sample; called where types or shapes are still unknown.
+
+    Returns:
+        How many tensors got one.
+
+    Raises:
+        NotSupportedError: A tensor within a body of If or Loop is unknown, which no run shows.
+    """
+    before = len(_unknown(model))
+    while True:
+        count = len(_unknown(model))
+        for node in model.graph.all_nodes():
+            _through_qdq(node)
+        _infer(model)
+        if len(_unknown(model)) == count:
+            break
+    _by_running(model, run)
+    return before
+
+
+def _infer(model: ir.Model) -> None:
+    """Take over what ONNX infers, of tensors that nobody has said anything of.
+
+    Not by the pass of onnx_ir, which takes the large weights away meanwhile: codes are computed from float weights.
+    """
+    proto, _ = split_weights(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto)
+    except Exception:  # noqa: BLE001 - an operator that it cannot take apart: what it would say is seen at run time
+        return
+    infos = {info.name: info for graph in _graphs(inferred.graph) for info in (*graph.value_info, *graph.output)}
+    for value in _unknown(model):
+        if value.name in infos and infos[value.name].type.WhichOneof("value") is not None:
+            found = ir.serde.deserialize_value_info_proto(infos[value.name], None)
+            value.type, value.shape = value.type or found.type, value.shape or found.shape
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the bodies within it."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+def _unknown(model: ir.Model) -> list[ir.Value]:
+    """The tensors whose type or rank nobody has said."""
+    outputs = [value for node in model.graph.all_nodes() for value in node.outputs if value.name]
+    return [value for value in outputs if value.type is None or (_is_tensor(value) and value.shape is None)]
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    return value.type is None or isinstance(value.type, ir.TensorType)
+
+
+def _through_qdq(node: ir.Node) -> None:
+    """Shape and type behind a node that quantizes or decodes."""
+    if node.op_type not in (*QUANTIZE, *DEQUANTIZE, *BOTH):
+        return
+    source, output = node.inputs[0], node.outputs[0]
+    says = node.inputs[0] if node.op_type in BOTH else node.inputs[1] if node.op_type in DEQUANTIZE else node.inputs[-1]
+    if source is not None and output.shape is None:
+        output.shape = source.shape
+    if says is not None and output.type is None and says.dtype is not None:
+        output.type = ir.TensorType(says.dtype)
+
+
+def _by_running(model: ir.Model, run: Run) -> None:
+    unknown = {value.name or "": value for value in _unknown(model)}
+    if not unknown:
+        return
+    outside = {output.name for node in model.graph for output in node.outputs}
+    hidden = sorted(set(unknown) - outside)
+    if hidden:
+        raise NotSupportedError(f"FillAllValueInfo: nothing says the shape of {hidden[0]} within a body of If or Loop.")
+    inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+    fixed = all(value.shape is not None and value.shape.is_static() for value in inputs)
+    for name, array in run(list(unknown)).items():
+        value = unknown[name]
+        value.type = value.type or ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        value.shape = value.shape or ir.Shape(array.shape if fixed else [None] * array.ndim)
