@@ -57,7 +57,7 @@ def decide(
     override_specs(placement, settings)
     activations = activation_params(model, placement, settings, reader, identity, statistics)
     widen_softmax(placement, activations)
-    qparams = ModelQParams(activations, weight_params(placement))
+    qparams = ModelQParams(activations, weight_params(placement, settings))
     override_params(placement, qparams, settings)
     if settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu:
         fold_relu(model, placement, qparams.activations)

@@ -139,15 +139,18 @@ def _reader(model: Any, reader: Any, path: str | None) -> Any:
 
 def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) -> None:
     """Raise OutputError for what cannot be written, and OutputExistsError where something that is read would be."""
-    statistics = settings.calibration.statistics
+    statistics, ranges = settings.calibration.statistics, settings.calibration.range_file
     read = [*model_files(source), *getattr(reader, "files", ())]
     if output is not None:
         check_file(output, overwrite=True)
-        check_apart(output, *read, statistics)
-    if statistics and not os.path.isfile(statistics):  # noqa: PTH113 - Path.is_file raises for a name too long
-        check_file(statistics, overwrite=True)
-    if statistics:
-        check_apart(statistics, *read)
+        check_apart(output, *read, statistics, ranges)
+    for file in (statistics, ranges):
+        if file and not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises for a name too long
+            check_file(file, overwrite=True)
+        if file:
+            check_apart(file, *read)
+    if ranges and statistics:
+        check_apart(ranges, statistics)
 
 
 def quantize_static(

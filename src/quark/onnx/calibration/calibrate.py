@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +17,16 @@ import onnx_ir as ir
 import onnxruntime
 
 from quark.core.observers import Observer
+from quark.core.observers.min_max import MinMaxObserver
 from quark.core.scales import QParams
 from quark.errors import CalibrationError, QuarkError
-from quark.log import progress
+from quark.log import logger, progress
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
+from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.statistics import EverythingObserver, Statistics, load_or_start
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.masks import limit
@@ -60,12 +63,18 @@ def activation_params(
     classes = _classes(placement)
     if not classes:
         return {}
-    observers = {root: make_observer(placement.activations[root], settings) for root in classes}
+    # A search that has its statistics in memory compares schemes, of which each has ranges of its own.
+    range_file = settings.calibration.range_file if statistics is None else None
+    restored = _restored(range_file, classes, placement)
+    observers = {root: restored.get(root) or make_observer(placement.activations[root], settings) for root in classes}
+    classes = {root: names for root, names in classes.items() if root not in restored}
     tensors = [(name, root) for root, names in classes.items() for name in names]
     if settings.calibration.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
         # A tensor that is quantized twice is looked at once.
         statistics = Statistics(fingerprint)
-    if settings.calibration.statistics is None and statistics is None:
+    if not classes:
+        pass
+    elif settings.calibration.statistics is None and statistics is None:
         collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
     else:
         statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
@@ -77,7 +86,37 @@ def activation_params(
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
-    return {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
+    params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
+    if range_file is not None and not Path(range_file).exists():
+        ranges = {root.name or "": _final_range(seen, root in masks) for root, seen in observers.items()}
+        write_ranges(range_file, ranges)
+    return params
+
+
+def _restored(
+    path: str | None, classes: Mapping[ir.Value, list[str]], placement: Placement
+) -> dict[ir.Value, Observer]:
+    """Observers with the ranges of a file, of the classes that it has."""
+    if path is None or not Path(path).exists():
+        return {}
+    ranges = read_ranges(path)
+    found: dict[ir.Value, Observer] = {}
+    for root, members in classes.items():
+        names = [root.name or ""] if root.name in ranges else members
+        if all(name in ranges for name in names):
+            found[root] = MinMaxObserver(placement.activations[root])
+            low = np.float32(min(ranges[name][0] for name in names))
+            high = np.float32(max(ranges[name][1] for name in names))
+            found[root].restore({"count": np.asarray(1), "low": np.asarray(low), "high": np.asarray(high)})
+    lacking = [root.name for root in classes if root not in found]
+    logger.info(f"{len(found)} ranges are those of {path}" + (f"; {len(lacking)} are calibrated." if lacking else "."))
+    return found
+
+
+def _final_range(observer: Observer, is_mask: bool) -> tuple[float, float]:
+    """The range that a scale is made of; of a mask, the one that shows that it is none of a scale."""
+    low, high = observer.extremes() if is_mask else observer.range()
+    return float(low), float(high)
 
 
 def _is_mask(observer: Observer, half: bool) -> bool:

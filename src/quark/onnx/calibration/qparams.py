@@ -47,24 +47,25 @@ class ModelQParams:
     weights: dict[tuple[ir.Node, int], QParams] = field(default_factory=dict)
 
 
-def make_observer(spec: TensorSpec, settings: Settings) -> Observer:
-    """The statistic that the spec of an activation asks for."""
+def make_observer(spec: TensorSpec, settings: Settings, *, weight: bool = False) -> Observer:
+    """The statistic that a spec asks for; `symmetric_range` is about activations."""
     asked = settings.calibration
+    symmetric_range = None if weight else asked.symmetric_range
     if spec.observer == "min_max":
-        return MinMaxObserver(spec, bool(asked.symmetric_range))
+        return MinMaxObserver(spec, bool(symmetric_range))
     if spec.observer == "moving_average":
-        return MovingAverageObserver(spec, bool(asked.symmetric_range))
+        return MovingAverageObserver(spec, bool(symmetric_range))
     if spec.observer == "percentile":
-        return PercentileObserver(spec, asked.percentile, asked.symmetric_range)
+        return PercentileObserver(spec, asked.percentile, symmetric_range)
     if spec.observer == "entropy":
         return EntropyObserver(spec, asked.entropy_levels)
     if spec.observer == "layerwise_percentile":
         candidates, metric = asked.percentile_candidates, asked.percentile_metric
-        return LayerwisePercentileObserver(spec, candidates, metric, asked.symmetric_range)
+        return LayerwisePercentileObserver(spec, candidates, metric, symmetric_range)
     return OBSERVERS[spec.observer](spec)
 
 
-def weight_params(placement: Placement) -> dict[tuple[ir.Node, int], QParams]:
+def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Node, int], QParams]:
     """Scale and zero point of every weight that has one; a constant that several nodes read is looked at once.
 
     Raises:
@@ -85,7 +86,7 @@ def weight_params(placement: Placement) -> dict[tuple[ir.Node, int], QParams]:
             continue
         key = (id(value), spec)
         if key not in seen:
-            observer = OBSERVERS[spec.observer](spec)
+            observer = make_observer(spec, settings, weight=True)
             observer.update(np.asarray(constant(value), np.float32))
             try:
                 refuse_subnormal(largest(observer), "its values")

@@ -160,8 +160,10 @@ _moot("CalibPassthroughOpTypes", LIST, [], "tensors with one scale share one ran
 _obeyed("TensorQuantOverrides", DICT, {}, "tensor -> [{quant_type, symmetric, axis, scale, zero_point, rmin, rmax}]")
 _obeyed("MixedPrecisionTensor", DICT, {}, "quantization type -> names of tensors")
 _obeyed("Statistics", TEXT, None, "file of calibration statistics, written or reused (an option of this package)")
-_later("SaveAndRestore", TEXT, None, why="use Statistics, which serves every method")
-_later("TensorsRangeFile", TEXT, None, why="use Statistics, which serves every method")
+_obeyed(
+    "SaveAndRestore", TEXT, None, "JSON file of the calibrated ranges: written, or used instead of data if it exists"
+)
+_obeyed("TensorsRangeFile", TEXT, None, "older name of SaveAndRestore, which wins")
 _obeyed(
     "QuantizationPreference",
     TEXT,

@@ -147,6 +147,7 @@ class CalibrationSettings:
     Attributes:
         samples: Most samples read; None for all.
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
+        range_file: JSON file of the ranges: used if it exists, else written; None for no file.
         percentile: For the percentile observer.
         percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
         symmetric_range: MinMax: True makes the range symmetric, whatever the spec is. Percentiles: see
@@ -160,6 +161,7 @@ class CalibrationSettings:
 
     samples: int | None = None
     statistics: str | None = None
+    range_file: str | None = None
     percentile: float = 99.999
     percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
     percentile_metric: str = "mae"
