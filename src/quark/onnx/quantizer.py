@@ -12,15 +12,18 @@ import onnx_ir as ir
 
 from quark.checked import snapshot
 from quark.core.metrics import Metric
-from quark.errors import ConfigError
+from quark.errors import CalibrationError, ConfigError
 from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
-from quark.onnx.calibration.calibrate import run_random
+from quark.onnx.calibration.calibrate import repeatable, run_random
+from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.path_reader import PathDataReader
+from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
+from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load
@@ -39,6 +42,9 @@ class ModelQuantizer:
     Args:
         config: A QConfig, or the legacy Config; never changed, and what the user changes later has no effect.
 
+    Attributes:
+        metrics: How near the last model is to the float one, where EvalMetrics asks for it.
+
     Example:
         >>> ModelQuantizer(QConfig.get_default_config("A8W8")).quantize_model("float.onnx", "int8.onnx", reader)
     """
@@ -48,6 +54,7 @@ class ModelQuantizer:
             raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
         self.config = snapshot(config)
         self.settings = lower(self.config)
+        self.metrics: OutputMetrics | None = None
 
     def quantize_model(
         self,
@@ -77,7 +84,11 @@ class ModelQuantizer:
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, settings, reader)
         check_algorithms(settings.algorithms)
-        written = self._written(quantize(load(model_input), settings, reader), model_output)
+        if settings.metrics:
+            reader = repeatable(reader, load(model_input), settings)
+        model = quantize(load(model_input), settings, reader)
+        self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
+        written = self._written(model, model_output)
         logger.info("Model quantization has been completed.")
         return written
 
@@ -135,6 +146,18 @@ def _reader(model: Any, reader: Any, path: str | None) -> Any:
     if reader is not None:
         raise ConfigError("Give a calibration_data_reader or a calibration_data_path, not both.")
     return PathDataReader(model, path)
+
+
+def _metrics(reference: ir.Model, model: ir.Model, settings: Settings, reader: Any) -> OutputMetrics:
+    """Compare a quantized model with the float model. Raises CalibrationError where there is no data."""
+    data = reader
+    if settings.metrics_data is not None:
+        data = Samples(settings.metrics_data, model_inputs(reference))
+    if data is None or not len(data):
+        raise CalibrationError("EvalMetrics=True needs data. Possible: EvalDataReader, or a calibration_data_reader.")
+    found = output_metrics(reference, model, data, settings)
+    logger.info(f"Quantized against float: {found}.")
+    return found
 
 
 def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) -> None:

@@ -244,8 +244,10 @@ _obeyed("FillAllValueInfo", BOOL, False, "write type and shape of every tensor w
 _moot("DebugMode", BOOL, False, "recorded only")
 _moot("PrintSummary", BOOL, True, "recorded only")
 _moot("IgnoreWarnings", BOOL, True, "recorded only")
-_later("EvalMetrics", BOOL, False, why="use `quark evaluate`")
-_later("EvalDataReader", ANY, None, why="use `quark evaluate`")
+_obeyed(
+    "EvalMetrics", BOOL, False, "log cosine and L2 distance of the outputs to the float model's; ModelQuantizer.metrics"
+)
+_obeyed("EvalDataReader", ANY, None, "the samples of EvalMetrics; left out: those of calibration")
 
 # Algorithms; algo_configs.py has their entries.
 _obeyed("SmoothAlpha", NUMBER, 0.5, "SmoothQuantConfig.alpha")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.metrics import Comparison, Metric
 from quark.errors import NotSupportedError
 from quark.onnx.calibration.calibrate import model_session
@@ -13,6 +14,25 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.settings import Settings
 
 FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
+
+
+def float_outputs(model: ir.Model) -> list[str]:
+    """The names of the float outputs of a model. Raises NotSupportedError where there is none."""
+    names = [
+        value.name or "" for value in model.graph.outputs if value.dtype is not None and value.dtype.name in FLOATS
+    ]
+    if not names:
+        raise NotSupportedError("The model has no float output, so there is nothing to judge quantized models by.")
+    return names
+
+
+def same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
+    """Raise NotSupportedError where an output has another shape than that of the float model."""
+    if expected.shape != array.shape:
+        raise NotSupportedError(
+            f"The output {name} is {list(array.shape)} instead of {list(expected.shape)}: its shape follows from "
+            "values, so that quantized models cannot be judged by it."
+        )
 
 
 class Scorer:
@@ -30,10 +50,7 @@ class Scorer:
 
     def __init__(self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings) -> None:
         self.metric = metric
-        outputs = [value for value in reference.graph.outputs if value.dtype is not None and value.dtype.name in FLOATS]
-        if not outputs:
-            raise NotSupportedError("The model has no float output, so there is nothing to judge quantized models by.")
-        names = [value.name or "" for value in outputs]
+        names = float_outputs(reference)
         self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
 
     def score(self, model: ir.Model) -> tuple[float, str]:
@@ -45,11 +62,7 @@ class Scorer:
         comparisons = {name: Comparison() for name in self.expected.names}
         for outputs in self.expected.beside(model):
             for (name, comparison), (expected, array) in zip(comparisons.items(), outputs, strict=True):
-                if expected.shape != array.shape:
-                    raise NotSupportedError(
-                        f"The output {name} is {list(array.shape)} instead of {list(expected.shape)}: its shape "
-                        "follows from values, so that quantized models cannot be judged by it."
-                    )
+                same_shape(name, expected, array)
                 with np.errstate(invalid="ignore", over="ignore"):
                     comparison.update(expected, array)
         values = {name: self.metric.of(comparison) for name, comparison in comparisons.items()}
