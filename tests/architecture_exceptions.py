@@ -10,7 +10,7 @@ LISTS = {
 }
 FULL_FOLDERS = {
     ".": "what both flows stand on, in files of their own, beside the rooms",
-    "onnx": "four files that are the flow, beside the rooms that it leads through",
+    "onnx": "the files that are the flow, beside the rooms that it leads through",
 }
 
 # Names that are documented for both flows, where each has its own meaning: `quark.torch.X` and `quark.onnx.X`.

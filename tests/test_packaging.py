@@ -28,6 +28,7 @@ EXTRAS_OF = {
     "torch/writers/gguf/": {"torch", "gguf"},
     "torch/writers/onnx/": {"torch", "onnx"},
     "onnx_ops/": {"onnx"},
+    "onnx_ops/encryption.py": {"onnx", "crypto"},
     "onnx/": {"onnx"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},

@@ -25,10 +25,12 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.config.tensor_specs import *
     from quark.onnx.evaluation.ort_fusion import *
     from quark.onnx.quantizer import *
+    from quark.onnx_ops.encryption import *
     from quark.onnx_ops.library import *
 
 HOMES = (
     "quark.onnx_ops.library",
+    "quark.onnx_ops.encryption",
     "quark.onnx.config.enums",
     "quark.onnx.config.tensor_specs",
     "quark.onnx.config.algo_configs",

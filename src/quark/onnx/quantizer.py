@@ -23,11 +23,12 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
+from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load
-from quark.onnx.graph.value_infos import fill_value_infos
+from quark.onnx.qdq.value_infos import fill_value_infos
 from quark.onnx_ops.saving import model_files, save
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
@@ -75,7 +76,7 @@ class ModelQuantizer:
             algorithms: Algorithm configs to run after those of the config.
 
         Returns:
-            The quantized model if `model_output` is None.
+            The quantized model if `model_output` is None, or in crypto mode.
 
         Raises:
             QuarkError: See its children; no file is written then.
@@ -84,12 +85,14 @@ class ModelQuantizer:
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, settings, reader)
         check_algorithms(settings.algorithms)
-        if settings.metrics:
-            reader = repeatable(reader, load(model_input), settings)
-        model = quantize(load(model_input), settings, reader)
-        self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
+        with discreet(settings):
+            if settings.metrics:
+                reader = repeatable(reader, load(model_input), settings)
+            model = quantize(load(model_input), settings, reader)
+            self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
         written = self._written(model, model_output)
-        logger.info("Model quantization has been completed.")
+        if not settings.crypto:
+            logger.info("Model quantization has been completed.")
         return written
 
     def recover(
@@ -126,15 +129,20 @@ class ModelQuantizer:
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, self.settings, reader)
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
-        found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
+        with discreet(self.settings):
+            found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
         return replace(found, model=self._written(model, model_output))
 
     def _written(self, model: ir.Model, output: str | os.PathLike[str] | None) -> onnx.ModelProto | None:
-        """The model, checked; None where it went to a file."""
+        """The model, checked; None where it went to a file in clear."""
         if self.settings.value_infos:
             fill_value_infos(model, lambda names: run_random(model, names, self.settings))
         if output is None:
             return checked_proto(model)
+        if self.settings.crypto:
+            proto = checked_proto(model)
+            write_encrypted(proto, output, self.settings)
+            return proto
         save(model, output, self.settings.external_data)
         return None
 
@@ -162,6 +170,9 @@ def _metrics(reference: ir.Model, model: ir.Model, settings: Settings, reader: A
 
 def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) -> None:
     """Raise OutputError for what cannot be written, and OutputExistsError where something that is read would be."""
+    if settings.crypto:
+        check_crypto(source, output, settings)
+        return
     statistics, ranges = settings.calibration.statistics, settings.calibration.range_file
     read = [*model_files(source), *getattr(reader, "files", ())]
     if output is not None:

@@ -391,7 +391,6 @@ def test_domains() -> None:
     "values",
     [
         {"reduce_range": True},
-        {"crypto_mode": True},
     ],
 )
 def test_legacy_fields_that_are_refused_by_name(values: dict[str, Any]) -> None:

@@ -238,8 +238,16 @@ _obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.
 _obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")
 _moot("TmpDir", TEXT, None, "no temporary copies of the model are made")
 _later("UserCustomOpLibPath", TEXT, None)
-_moot("EncryptionAlgorithm", TEXT, "AES-256", "nothing is encrypted")
-_later("CryptoMode", BOOL, False)
+_obeyed(
+    "EncryptionAlgorithm",
+    TEXT,
+    None,
+    "of CryptoMode: the output is written, encrypted with the key of QUARK_ENCRYPTION_KEY",
+    ("AES-256",),
+)
+_obeyed(
+    "CryptoMode", BOOL, False, "from a ModelProto to a ModelProto: nothing on the disk in clear, nothing in the log"
+)
 _obeyed("FillAllValueInfo", BOOL, False, "write type and shape of every tensor within the quantized model")
 _moot("DebugMode", BOOL, False, "recorded only")
 _moot("PrintSummary", BOOL, True, "recorded only")
@@ -289,7 +297,7 @@ def check_options(options: Mapping[str, Any], where: str, also: Iterable[str] = 
             names = " or ".join(kind.__name__ for kind in option.kind)
             raise ConfigError(f"{where}: option {key}: expected {names}, got {value!r} ({type(value).__name__}).")
         if option.choices and value not in option.choices:
-            raise ConfigError(f"{where}: option {key}: {value!r}. {did_you_mean(value, option.choices)}")
+            raise ConfigError(f"{where}: option {key}: {value!r}. {did_you_mean(str(value), option.choices)}")
 
 
 def refuse_unsupported(options: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ class QuantizationConfig:
             default, or a CLEConfig, runs it.
         enable_npu_cnn: The XINT8 path.
         enable_npu_transformer: Gemm and MatMul with a constant operand only.
-        crypto_mode: Not in this version.
+        crypto_mode: Nothing about the model on the disk in clear, or in the log.
         debug_mode, print_summary, ignore_warnings, log_severity_level: Recorded only.
         extra_options: Everything else; extra_options.py lists them.
 

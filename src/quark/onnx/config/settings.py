@@ -204,6 +204,8 @@ class Settings:
         algorithms: Algorithm configs in their order.
         allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
+        crypto: Keep everything about the model in memory, and out of the log.
+        encrypt: Write the output encrypted, where there is a key.
         metrics: Compare the outputs with those of the float model when the work is done.
         metrics_data: The reader of the samples for that; None for those of calibration.
         value_infos: Write type and shape of every tensor within the model.
@@ -217,6 +219,8 @@ class Settings:
     algorithms: tuple[object, ...] = ()
     allow_noop: bool = False
     external_data: bool = False
+    crypto: bool = False
+    encrypt: bool = False
     metrics: bool = False
     metrics_data: object = None
     value_infos: bool = False

@@ -10,6 +10,7 @@ import onnx
 
 from quark.errors import FormatError, one_line
 from quark.onnx.graph.check_proto import check_proto
+from quark.onnx_ops.encryption import is_encrypted, load_encrypted
 
 LARGEST = 2**31 - 1
 """Bytes in a message of protobuf."""
@@ -21,6 +22,7 @@ def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
     Raises:
         FormatError: It is none, is no regular file (a device or a pipe is never opened), or contradicts itself.
+        ConfigError: It is encrypted, and QUARK_ENCRYPTION_KEY holds no key.
     """
     proto = _read_message(Path(path))
     if not proto.opset_import or not proto.graph.node:
@@ -41,6 +43,8 @@ def _read_message(path: Path) -> onnx.ModelProto:
     require_regular(path)
     if path.stat().st_size > LARGEST:
         raise FormatError(f"{path} has {path.stat().st_size} bytes; an ONNX model over 2 GB has its weights beside it.")
+    if is_encrypted(path):
+        return load_encrypted(path)
     try:
         return onnx.load(path, load_external_data=False)
     except OSError as error:

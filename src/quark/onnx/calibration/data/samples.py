@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,19 @@ MEMORY = 1 << 30
 """Bytes of samples or activations that stay in memory; more goes to a temporary folder."""
 
 
+_ALL_IN_MEMORY: ContextVar[bool] = ContextVar("all_in_memory", default=False)
+
+
+@contextmanager
+def all_in_memory() -> Iterator[None]:
+    """Within: no store writes to the disk, whatever its bound."""
+    before = _ALL_IN_MEMORY.set(True)
+    try:
+        yield
+    finally:
+        _ALL_IN_MEMORY.reset(before)
+
+
 class Store:
     """Arrays by key: in memory up to a bound, beyond it in files of a temporary folder, which goes with the store.
 
@@ -33,7 +48,7 @@ class Store:
     """
 
     def __init__(self, memory: int = MEMORY, folder: str | None = None) -> None:
-        self._memory, self._parent = memory, folder
+        self._memory, self._parent = sys.maxsize if _ALL_IN_MEMORY.get() else memory, folder
         self._arrays: dict[Any, NumpyArray | Path] = {}
         self._used, self._count = 0, 0
         self._folder: Path | None = None

@@ -44,6 +44,8 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         algorithms=request.algorithms,
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
+        crypto=value_of(request.options, "CryptoMode"),
+        encrypt=value_of(request.options, "EncryptionAlgorithm") is not None,
         metrics=value_of(request.options, "EvalMetrics"),
         metrics_data=value_of(request.options, "EvalDataReader"),
         value_infos=value_of(request.options, "FillAllValueInfo"),

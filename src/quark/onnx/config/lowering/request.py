@@ -34,9 +34,9 @@ from quark.onnx.config.tensor_specs import QTensorConfig
 
 UNSUPPORTED_FIELDS = {
     "reduce_range": "7-bit codes are not part of this version",
-    "crypto_mode": "not part of this version",
 }
 FIELD_OPTIONS = {
+    "crypto_mode": "CryptoMode",
     "input_nodes": "InputNodes",
     "output_nodes": "OutputNodes",
     "op_types_to_quantize": "OpTypesToQuantize",
