@@ -29,6 +29,7 @@ from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load
 from quark.onnx.qdq.value_infos import fill_value_infos
+from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import model_files, save
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
@@ -85,12 +86,13 @@ class ModelQuantizer:
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, settings, reader)
         check_algorithms(settings.algorithms)
-        with discreet(settings):
-            if settings.metrics:
-                reader = repeatable(reader, load(model_input), settings)
-            model = quantize(load(model_input), settings, reader)
-            self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
-        written = self._written(model, model_output)
+        with custom_libraries(settings.custom_libraries):
+            with discreet(settings):
+                if settings.metrics:
+                    reader = repeatable(reader, load(model_input), settings)
+                model = quantize(load(model_input), settings, reader)
+                self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
+            written = self._written(model, model_output)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
         return written
@@ -129,9 +131,10 @@ class ModelQuantizer:
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, self.settings, reader)
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
-        with discreet(self.settings):
-            found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
-        return replace(found, model=self._written(model, model_output))
+        with custom_libraries(self.settings.custom_libraries):
+            with discreet(self.settings):
+                found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
+            return replace(found, model=self._written(model, model_output))
 
     def _written(self, model: ir.Model, output: str | os.PathLike[str] | None) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""

@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from quark.errors import FormatError, one_line
 from quark.files import check_file, digest_of, replace_file, temporary_folder
+from quark.onnx_ops.custom_libraries import session_options
 
 SMALL = 1024
 """Bytes below which a weight stays inside the model."""
@@ -202,7 +203,7 @@ def _loads(model: onnx.ModelProto | Path) -> bool:
     with suppress(Exception):  # also where it is not installed
         import onnxruntime  # only where the checker refuses
 
-        options = onnxruntime.SessionOptions()
+        options = session_options()
         options.log_severity_level = 4
         source = os.fspath(model) if isinstance(model, Path) else model.SerializeToString()
         onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])

@@ -36,6 +36,7 @@ from quark.onnx.graph.sessions import run_sample, session_over
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.placement import Placement
+from quark.onnx_ops.custom_libraries import session_options
 
 
 def activation_params(
@@ -258,7 +259,7 @@ def _update(observers: Mapping[str, Collector], values: Mapping[str, Any]) -> No
 @contextmanager
 def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
     """A session that can give the wanted tensors too, over the weights of the model where they are."""
-    options = onnxruntime.SessionOptions()
+    options = session_options()
     options.log_severity_level = 3
     # A plan of where tensors lie saves nothing where nearly all of them are outputs, and costs a tenth of the time.
     options.enable_mem_pattern = False

@@ -237,7 +237,7 @@ _obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.
 # Runtime and debug.
 _obeyed("ExecutionProviders", LIST, ["CPUExecutionProvider"], "execution providers of calibration")
 _moot("TmpDir", TEXT, None, "no temporary copies of the model are made")
-_later("UserCustomOpLibPath", TEXT, None)
+_obeyed("UserCustomOpLibPath", TEXT, None, "library of the model's own operators, or a folder of such")
 _obeyed(
     "EncryptionAlgorithm",
     TEXT,

@@ -204,6 +204,7 @@ class Settings:
         algorithms: Algorithm configs in their order.
         allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
+        custom_libraries: Libraries of the model's own operators.
         crypto: Keep everything about the model in memory, and out of the log.
         encrypt: Write the output encrypted, where there is a key.
         metrics: Compare the outputs with those of the float model when the work is done.
@@ -219,6 +220,7 @@ class Settings:
     algorithms: tuple[object, ...] = ()
     allow_noop: bool = False
     external_data: bool = False
+    custom_libraries: tuple[str, ...] = ()
     crypto: bool = False
     encrypt: bool = False
     metrics: bool = False

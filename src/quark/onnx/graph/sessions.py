@@ -12,6 +12,7 @@ import onnxruntime
 
 from quark.errors import CalibrationError, FormatError, NotSupportedError
 from quark.onnx.graph.proto_file import reason
+from quark.onnx_ops.custom_libraries import session_options
 
 PROVIDERS = ("CPUExecutionProvider",)
 
@@ -35,7 +36,7 @@ def open_session(
     Raises:
         FormatError: ONNX Runtime does not load it.
     """
-    options = onnxruntime.SessionOptions()
+    options = session_options()
     options.log_severity_level = 4
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     if folder is not None:
@@ -92,7 +93,7 @@ def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str)
     """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
+    options = session_options()
     options.log_severity_level = 4
     # Whether the shapes of a body agree with those around it is seen when it is inlined.
     levels = onnxruntime.GraphOptimizationLevel

@@ -12,6 +12,7 @@ import onnxruntime
 from quark.errors import StructureError
 from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.sessions import session_over
+from quark.onnx_ops.custom_libraries import session_options
 
 OPEN_SIZES = (4, 1)
 """What the open dimensions of the inputs are: the first with which the model runs."""
@@ -42,7 +43,7 @@ def require_same(source: ir.Model, changed: ir.Model, what: str) -> None:
 
 
 def _session(model: ir.Model) -> onnxruntime.InferenceSession | None:
-    options = onnxruntime.SessionOptions()
+    options = session_options()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")

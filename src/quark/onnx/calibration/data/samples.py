@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,18 @@ MEMORY = 1 << 30
 """Bytes of samples or activations that stay in memory; more goes to a temporary folder."""
 
 
-_ALL_IN_MEMORY: ContextVar[bool] = ContextVar("all_in_memory", default=False)
+_IN_MEMORY: list[object] = []
+"""One entry for each block that is `all_in_memory`; of the whole process, as stores are made in threads too."""
 
 
 @contextmanager
 def all_in_memory() -> Iterator[None]:
-    """Within: no store writes to the disk, whatever its bound."""
-    before = _ALL_IN_MEMORY.set(True)
+    """Within: no store that is made writes to the disk, whatever its bound."""
+    _IN_MEMORY.append(None)
     try:
         yield
     finally:
-        _ALL_IN_MEMORY.reset(before)
+        _IN_MEMORY.pop()
 
 
 class Store:
@@ -48,7 +48,7 @@ class Store:
     """
 
     def __init__(self, memory: int = MEMORY, folder: str | None = None) -> None:
-        self._memory, self._parent = sys.maxsize if _ALL_IN_MEMORY.get() else memory, folder
+        self._memory, self._parent = sys.maxsize if _IN_MEMORY else memory, folder
         self._arrays: dict[Any, NumpyArray | Path] = {}
         self._used, self._count = 0, 0
         self._folder: Path | None = None

@@ -17,6 +17,7 @@ from quark.onnx.config.lowering.qdq import lower_qdq
 from quark.onnx.config.lowering.request import Request, from_legacy, from_qconfig
 from quark.onnx.config.lowering.specs import lower_layer, lower_specs
 from quark.onnx.config.settings import Settings
+from quark.onnx_ops.custom_libraries import find_libraries
 
 
 def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[AlgoConfig] = ()) -> Settings:
@@ -35,6 +36,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
     request = replace(request, algorithms=tuple(with_preference(each, request.options) for each in asked))
     refuse_unsupported(request.options)
     layer, int32_bias = lower_layer(request)
+    libraries = value_of(request.options, "UserCustomOpLibPath")
     return Settings(
         specs=lower_specs(request, layer, int32_bias),
         passes=lower_passes(request),
@@ -44,6 +46,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         algorithms=request.algorithms,
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
+        custom_libraries=find_libraries(libraries) if libraries else (),
         crypto=value_of(request.options, "CryptoMode"),
         encrypt=value_of(request.options, "EncryptionAlgorithm") is not None,
         metrics=value_of(request.options, "EvalMetrics"),
