@@ -77,7 +77,9 @@ _later("ShapeShifterYaml", TEXT, None, why="graph transformations from YAML are 
 _later("PreprocessYAML", TEXT, None, why="graph transformations from YAML are not part of this version")
 _obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is, but for passes that an option asks for")
 _obeyed("OptimizeModel", BOOL, True, "graph optimization: the default of FoldBatchNorm")
-_later("SimplifyModelOptions", DICT, {}, why="onnxslim is not used: there is nothing to configure")
+_obeyed(
+    "SimplifyModelOptions", DICT, {}, "keywords of onnxslim.slim, which simplifies the model first; empty: it does not"
+)
 for _pass in PASSES.values():
     _by_others = _pass.for_npu or _pass.default_option
     _also = "; on by itself for NPUs and the extended formats" if _pass.for_npu else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from quark.onnx.graph.edit import dims, is_op, is_read, prune, remove_unused
 from quark.onnx.graph.model_file import constant, is_constant, opset
+from quark.onnx.passes.slim import slim
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
 MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
@@ -28,9 +30,16 @@ LARGEST_GROWTH = 1024
 """Elements: a result over this is kept only if it is no larger than its inputs."""
 
 
-def simplify(model: ir.Model) -> int:
-    """Simplify the graph, not the bodies of If and Loop; return how many nodes are gone."""
+def simplify(model: ir.Model, options: Mapping[str, Any] | None = None) -> int:
+    """Simplify the graph, not the bodies of If and Loop; return how many nodes are gone.
+
+    Args:
+        model: The model, changed in place.
+        options: Keywords of `onnxslim.slim`, which then goes first; None: not at all. See `slim`.
+    """
     before = len(model.graph)
+    if options is not None:
+        slim(model, options)
     for node in list(model.graph):
         if is_op(node, "Constant"):
             _become(node, constant(node.outputs[0]))

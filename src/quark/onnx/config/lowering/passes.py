@@ -11,6 +11,8 @@ from typing import Any
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.lowering.request import Request
 from quark.onnx.passes import PASSES, Pass
+from quark.onnx.passes.simplify import simplify
+from quark.onnx.passes.slim import check_slim_options
 
 
 def lower_passes(request: Request) -> dict[str, object]:
@@ -18,12 +20,16 @@ def lower_passes(request: Request) -> dict[str, object]:
     options = request.options
     casts = value_of(options, "BF16QDQToCast") or value_of(options, "EnableVaimlBF16")
     for_npu = request.npu_cnn or request.npu_transformer or (request.extended and not casts)
-    arguments = {}
+    arguments: dict[str, object] = {}
     for name, row in PASSES.items():
         value = options.get(row.option)
         if value is None:
             value = None if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
         arguments[name] = tuple(value) if isinstance(value, list) else value
+    slim_options = value_of(options, "SimplifyModelOptions")
+    check_slim_options(slim_options)
+    if slim_options and arguments[simplify.__name__]:
+        arguments[simplify.__name__] = dict(slim_options)
     return arguments
 
 
