@@ -30,6 +30,7 @@ EXTRAS_OF = {
     "onnx_ops/": {"onnx"},
     "onnx_ops/encryption.py": {"onnx", "crypto"},
     "onnx/": {"onnx"},
+    "onnx/calibration/histogram_figures.py": {"onnx", "plot"},
     "onnx/passes/slim.py": {"onnx", "slim"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},

@@ -67,7 +67,12 @@ def test_with_a_key_the_output_is_written_encrypted(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "options",
-    [{"Statistics": "s.npz"}, {"SaveAndRestore": "s.json"}, {"FastFinetune": {"CacheDir": "cache"}}],
+    [
+        {"Statistics": "s.npz"},
+        {"SaveAndRestore": "s.json"},
+        {"SaveTensorHistFig": True},
+        {"FastFinetune": {"CacheDir": "cache"}},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_what_writes_files_is_refused(options: dict[str, Any]) -> None:

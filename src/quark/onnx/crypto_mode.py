@@ -30,6 +30,7 @@ def check_crypto(source: Any, output: Any, settings: Settings) -> None:
     writes = {
         "use_external_data_format": settings.external_data,
         "Statistics": settings.calibration.statistics,
+        "SaveTensorHistFig": settings.calibration.figures,
         "SaveAndRestore": settings.calibration.range_file,
         **{
             f"{type(algorithm).__name__}.{name}": getattr(algorithm, name, None)

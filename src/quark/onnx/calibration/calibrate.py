@@ -25,6 +25,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.statistics import EverythingObserver, Statistics, load_or_start
@@ -68,6 +69,8 @@ def activation_params(
     range_file = settings.calibration.range_file if statistics is None else None
     restored = _restored(range_file, classes, placement)
     observers = {root: restored.get(root) or make_observer(placement.activations[root], settings) for root in classes}
+    if settings.calibration.figures:
+        check_figures({root.name or "": observer for root, observer in observers.items() if root not in restored})
     classes = {root: names for root, names in classes.items() if root not in restored}
     tensors = [(name, root) for root, names in classes.items() for name in names]
     if settings.calibration.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
@@ -91,6 +94,9 @@ def activation_params(
     if range_file is not None and not Path(range_file).exists():
         ranges = {root.name or "": _final_range(seen, root in masks) for root, seen in observers.items()}
         write_ranges(range_file, ranges)
+    if settings.calibration.figures:
+        files = save_figures({root.name or "": observer for root, observer in observers.items()})
+        logger.info(f"{len(files)} histograms are in {FOLDER}.")
     return params
 
 

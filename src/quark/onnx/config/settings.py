@@ -148,6 +148,7 @@ class CalibrationSettings:
         samples: Most samples read; None for all.
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
         range_file: JSON file of the ranges: used if it exists, else written; None for no file.
+        figures: Write a figure of the histogram of each tensor.
         percentile: For the percentile observer.
         percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
         symmetric_range: MinMax: True makes the range symmetric, whatever the spec is. Percentiles: see
@@ -162,6 +163,7 @@ class CalibrationSettings:
     samples: int | None = None
     statistics: str | None = None
     range_file: str | None = None
+    figures: bool = False
     percentile: float = 99.999
     percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)
     percentile_metric: str = "mae"

@@ -27,6 +27,7 @@ def lower_calibration(options: Mapping[str, Any]) -> CalibrationSettings:
         samples=samples,
         statistics=value_of(options, "Statistics"),
         range_file=value_of(options, "SaveAndRestore") or value_of(options, "TensorsRangeFile"),
+        figures=value_of(options, "SaveTensorHistFig"),
         percentile=percentile,
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
