@@ -31,11 +31,12 @@ EXTRAS_OF = {
     "onnx_ops/encryption.py": {"onnx", "crypto"},
     "onnx/": {"onnx"},
     "onnx/calibration/histogram_figures.py": {"onnx", "plot"},
+    "onnx/config/lowering/shapeshifter.py": {"onnx", "yaml"},
     "onnx/passes/slim.py": {"onnx", "slim"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},
 }
-IMPORTED_AS = {"pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
+IMPORTED_AS = {"pyyaml": "yaml", "pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
 COME_WITH_OTHERS = {"pydantic_core": "pydantic brings the one version that it works with"}
 NEVER_IMPORTED = {
     "safetensors": "transformers imports it, to read the files of a folder",

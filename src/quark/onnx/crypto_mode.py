@@ -30,6 +30,7 @@ def check_crypto(source: Any, output: Any, settings: Settings) -> None:
     writes = {
         "use_external_data_format": settings.external_data,
         "Statistics": settings.calibration.statistics,
+        "preprocessed_model_path": settings.prepared_file,
         "SaveTensorHistFig": settings.calibration.figures,
         "SaveAndRestore": settings.calibration.range_file,
         **{

@@ -15,12 +15,16 @@ from quark.onnx.decide import decide
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
 from quark.onnx.prepare import prepare
+from quark.onnx_ops.saving import save
 
 
 def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
     """Quantize a float model, which is changed and returned."""
     identity = fingerprint(model) if settings.calibration.statistics else ""
-    return convert(model, prepare(model, settings), reader, identity)
+    prepared = prepare(model, settings)
+    if settings.prepared_file is not None:
+        save(model.clone(), settings.prepared_file)
+    return convert(model, prepared, reader, identity)
 
 
 def convert(

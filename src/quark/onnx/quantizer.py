@@ -178,6 +178,9 @@ def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) ->
         return
     statistics, ranges = settings.calibration.statistics, settings.calibration.range_file
     read = [*model_files(source), *getattr(reader, "files", ())]
+    if settings.prepared_file is not None:
+        check_file(settings.prepared_file, overwrite=True)
+        check_apart(settings.prepared_file, *read, statistics, ranges, output)
     if output is not None:
         check_file(output, overwrite=True)
         check_apart(output, *read, statistics, ranges)

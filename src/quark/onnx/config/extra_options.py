@@ -73,8 +73,8 @@ def _later(name: str, kind: Kind, default: Any, *accepts: Any, why: str = "not p
 
 
 # Pre-processing.
-_later("ShapeShifterYaml", TEXT, None, why="graph transformations from YAML are not part of this version")
-_later("PreprocessYAML", TEXT, None, why="graph transformations from YAML are not part of this version")
+_obeyed("ShapeShifterYaml", TEXT, None, "the passes of a YAML file, or of xint8, a8w8, a16w8, bf16, bfp16; no others")
+_obeyed("PreprocessYAML", TEXT, None, "older name of ShapeShifterYaml, which wins")
 _obeyed("SkipPreprocess", BOOL, False, "leave the graph as it is, but for passes that an option asks for")
 _obeyed("OptimizeModel", BOOL, True, "graph optimization: the default of FoldBatchNorm")
 _obeyed(

@@ -211,6 +211,7 @@ class Settings:
         encrypt: Write the output encrypted, where there is a key.
         metrics: Compare the outputs with those of the float model when the work is done.
         metrics_data: The reader of the samples for that; None for those of calibration.
+        prepared_file: Where to write the float model when its passes are done; None: nowhere.
         value_infos: Write type and shape of every tensor within the model.
     """
 
@@ -227,4 +228,5 @@ class Settings:
     encrypt: bool = False
     metrics: bool = False
     metrics_data: object = None
+    prepared_file: str | None = None
     value_infos: bool = False

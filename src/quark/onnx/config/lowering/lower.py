@@ -8,13 +8,14 @@ from dataclasses import replace
 from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
-from quark.onnx.config.extra_options import refuse_unsupported, value_of
+from quark.onnx.config.extra_options import check_options, refuse_unsupported, value_of
 from quark.onnx.config.lowering.algorithms import with_preference
 from quark.onnx.config.lowering.calibration import lower_calibration
 from quark.onnx.config.lowering.npu import lower_npu
 from quark.onnx.config.lowering.passes import lower_passes
 from quark.onnx.config.lowering.qdq import lower_qdq
 from quark.onnx.config.lowering.request import Request, from_legacy, from_qconfig
+from quark.onnx.config.lowering.shapeshifter import expand
 from quark.onnx.config.lowering.specs import lower_layer, lower_specs
 from quark.onnx.config.settings import Settings
 from quark.onnx_ops.custom_libraries import find_libraries
@@ -32,6 +33,9 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         NotSupportedError: an option or a type that this version does not have.
     """
     request = _request(config)
+    options, prepared = expand(request.options)
+    check_options(options, "ShapeShifterYaml")
+    request = replace(request, options=options)
     asked = (*request.algorithms, *algorithms)
     request = replace(request, algorithms=tuple(with_preference(each, request.options) for each in asked))
     refuse_unsupported(request.options)
@@ -51,6 +55,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         encrypt=value_of(request.options, "EncryptionAlgorithm") is not None,
         metrics=value_of(request.options, "EvalMetrics"),
         metrics_data=value_of(request.options, "EvalDataReader"),
+        prepared_file=prepared,
         value_infos=value_of(request.options, "FillAllValueInfo"),
     )
 
