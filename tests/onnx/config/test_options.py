@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,12 @@ def test_defaults_are_of_their_type_and_accepted(name: str) -> None:
     for value in (option.default, *option.accepts):
         check_options({name: value}, "test")
         refuse_unsupported({name: value})
+
+
+def test_the_page_of_what_is_refused_has_every_such_option() -> None:
+    page = Path(__file__).parents[3] / "docs" / "guide" / "not_supported.md"
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page.read_text(encoding="utf-8"), re.M)
+    assert rows == sorted((name, option.meaning) for name, option in OPTIONS.items() if option.refused)
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.refused])
