@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import onnx_ir as ir
 
 from quark.core.registry import Registry
+from quark.onnx.converters.biases import biases_to_int16, biases_to_int32
 from quark.onnx.converters.domains import bfloat16_to_casts, custom_to_standard, rename_custom_ops
-from quark.onnx.converters.half import FORMATS, remove_bfloat16_casts, to_bfloat16, to_float16, to_float32
+from quark.onnx.converters.half import (
+    FORMATS,
+    clip_bfloat16,
+    remove_bfloat16_casts,
+    to_bfloat16,
+    to_bfp16,
+    to_float16,
+    to_float32,
+)
+from quark.onnx.converters.node_precision import describe_precision
 from quark.onnx.converters.random_quantize import random_quantize
 from quark.onnx.converters.remove_qdq import remove_qdq, remove_qdq_between
 from quark.onnx.converters.replace_inf import replace_inf_weights
-from quark.onnx.converters.shift_codes import shift_codes
+from quark.onnx.converters.shapes import assign_shapes
+from quark.onnx.converters.shift_codes import resize_to_powers_of_two, shift_codes
 from quark.onnx.converters.text import read_text, write_text
-from quark.onnx.converters.tool import Flag, Tool
+from quark.onnx.converters.tool import Flag, Tool, refused
 from quark.onnx.passes import PASSES
 
 TOOLS: Registry[Tool] = Registry("ONNX tool")
 
 _shapes = {"fix_shapes": Flag('shapes of inputs, as "name:[1,3,224,224];other:[1,10]"')}
 _bfloat16 = {"format": Flag(f"how bfloat16 is written: {', '.join(FORMATS)}", default="with_cast")}
+REFUSED = {
+    "convert_lstm_to_customlstm": "its operator is for one compiler alone, and has no meaning in ONNX; "
+    "possible: the quantized LSTM as it is",
+    "convert_qdq_to_qop": "runtimes fuse Q/DQ into integer operators as they load a model; "
+    "possible: the model with Q/DQ as it is",
+    "save_tensor_hist": "it draws pictures; possible: option Statistics, whose file holds the histogram of each tensor",
+    "save_weights_hist": "it draws pictures; possible: `quark evaluate`, which lists the error of every layer",
+}
+"""Documented tools that are not part of this version: the reason, and what to do."""
 
 
 def _unique(model: ir.Model, op_types: str) -> int:
@@ -32,7 +53,11 @@ def _nothing(model: object) -> int:
 
 
 for _name, _tool in {
-    "fix_shapes": Tool(PASSES["fix_shapes"], "Give inputs fixed shapes.", _shapes),
+    "fix_shapes": Tool(
+        assign_shapes,
+        "Give every tensor the shape that follows from the inputs, or from those that are named.",
+        {"fix_shapes": replace(_shapes["fix_shapes"], default="")},
+    ),
     "convert_dynamic_to_fixed": Tool(PASSES["fix_shapes"], "Give inputs fixed shapes.", _shapes),
     "convert_opset_version": Tool(
         PASSES["convert_opset_version"],
@@ -54,6 +79,15 @@ for _name, _tool in {
     ),
     "convert_fp32_to_bf16": Tool(to_bfloat16, "Turn float32 into bfloat16.", _bfloat16),
     "convert_fp16_to_bf16": Tool(to_bfloat16, "Turn float16 into bfloat16.", _bfloat16),
+    "convert_fp32_to_bfp16": Tool(to_bfp16, "Turn float32 into BFP16."),
+    "convert_fp16_to_bfp16": Tool(to_bfp16, "Turn float16 into BFP16."),
+    "insert_clip_bfloat16_qdq": Tool(clip_bfloat16, "Clip activations to the range of bfloat16."),
+    "convert_bias_int32_to_int16": Tool(biases_to_int16, "Store int32 biases as int16."),
+    "convert_a8w8_npu_to_a8w8_cpu": Tool(biases_to_int32, "Store int8 biases as int32, as CPUs compute."),
+    "convert_resize_fs_to_pof2s": Tool(resize_to_powers_of_two, "Make scales beside Resize powers of two."),
+    "print_a16w8_a8w8_nodes": Tool(
+        _nothing, "List layers with 8-bit and 16-bit activations.", order=("input",), tell=describe_precision
+    ),
     "remove_bf16_cast": Tool(remove_bfloat16_casts, "Remove Casts to bfloat16 and back."),
     "replace_bfloat16_qdq_cast": Tool(bfloat16_to_casts, "Turn bfloat16 Q/DQ into Casts."),
     "convert_s8s8_to_u8s8": Tool(
@@ -98,9 +132,15 @@ for _name, _tool in {
         {
             "config": Flag("name of a configuration", default="XINT8"),
             "exclude_nodes": Flag('nodes or patterns to keep in float, as "a;b"', default=""),
+            "exclude_subgraphs": Flag(
+                'parts to keep in float, first and last nodes, as "[a,b],[c];[d],[e]"', default=""
+            ),
         },
     ),
 }.items():
     TOOLS.register(_name, _tool)
+
+for _name, _reason in REFUSED.items():
+    TOOLS.register(_name, refused(_name, _reason))
 
 __all__ = ["TOOLS", "Flag", "Tool"]

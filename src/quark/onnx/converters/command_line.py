@@ -6,7 +6,7 @@ The paths stand in their place or after a flag, in each documented spelling.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,23 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> None:
         name: A name in `TOOLS`.
         arguments: What follows the name; by default what this process was started with.
     """
-    run(program(command(name, TOOLS[name])), name, arguments)
+    tool = TOOLS[name]
+    switches = {"--save_as_external_data", "--external_data"}
+    switches |= {f"--{key}" for key, flag in tool.flags.items() if flag.kind is bool}
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    run(program(command(name, tool)), name, _without_truth(words, switches))
+
+
+def _without_truth(words: Sequence[str], switches: Container[str]) -> list[str]:
+    """Switches are documented in two spellings, `--flag` and `--flag True`; the second becomes the first."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] in switches and word.lower() in ("true", "false"):
+            if word.lower() == "false":
+                kept.pop()
+        else:
+            kept.append(word)
+    return kept
 
 
 def command(name: str, tool: Tool) -> Callable[..., None]:
@@ -41,17 +57,26 @@ def command(name: str, tool: Tool) -> Callable[..., None]:
 
     def convert(positional: list[str] | None, **values: Any) -> None:
         values = _placed(tool, values, positional or [])
-        source, target = values.pop("input"), values.pop("output")
+        source = values.pop("input")
+        if tool.tell is not None:
+            sys.stdout.writelines(f"{line}\n" for line in tool.tell(tool.read(Path(source))))
+            return
+        target = values.pop("output")
         check_file(target, overwrite=True)  # a Path has lost a slash at the end
         count = tool.convert(Path(source), Path(target), **values)
         sys.stdout.write(f"{name}: {count} {'place' if count == 1 else 'places'} changed, written to {target}\n")
 
     in_order = typer.Argument(metavar=" ".join(tool.order), help="in this order, or as flags", show_default=False)
+    outputs = [
+        _parameter("output", Annotated[str | None, OUTPUT], None),
+        _parameter("external_data", Annotated[bool, BESIDE], False),
+    ]
+    if tool.tell is not None:
+        outputs = []
     parameters = [
         _parameter("positional", Annotated[list[str] | None, in_order], None),
         _parameter("input", Annotated[str | None, INPUT], None),
-        _parameter("output", Annotated[str | None, OUTPUT], None),
-        _parameter("external_data", Annotated[bool, BESIDE], False),
+        *outputs,
         *(_flag_parameter(key, flag, key in tool.order) for key, flag in tool.flags.items()),
     ]
     convert.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

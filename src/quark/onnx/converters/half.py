@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.core.dtypes import DTYPES
+from quark.errors import ConfigError, did_you_mean
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.flow import quantize
@@ -13,7 +14,7 @@ from quark.onnx.graph.edit import is_op, prune, remove_unused
 from quark.onnx.graph.model_file import constant, infer_shapes, refuse_invalid, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.simplify import simplify
-from quark.onnx_ops.graph_writer import add_constant, redirect
+from quark.onnx_ops.graph_writer import GraphWriter, add_constant, redirect
 
 FORMATS = ("with_cast", "customqdq", "simulate_bf16", "bf16")
 
@@ -45,14 +46,14 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     Args:
         model: The model, changed in place.
         format: "bf16": every tensor. "with_cast": a float32 graph whose tensors pass through bfloat16 by pairs of
-            Cast. "customqdq": the same by custom Q/DQ.
+            Cast. "customqdq": the same by custom Q/DQ. "simulate_bf16": a float32 graph without Casts whose weights
+            have bfloat16 values.
 
     Returns:
         How many tensors or places changed.
 
     Raises:
         ConfigError: For a format that is none of `FORMATS`.
-        NotSupportedError: For "simulate_bf16".
     """
     if format not in FORMATS:
         raise ConfigError(f"The format {format!r} is unknown. {did_you_mean(format, FORMATS)}")
@@ -63,12 +64,21 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
         count = convert_fp32_to_bf16(model)
         refuse_invalid(model, "The model in bfloat16 (another format: with_cast)")
         return count
-    if format == "simulate_bf16":
-        raise NotSupportedError("The format simulate_bf16 is not part of this version; possible: with_cast, bf16.")
     config = get_default_config("BF16")
-    config.extra_options["BF16QDQToCast"] = format == "with_cast"
+    config.extra_options["BF16QDQToCast"] = format != "customqdq"
     quantize(model, lower(config))
+    if format == "simulate_bf16":
+        return remove_bfloat16_casts(model)
     return sum(node.op_type in ("Cast", "ExtendedDequantizeLinear") for node in model.graph)
+
+
+def to_bfp16(model: ir.Model) -> int:
+    """Turn a float32 or float16 model into one whose tensors pass through BFP16 blocks; return how many do."""
+    refuse_quantized(model)
+    convert_fp16_to_fp32(model)
+    infer_shapes(model)
+    quantize(model, lower(get_default_config("BFP16")))
+    return sum(node.op_type == "BFPQuantizeDequantize" for node in model.graph)
 
 
 def remove_bfloat16_casts(model: ir.Model) -> int:
@@ -90,6 +100,27 @@ def remove_bfloat16_casts(model: ir.Model) -> int:
         prune(node)
         count += 1
     remove_unused(model)
+    return count
+
+
+def clip_bfloat16(model: ir.Model) -> int:
+    """Clip activations to the largest bfloat16 before they are quantized to it; return how many are."""
+    writer = GraphWriter(model, typed=True)
+    count = 0
+    for node in [node for node in model.graph if node.op_type == "ExtendedQuantizeLinear"]:
+        source, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+        clipped = source is None or is_op(source.producer(), "Clip")
+        if source is None or zero is None or zero.dtype != ir.DataType.BFLOAT16 or source.is_initializer() or clipped:
+            continue
+        ends = {"min": -DTYPES["bfloat16"].max, "max": DTYPES["bfloat16"].max}
+        bounds = [
+            add_constant(model.graph, f"{source.name}_clip_{end}", np.array(value, np.float32))
+            for end, value in ends.items()
+        ]
+        clip = writer.node("Clip", [source, *bounds], f"{source.name}_clip")
+        writer.insert_before(node)
+        node.replace_input_with(0, clip)
+        count += 1
     return count
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import onnx_ir as ir
 
+from quark.errors import NotSupportedError
 from quark.files import check_apart, check_file
 from quark.onnx.graph.model_file import read
 from quark.onnx_ops.saving import model_files, save
@@ -40,6 +41,7 @@ class Tool:
         order: What stands where on the command line, without flags.
         read: Path -> model.
         write: (model, path, whether weights go beside it) -> None.
+        tell: Model -> lines to print; a tool that has it writes no model.
     """
 
     run: Callable[..., int]
@@ -48,6 +50,7 @@ class Tool:
     order: tuple[str, ...] = ("input", "output")
     read: Callable[[Path], ir.Model] = read
     write: Callable[[ir.Model, Path, bool], None] = save
+    tell: Callable[[ir.Model], Iterable[str]] | None = None
 
     def convert(self, source: Path, target: Path, external_data: bool = False, **flags: Any) -> int:
         """Read, convert, write; return how many places changed.
@@ -65,3 +68,12 @@ class Tool:
         count = self.run(model, *(flags[name] for name in self.flags))
         self.write(model, target, external_data)
         return count
+
+
+def refused(name: str, reason: str) -> Tool:
+    """A tool that says at once why it does nothing."""
+
+    def refuse(path: Path) -> NoReturn:
+        raise NotSupportedError(f"{name} is not part of this version: {reason}.")
+
+    return Tool(lambda model: 0, f"Not in this version: {reason}.", read=refuse)
