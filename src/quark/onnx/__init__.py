@@ -13,6 +13,7 @@ from quark.errors import did_you_mean, require_packages
 require_packages("The ONNX flow", "onnx", "onnx", "onnx_ir", "onnxruntime")
 
 if TYPE_CHECKING:  # for type checkers: the homes below
+    from quark.onnx.auto_search import *
     from quark.onnx.calibration.data.path_reader import *
     from quark.onnx.calibration.data.random_reader import *
     from quark.onnx.calibration.data.readers import *
@@ -43,6 +44,7 @@ HOMES = (
     "quark.onnx.calibration.data.random_reader",
     "quark.onnx.quantizer",
     "quark.onnx.evaluation.ort_fusion",
+    "quark.onnx.auto_search",
 )
 """Where the names of the ONNX flow are defined, cheap ones first; `__all__` of each says which."""
 

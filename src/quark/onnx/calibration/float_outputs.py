@@ -24,14 +24,21 @@ class FloatOutputs:
         data: The samples.
         open_session: How a model is run, the float one too.
         count: How many of the samples, from the first; None for all.
+        folder: Where outputs go that memory does not hold; None for the system's temporary folder.
     """
 
     def __init__(
-        self, model: ir.Model, names: Sequence[str], data: Samples, open_session: OpenSession, count: int | None = None
+        self,
+        model: ir.Model,
+        names: Sequence[str],
+        data: Samples,
+        open_session: OpenSession,
+        count: int | None = None,
+        folder: str | None = None,
     ) -> None:
         self.names, self._data, self._open_session = names, data, open_session
         self._count = len(data) if count is None else min(count, len(data))
-        self._store = Store()
+        self._store = Store(folder=folder)
         for sample, arrays in enumerate(self._run(model)):
             for name, array in zip(names, arrays, strict=True):
                 self._store[sample, name] = array

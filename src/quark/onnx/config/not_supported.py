@@ -7,14 +7,9 @@ from typing import Any, NoReturn
 from quark.errors import NotSupportedError
 
 __all__ = [
-    "AutoSearch",
-    "AutoSearchPro",
-    "SearchSpace",
     "create_calibrator_float_scale",
     "create_calibrator_power_of_two",
     "dump_model",
-    "generate_all_configs",
-    "get_auto_search_config",
 ]
 
 
@@ -27,12 +22,6 @@ def _later(name: str, instead: str) -> Any:
     return refuse
 
 
-_SEARCH = "quantize with the configs that you want to compare, from one statistics file"
-AutoSearch = _later("AutoSearch", _SEARCH)
-AutoSearchPro = _later("AutoSearchPro", _SEARCH)
-SearchSpace = _later("SearchSpace", _SEARCH)
-generate_all_configs = _later("generate_all_configs", _SEARCH)
-get_auto_search_config = _later("get_auto_search_config", _SEARCH)
 create_calibrator_power_of_two = _later("create_calibrator_power_of_two", "ModelQuantizer calibrates")
 create_calibrator_float_scale = _later("create_calibrator_float_scale", "ModelQuantizer calibrates")
 dump_model = _later("dump_model", "use `quark evaluate`, which compares every layer with the float model")

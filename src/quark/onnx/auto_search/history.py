@@ -1,0 +1,103 @@
+"""The trials of a search: what was tried, with what score; kept in a file, from which a search goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from quark.errors import ConfigError, FormatError
+from quark.files import atomic_file, digest_of
+from quark.log import logger
+
+
+def text_of(config: Mapping[str, Any]) -> str:
+    """A config as text: equal for equal ones, whatever the order of their names."""
+    return json.dumps(config, default=repr, sort_keys=True)
+
+
+def identity_of(model: str | os.PathLike[str] | onnx.ModelProto, *others: Any) -> str:
+    """What scores depend on beside the config, as a hash: the model, and what else is named."""
+    own = (
+        hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+        if isinstance(model, onnx.ModelProto)
+        else digest_of(Path(model))
+    )
+    return hashlib.sha256(repr((own, *others)).encode()).hexdigest()
+
+
+class History:
+    """The trials of one study.
+
+    Args:
+        path: The file; None keeps them in memory only.
+        study: Name of the study.
+        identity: See `identity_of`.
+        resume: Whether to go on with the trials that the file has.
+
+    Attributes:
+        trials: Configs with their scores, of which less is better; inf for one that failed.
+
+    Raises:
+        ConfigError: The file has trials of another model, metric or study.
+        FormatError: It is no file of trials.
+    """
+
+    def __init__(self, path: Path | None, study: str, identity: str, resume: bool) -> None:
+        self._path, self._head = path, {"study": study, "identity": identity}
+        self.trials: list[tuple[dict[str, Any], float]] = []
+        if path is None or not resume or not path.exists():
+            return
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            head = {name: content[name] for name in self._head}
+            trials = [(dict(trial["params"]), float(trial["score"])) for trial in content["trials"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} is no file of trials: {error!r}.") from None
+        if head != self._head:
+            raise ConfigError(
+                f"{path} has trials of another model, data, metric or study. Possible: another output_dir, or "
+                "load_study_if_exists=False."
+            )
+        self.trials = trials
+        logger.info("Search: %d trials of %s count.", len(trials), path)
+
+    def score_of(self, config: Mapping[str, Any]) -> float | None:
+        """The score of a config that was tried; None for another."""
+        wanted = text_of(config)
+        return next((score for tried, score in self.trials if text_of(tried) == wanted), None)
+
+    def add(self, config: dict[str, Any], score: float) -> None:
+        """Note a trial, and write the file anew, whole or not at all."""
+        self.trials.append((config, score))
+        if self._path is None:
+            return
+        trials = [{"params": params, "score": value} for params, value in self.trials]
+        with atomic_file(self._path) as temporary:
+            temporary.write_text(json.dumps({**self._head, "trials": trials}, default=repr, indent=1), "utf-8")
+
+    def best(self) -> tuple[dict[str, Any], float] | None:
+        """The trial with the least score; None where none succeeded."""
+        finite = [trial for trial in self.trials if math.isfinite(trial[1])]
+        return min(finite, key=lambda trial: trial[1]) if finite else None
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """What is logged goes to a file too, behind what it has."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,3 +1,0 @@
-"""Address: search over configs, not in this version."""
-
-from quark.onnx.config.not_supported import *

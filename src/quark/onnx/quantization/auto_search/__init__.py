@@ -1,0 +1,3 @@
+"""Address of the automatic search."""
+
+from quark.onnx.auto_search import *
