@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.config.presets import *
     from quark.onnx.config.runtime_names import *
     from quark.onnx.config.tensor_specs import *
+    from quark.onnx.evaluation.dump import *
     from quark.onnx.evaluation.ort_fusion import *
     from quark.onnx.quantizer import *
     from quark.onnx_ops.encryption import *
@@ -45,6 +46,7 @@ HOMES = (
     "quark.onnx.quantizer",
     "quark.onnx.evaluation.ort_fusion",
     "quark.onnx.auto_search",
+    "quark.onnx.evaluation.dump",
 )
 """Where the names of the ONNX flow are defined, cheap ones first; `__all__` of each says which."""
 

@@ -9,7 +9,6 @@ from quark.errors import NotSupportedError
 __all__ = [
     "create_calibrator_float_scale",
     "create_calibrator_power_of_two",
-    "dump_model",
 ]
 
 
@@ -22,6 +21,10 @@ def _later(name: str, instead: str) -> Any:
     return refuse
 
 
-create_calibrator_power_of_two = _later("create_calibrator_power_of_two", "ModelQuantizer calibrates")
-create_calibrator_float_scale = _later("create_calibrator_float_scale", "ModelQuantizer calibrates")
-dump_model = _later("dump_model", "use `quark evaluate`, which compares every layer with the float model")
+create_calibrator_power_of_two = _later(
+    "create_calibrator_power_of_two",
+    "ModelQuantizer calibrates, and option Statistics keeps what it saw of each tensor",
+)
+create_calibrator_float_scale = _later(
+    "create_calibrator_float_scale", "ModelQuantizer calibrates, and option Statistics keeps what it saw of each tensor"
+)

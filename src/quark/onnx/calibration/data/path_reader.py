@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed, model_inputs
-from quark.onnx.calibration.data.readers import CalibrationDataReader
+from quark.onnx.calibration.data.readers import CalibrationDataReader, check_range
 from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image, rebatch
 
 __all__ = ["PathDataReader"]
@@ -58,6 +59,7 @@ class PathDataReader(CalibrationDataReader):
         self._size = batch_size
         if batch_size is None and self._path.is_file():
             self._size = next((entry.batch for entry in self._inputs.values() if entry.batch), 1)
+        self._feeds: Iterator[Feed] = iter(())
         self._sources = find_samples(self._path, list(self._inputs))
         if mean is not None and not any(path.suffix.lower() in IMAGES for s in self._sources for path in s.values()):
             raise ConfigError(f"mean and std are for images, and {self._path} has none: arrays are taken as they are.")
@@ -68,9 +70,25 @@ class PathDataReader(CalibrationDataReader):
         """What is read."""
         return [self._path, *(path for sources in self._sources for path in sources.values())]
 
+    def __len__(self) -> int:
+        """How many samples there are; files that hold many are read for it."""
+        if self._size is None:
+            return len(self._sources)
+        return sum(1 for _ in rebatch(map(self._feed, self._sources), self._size))
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Read the samples from one position up to another from now on, which it leaves out.
+
+        Raises:
+            ConfigError: There are no such positions.
+        """
+        check_range(start_index, end_index, len(self))
+        self.rewind()
+        self._feeds = islice(self._feeds, start_index, end_index)
+
     def rewind(self) -> None:
-        """Start again at the first sample."""
-        feeds = (self._feed(source) for source in self._sources)
+        """Start again at the first sample, of all."""
+        feeds: Iterator[Feed] = (self._feed(source) for source in self._sources)
         self._feeds = feeds if self._size is None else rebatch(feeds, self._size)
 
     def get_next(self) -> Feed | None:

@@ -47,6 +47,10 @@ class RandomDataReader(CalibrationDataReader):
             name: _noise(entry, shapes.get(name), ranges.get(name), generator) for name, entry in inputs.items()
         }
 
+    def __len__(self) -> int:
+        """One."""
+        return 1
+
     def get_next(self) -> Feed | None:
         """The sample, once."""
         feed, self._feed = self._feed, None

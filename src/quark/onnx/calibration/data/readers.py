@@ -13,7 +13,7 @@ import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.core.scales import TINY
-from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError
+from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed
 from quark.onnx.graph.proto_file import reason
 
@@ -34,6 +34,21 @@ class CalibrationDataReader(ABC):
     def __iter__(self) -> Iterator[Feed]:
         while (feed := self.get_next()) is not None:
             yield feed
+
+    def __next__(self) -> Feed:
+        """The next sample. Raises StopIteration at the end."""
+        feed = self.get_next()
+        if feed is None:
+            raise StopIteration
+        return feed
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Read the samples from one position up to another from now on, which it leaves out.
+
+        Raises:
+            NotSupportedError: The reader can only go forward.
+        """
+        raise NotSupportedError(f"{type(self).__name__} has no set_range: it only goes forward.")
 
 
 class CachedDataReader(CalibrationDataReader):
@@ -67,11 +82,28 @@ class CachedDataReader(CalibrationDataReader):
         return len(self._feeds)
 
     def reset_iter(self) -> None:
-        """Start again at the first sample."""
+        """Start again at the first sample, of all."""
         self._rest = iter(self._feeds)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Read the samples from one position up to another from now on, which it leaves out.
+
+        Raises:
+            ConfigError: There are no such positions.
+        """
+        check_range(start_index, end_index, len(self))
+        self._rest = iter(self._feeds[start_index:end_index])
 
     def get_next(self) -> Feed | None:
         return next(self._rest, None)
+
+
+def check_range(start: int, end: int, count: int) -> None:
+    """Raise ConfigError unless both are positions of samples, or the end of them, in order."""
+    if not 0 <= start <= end <= count:
+        raise ConfigError(
+            f"set_range({start}, {end}): there are {count} samples; possible: 0 <= start <= end <= {count}."
+        )
 
 
 def _channels_last(array: NumpyArray) -> NumpyArray:
