@@ -41,6 +41,7 @@ ADDRESSES = (
     "onnx/tools/",
     "onnx/operators/custom_ops.py",
     "onnx/custom_ops/",
+    "onnx/quant_utils.py",
 )
 
 # From the ground up: each imports itself and what stands further down, never what stands beside it, but on the ground.
