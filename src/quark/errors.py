@@ -33,6 +33,10 @@ class ConfigError(QuarkError, ValueError):
     """A configuration, scheme name, pattern or option is wrong."""
 
 
+class NothingQualifiesError(ConfigError):
+    """An algorithm finds nothing to do in a model."""
+
+
 class CalibrationError(QuarkError, ValueError):
     """The calibration data cannot give what the configuration needs."""
 

@@ -84,12 +84,14 @@ def test_bad_options_are_one_line_and_leave_nothing(folder: Path, more: str, wor
     assert not (folder / "out.onnx").exists()
 
 
-def test_algorithms_without_use_are_allowed_by_a_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_algorithms_without_use_are_refused_by_a_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CLE is part of this config, and finds no pair in this model."""
     monkeypatch.setitem(QROWS, "CLE_QCONFIG", replace(QROWS["A8W8_QCONFIG"], algorithm=CLEConfig))
     line = (
         "quantize {0}/mlp.onnx --config CLE_QCONFIG --calib {0}/vectors.npz --batch-size 64 -o {0}/mlp-out.onnx --force"
     )
-    refused = command(folder, "", line)
+    refused = command(folder, "--no-allow-noop", line)
     assert refused.code == 1 and "nothing in this model qualifies" in refused.err and "--allow-noop" in refused.err
+    done = command(folder, "", line)
+    assert done.code == 0 and "nothing in this model qualifies" in done.log
     assert command(folder, "--allow-noop", line).code == 0

@@ -64,7 +64,13 @@ Statistics = Annotated[Path | None, onnx_option(help="File of calibration statis
 BatchSize = Annotated[int | None, onnx_option(min=1, help="Rows of --calib in a sample.")]
 Mean = Annotated[str | None, onnx_option(help="Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.")]
 Std = Annotated[str | None, onnx_option(help="Of images, with --mean.")]
-AllowNoop = Annotated[bool, onnx_option("--allow-noop", help="Let algorithms that find nothing to do pass.")]
+AllowNoop = Annotated[
+    bool | None,
+    onnx_option(
+        "--allow-noop/--no-allow-noop",
+        help="Whether an algorithm that finds nothing to do is a warning (default) or an error.",
+    ),
+]
 Recover = Annotated[
     bool,
     onnx_option("--recover", help="Try other ranges and algorithms; keep what helps on samples that are held out."),
@@ -101,7 +107,7 @@ def quantize(
     batch_size: BatchSize = None,
     mean: Mean = None,
     std: Std = None,
-    allow_noop: AllowNoop = False,
+    allow_noop: AllowNoop = None,
     recover: Recover = False,
     budget: Budget = None,
     metric: Metric = None,

@@ -28,7 +28,7 @@ def quantize_onnx(
     target: str | None,
     statistics: Path | None,
     force: bool,
-    allow_noop: bool = False,
+    allow_noop: bool | None = None,
     recovery: Recovering | None = None,
 ) -> None:
     """Quantize, write, and say what it took."""
@@ -45,7 +45,7 @@ def quantize_onnx(
             samples=calibration.samples if samples is None else samples,
             statistics=str(statistics) if statistics else calibration.statistics,
         ),
-        allow_noop=allow_noop or settings.allow_noop,
+        allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
     )
     start, before = time.perf_counter(), file_bytes(model)
     if recovery is None:

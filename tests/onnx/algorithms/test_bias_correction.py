@@ -221,7 +221,7 @@ def test_a_shared_bias_stays_as_it_is() -> None:
     model = b.model({"x": ["n", 4]}, {"y": ["n", 4]})
     data = [{"x": np.float32(b.random.normal(1, 1, (8, 4)))}]
     with pytest.raises(ConfigError, match="BiasCorrectionConfig: nothing in this model qualifies"):
-        quantized(model, data, QConfig(LAYER), CORRECTION)
+        quantized(model, data, QConfig(LAYER, AllowNoop=False), CORRECTION)
 
 
 def test_too_little_data_is_refused() -> None:

@@ -151,8 +151,8 @@ def test_only_the_op_types_asked_for_or_the_largest_layer_are_tuned(plain: Any) 
     (largest,) = tuned(replace(PLAIN, select_max_mem_layer=True))[0]
     assert largest.name in {entry.name for entry in plain[0]}
     with pytest.raises(ConfigError, match="nothing in this model qualifies"):
-        quantize(load(cnn(21)), replace(A8W4, algorithms=(AdaRoundConfig(target_op_type=["LayerNormalization"]),)),
-                 images(2))  # fmt: skip
+        norms = AdaRoundConfig(target_op_type=["LayerNormalization"])
+        quantize(load(cnn(21)), replace(A8W4, algorithms=(norms,), allow_noop=False), images(2))
 
 
 @pytest.mark.slow

@@ -313,7 +313,7 @@ def test_configs_reach_the_flow() -> None:
     assert flow(QuarotConfig()) > flow() + 2
     assert flow(QuarotConfig(16)) == flow(RMatrixDim=16)
     with pytest.raises(ConfigError, match="QuarotConfig: nothing in this model qualifies"):
-        flow(QuarotConfig(), source=Decoder(odd="post").proto())
+        flow(QuarotConfig(), source=Decoder(odd="post").proto(), AllowNoop=False)
     with pytest.raises(CalibrationError, match="QuarotConfig needs calibration data"):
         ModelQuantizer(QConfig(layer, algo_config=[QuarotConfig()])).quantize_model(model)
 

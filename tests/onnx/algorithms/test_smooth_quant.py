@@ -341,6 +341,6 @@ def test_configs_reach_the_flow() -> None:
     assert old[1] > old[0] + 10
     with pytest.raises(CalibrationError, match="SmoothQuantConfig needs calibration data"):
         ModelQuantizer(QConfig(layer, algo_config=[SmoothQuantConfig()])).quantize_model(model)
-    only = QConfig(layer, algo_config=[SmoothQuantConfig()], WeightsOnly=True)
+    only = QConfig(layer, algo_config=[SmoothQuantConfig()], WeightsOnly=True, AllowNoop=False)
     with pytest.raises(ConfigError, match="SmoothQuantConfig: nothing in this model qualifies"):
         quality(only)

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from quark.core.metrics import UNITS, Metric
 from quark.core.spec import LayerSpec, ScaleType, spec
-from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, NotSupportedError
 from quark.onnx import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -422,8 +422,21 @@ def test_a_model_without_comparable_outputs_is_refused() -> None:
         found(model, vectors(4))
 
 
-def test_an_algorithm_without_use_may_be_allowed() -> None:
-    config = QConfig(CONFIG.global_config, algo_config=[CLEConfig()], AllowNoop=True)
-    assert ModelQuantizer(config).quantize_model(mlp(), None, vectors(4)) is not None
-    with pytest.raises(ConfigError, match="nothing in this model qualifies. Leave it out, or allow that"):
-        ModelQuantizer(QConfig(CONFIG.global_config, algo_config=[CLEConfig()])).quantize_model(mlp(), None, vectors(4))
+def test_an_algorithm_without_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def quantized(*algorithms: Any, **options: Any) -> onnx.ModelProto | None:
+        config = QConfig(CONFIG.global_config, algo_config=list(algorithms), **options)
+        return ModelQuantizer(config).quantize_model(mlp(), None, vectors(4))
+
+    assert quantized(CLEConfig()) == quantized()
+    assert "CLEConfig: nothing in this model qualifies" in caplog.text
+    with pytest.raises(NothingQualifiesError, match="qualifies. Possible: leave it out, or AllowNoop=True"):
+        quantized(CLEConfig(), AllowNoop=False)
+
+
+def test_a_recovery_goes_on_from_an_algorithm_without_use() -> None:
+    """A step that finds nothing is a row only where the config is free of such algorithms itself."""
+    tolerant = replace(S8, algorithms=(CLEConfig(),))
+    result = found(mlp(), vectors(8), weights_of("int16"), settings=tolerant)
+    assert [trial.result for trial in result.trials] == ["kept", "kept"] and result.score > result.plain
+    with pytest.raises(NothingQualifiesError):
+        found(mlp(), vectors(8), settings=replace(tolerant, allow_noop=False))

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import NothingQualifiesError, NotSupportedError
 from quark.log import logger
 from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
@@ -54,10 +54,6 @@ AFTER: dict[type[Any], Callable[[QuantizedLayers, Any], int]] = {
 }
 
 
-class NothingQualifiesError(ConfigError):
-    """An algorithm finds nothing to do in a model."""
-
-
 def check_algorithms(algorithms: Sequence[Any]) -> None:
     """Raise NotSupportedError for algorithms that this version does not have, before any work is done."""
     present = {**BEFORE, **PRECISION, **AFTER}
@@ -83,10 +79,15 @@ def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int
 
 
 def run_precision(model: ir.Model, settings: Settings, data: Samples | None) -> Settings:
-    """The settings with the layers at the precision that was found for them."""
+    """The settings with the layers at the precision that was found for them. Raises NothingQualifiesError."""
     for algorithm in settings.algorithms:
         if type(algorithm) in PRECISION:
-            settings = PRECISION[type(algorithm)](model, algorithm, settings, data)
+            try:
+                settings = PRECISION[type(algorithm)](model, algorithm, settings, data)
+            except NothingQualifiesError as error:
+                if not settings.allow_noop:
+                    raise
+                logger.warning("%s", error)
     return settings
 
 
@@ -98,10 +99,16 @@ def run_after(quantized: QuantizedLayers) -> None:
 
 
 def _counted(algorithm: Any, count: int, settings: Settings) -> int:
-    if count == 0 and not settings.allow_noop:
+    """The count, logged. One of 0 is a warning: presets and scripts name algorithms for many models at once."""
+    name = type(algorithm).__name__
+    if count:
+        logger.info("%s: %d places.", name, count)
+    elif settings.allow_noop:
+        logger.warning("%s: nothing in this model qualifies; the model is what it is without.", name)
+    else:
         raise NothingQualifiesError(
-            f"{type(algorithm).__name__}: nothing in this model qualifies. Leave it out, or allow that with "
-            "AllowNoop=True (--allow-noop on the command line)."
+            f"{name}: nothing in this model qualifies. Possible: leave it out, or AllowNoop=True (--allow-noop on the "
+            "command line)."
         )
-    logger.info("%s: %d places.", type(algorithm).__name__, count)
+    return count
     return count

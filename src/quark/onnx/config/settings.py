@@ -204,7 +204,7 @@ class Settings:
         calibration: How the ranges of activations are found.
         npu: The NPU's operators and rules.
         algorithms: Algorithm configs in their order.
-        allow_noop: Let an algorithm that finds nothing to do pass; else it is an error.
+        allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
         custom_libraries: Libraries of the model's own operators.
         crypto: Keep everything about the model in memory, and out of the log.
@@ -221,7 +221,7 @@ class Settings:
     calibration: CalibrationSettings = CalibrationSettings()
     npu: NPUSettings = NPUSettings()
     algorithms: tuple[object, ...] = ()
-    allow_noop: bool = False
+    allow_noop: bool = True
     external_data: bool = False
     custom_libraries: tuple[str, ...] = ()
     crypto: bool = False

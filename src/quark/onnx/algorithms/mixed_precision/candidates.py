@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from quark.core.patterns import Subgraph
 from quark.core.spec import LayerSpec
-from quark.errors import ConfigError, FormatError, did_you_mean
+from quark.errors import ConfigError, FormatError, NothingQualifiesError, did_you_mean
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.scopes import nodes_of
@@ -60,7 +60,8 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
     """The candidates, in the order of the graph.
 
     Raises:
-        ConfigError: A name is not there or no candidate, or nothing qualifies.
+        ConfigError: A name is not there or no candidate.
+        NothingQualifiesError: No layer takes part.
         FormatError: The file of subgraphs is none.
     """
     nodes = _eligible(model, config, settings)
@@ -78,7 +79,7 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
         mapped = tuple((node, own.get(node, rest)) for node in members)
         found.append(Candidate(name, tuple(options or [tuple((n, spec) for n, spec in mapped if spec is not None)])))
     if not found:
-        raise ConfigError(
+        raise NothingQualifiesError(
             f"AutoMixprecisionConfig: no layer qualifies: no quantized {' or '.join(config.target_op_type)} that "
             "include_layers, exclude_layers, specific_layer_config and no_input_qdq_shared leave."
         )

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -19,9 +19,9 @@ import onnx
 import onnx_ir as ir
 
 from quark.core.metrics import Metric
-from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
+from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, QuarkError, one_line
 from quark.log import logger, severity
-from quark.onnx.algorithms import NothingQualifiesError, check_algorithms
+from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
@@ -157,7 +157,7 @@ def recover(
     fit, held_out = split(repeatable(reader, model, settings))
     scorer = Scorer(model, held_out, metric, settings)
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
-    plain = search.quantize(settings)
+    plain = search.quantize_plain(settings)
     search.start(plain)
     logger.info("Recovery: %s as it is: %s.", metric.name, metric.text(plain.score))
     for step in steps:
@@ -209,6 +209,15 @@ class _Search:
         with severity(2):
             model = convert(self.model.clone(), settings, self.fit, known=self._known)
         return ScoredModel(settings, model, *self.scorer.score(model), time.monotonic() - start)
+
+    def quantize_plain(self, settings: Settings) -> ScoredModel:
+        """The same for the config as it is. A step that finds nothing is told unless the config holds such a one."""
+        try:
+            return self.quantize(replace(settings, allow_noop=False))
+        except NothingQualifiesError:
+            if not settings.allow_noop:
+                raise
+            return self.quantize(settings)
 
     def start(self, plain: ScoredModel) -> None:
         """Begin with this one, and with the clock: the plain config is quantized whatever it takes."""
