@@ -18,6 +18,7 @@ from quark.core.granularity import PerGroup
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleRule, TensorSpec
 from quark.onnx_ops.blocks import block_body
+from quark.onnx_ops.dpu import INSTANCE_NORM, SOFTMAX, bfloat16_steps
 from quark.onnx_ops.linear import linear_body
 
 DOMAIN, VERSION = "com.amd.quark", 1
@@ -25,8 +26,9 @@ BLOCK_OPSET, MINIMUM_IR = 14, 10  # Reshape with allowzero; overloads
 QUANTIZE, DEQUANTIZE = "ExtendedQuantizeLinear", "ExtendedDequantizeLinear"
 MX, BFP = "MXQuantizeDequantize", "BFPQuantizeDequantize"
 ANY = "QuantizeDequantize"
+DPU_SOFTMAX, DPU_INSTANCE_NORM = "ExtendedSoftmax", "ExtendedInstanceNormalization"
 LINEAR_TYPES = ("bfloat16", "float16", "int8", "uint8", "int16", "uint16", "int32", "uint32")
-ATTRIBUTES: dict[str, dict[str, int | str]] = {
+ATTRIBUTES: dict[str, dict[str, int | float | str]] = {
     QUANTIZE: {"axis": 1},
     DEQUANTIZE: {"axis": 1},
     MX: {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 0},
@@ -42,6 +44,8 @@ ATTRIBUTES: dict[str, dict[str, int | str]] = {
         "use_compiler_version_cpu_kernel": 0,
     },
     ANY: {"axis": -1, "block_size": 32},
+    DPU_SOFTMAX: {"axis": -1},
+    DPU_INSTANCE_NORM: {"epsilon": 1e-5},
 }
 """Operator -> attributes and their defaults."""
 
@@ -81,7 +85,7 @@ class Operator:
     name: str
     overload: str
     body: str = field(repr=False)
-    attributes: Mapping[str, int | str]
+    attributes: Mapping[str, int | float | str]
     inputs: tuple[str, ...] = ("x",)
 
 
@@ -126,6 +130,17 @@ def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -
     return Operator(MX, f"{element}_{mode}{view}", body, {"element_dtype": element, **attributes})
 
 
+def dpu_softmax(axis: int) -> Operator:
+    """The Softmax of the DPU."""
+    return Operator(DPU_SOFTMAX, "bfloat16", bfloat16_steps(SOFTMAX), {"axis": axis})
+
+
+def dpu_instance_norm(epsilon: float) -> Operator:
+    """The InstanceNormalization of the DPU."""
+    inputs = ("x", "scale", "bias")
+    return Operator(DPU_INSTANCE_NORM, "bfloat16", bfloat16_steps(INSTANCE_NORM), {"epsilon": epsilon}, inputs)
+
+
 def behind(split: PerGroup, shape: Sequence[object] | None) -> int | None:
     """How many values lie behind the axis; None where that is not known, or where the last block is not full."""
     if shape is None or not -len(shape) <= split.axis < len(shape):
@@ -139,15 +154,19 @@ def behind(split: PerGroup, shape: Sequence[object] | None) -> int | None:
 
 def function(operator: Operator, opset: int) -> onnx.FunctionProto:
     """The function of an operator, for a model of this opset."""
-    declared = ", ".join(
-        f'{name}: string = "{value}"' if isinstance(value, str) else f"{name}: int = {value}"
-        for name, value in ATTRIBUTES[operator.name].items()
-    )
+    declared = ", ".join(_declared(name, value) for name, value in ATTRIBUTES[operator.name].items())
     head = f'<domain: "{DOMAIN}", overload: "{operator.overload}", opset_import: ["": {opset}]>'
     text = f"{head}\n{operator.name} <{declared}> ({', '.join(operator.inputs)}) => (y) {{\n{operator.body}}}"
     proto = onnx.parser.parse_function(text)
     _prune(proto)
     return proto
+
+
+def _declared(name: str, default: float | str) -> str:
+    """An attribute with its default, in ONNX's textual syntax."""
+    if isinstance(default, str):
+        return f'{name}: string = "{default}"'
+    return f"{name}: {'int' if isinstance(default, int) else 'float'} = {default}"
 
 
 def _prune(proto: onnx.FunctionProto) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -27,9 +28,9 @@ from quark.onnx.config.tensor_specs import Int8Spec, XInt8Spec
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.npu.rules import RULES
-from quark.onnx.npu.simulation import CONVERSIONS, mean_factor
+from quark.onnx.npu.simulation import CONVERSIONS, mean_factor, simulate
 from quark.onnx.placement.place import place
-from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
 from tests.models.torch_zoo import ROOT
 
 DIGITS = ROOT / "examples" / "models" / "digits_cnn"
@@ -336,8 +337,6 @@ def pools(b: Builder) -> None:
 
 
 def simulated(settings: Settings) -> onnx.ModelProto:
-    from quark.onnx.npu.simulation import simulate
-
     model = load(small(pools, channels=3))
     simulate(model, settings)
     proto = to_proto(model)
@@ -379,10 +378,80 @@ def test_each_conversion_has_its_option(option: str) -> None:
     assert option_on != option_off
     assert lower(QConfig(QLayerConfig(input_tensors=XInt8Spec(), weight=XInt8Spec()),
                          SimulateDPU=False)).npu.conversions == ()  # fmt: skip
-    assert set(xint8().npu.conversions) == {*CONVERSIONS}
+    assert set(xint8().npu.conversions) == {*CONVERSIONS} - {"Clip", "Softmax", "InstanceNorm"}
     assert xint8(EnableNPUCnn=False).npu.conversions == ()
     floats = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
     assert lower(QConfig(floats, EnableNPUCnn=True)).npu.conversions == ()
+
+
+def bfloat16(x: Any) -> Any:
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+ON_REQUEST = {
+    "ConvertClipToDPUVersion": True,
+    "ConvertSoftmaxToDPUVersion": True,
+    "ConvertInstanceNormToDPUVersion": True,
+}
+
+
+def in_bfloat16(b: Builder) -> None:
+    scale, bias = (b.constant(name, b.random.normal(0, 1, 4)) for name in ("gain", "shift"))
+    b.node("InstanceNormalization", ["x", scale, bias], "normed", epsilon=1e-3)
+    b.node("Softmax", ["normed"], "share", axis=1)
+    b.node("Mul", ["share", b.constant("seven", np.array(7.0))], "spread")
+    b.node("Clip", ["spread", b.constant("low", np.array(0.7))], "y")
+
+
+def dpu_instance_norm(x: Any, scale: Any, bias: Any) -> Any:
+    u = bfloat16(x)
+    mean = u.mean((2, 3), keepdims=True)
+    variance = np.float32(np.mean(np.float64(u) ** 2, (2, 3), keepdims=True) - np.float64(mean) ** 2)
+    s = bfloat16(1 / np.sqrt(variance + np.float32(1e-3)))
+    t = bfloat16(bfloat16(s * u) - bfloat16(s * bfloat16(mean)))
+    return bfloat16(bfloat16(scale)[:, None, None] * t + bfloat16(bias)[:, None, None])
+
+
+def dpu_softmax(x: Any) -> Any:
+    u = bfloat16(x)
+    k = np.floor(bfloat16(u * np.float32(1.4453125)))
+    f = bfloat16(u - bfloat16(k * np.float32(0.69140625)))
+    inner = bfloat16(np.float32(0.486328125) + np.float32(0.21875) * f)
+    e = bfloat16(bfloat16(2.0**k) * bfloat16(1 + f * bfloat16(1 + f * inner)))
+    return bfloat16(e / bfloat16(e.sum(1, keepdims=True)))
+
+
+def test_norms_and_softmax_in_bfloat16_and_whole_bounds() -> None:
+    """The formulas of onnx_ops/dpu.py with ml_dtypes. The means sum in another order: a step of bfloat16 at most."""
+    (feed, _) = feeds(channels=4, low=-3, high=3)
+    source = small(in_bfloat16, channels=4)
+    stored = {i.name: numpy_helper.to_array(i) for i in source.graph.initializer}
+    for name in ("normed", "share"):
+        source.graph.output.append(onnx.helper.make_tensor_value_info(name, 1, None))
+    model = load(source)
+    simulate(model, xint8(**ON_REQUEST))
+    clipped, normed, share = outputs(to_proto(model), feed)
+    expected = dpu_instance_norm(feed["x"], stored["gain"], stored["shift"])
+    np.testing.assert_allclose(normed, expected, rtol=2**-7, atol=2**-9)
+    np.testing.assert_array_equal(share, dpu_softmax(normed))
+    np.testing.assert_array_equal(clipped, np.clip(share * 7, 1, 127))
+    assert np.abs(share - np.exp(normed) / np.exp(normed).sum(1, keepdims=True)).max() < 2**-6
+
+
+def test_simulated_operators_are_quantized_like_those_that_they_stand_for() -> None:
+    source = small(in_bfloat16, channels=4)
+    written = [
+        to_proto(quantize(load(source), xint8(**options, ConvertOpsetVersion=17), Reader(feeds(channels=4))))
+        for options in ({}, ON_REQUEST)
+    ]
+    plain, dpu = ([node.op_type.removeprefix("Extended") for node in model.graph.node] for model in written)
+    assert plain == dpu and plain.count("QuantizeLinear") == 5
+    assert [len(model.functions) for model in written] == [0, 2]
+    (feed, _) = feeds(channels=4)
+    assert np.isfinite(run(written[1], feed)).all()
+    kept = xint8(**ON_REQUEST, OpTypesToQuantize=["Softmax"])
+    only = to_proto(quantize(load(source), kept, Reader(feeds(channels=4))))
+    assert {node.op_type for node in only.graph.node} >= {"ExtendedSoftmax", "InstanceNormalization"}
 
 
 def test_a_factor_is_part_of_its_operator() -> None:
@@ -400,8 +469,6 @@ def test_a_factor_is_part_of_its_operator() -> None:
 
 
 def test_operators_that_stay_in_float_are_not_simulated() -> None:
-    from quark.onnx.npu.simulation import simulate
-
     model = load(small(pools, channels=3))
     before = to_proto(model).SerializeToString()
     settings = replace(xint8(), specs=replace(xint8().specs, exclude=("re:.*_node",)))

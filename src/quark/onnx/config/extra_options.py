@@ -205,8 +205,14 @@ NPU_CONVERSIONS = {
 """Conversion of `npu/simulation.py` -> its option, and what that does."""
 for _name, _meaning in NPU_CONVERSIONS.values():
     _obeyed(_name, BOOL, None, _meaning)
-for _name in ("ConvertSoftmaxToDPUVersion", "ConvertInstanceNormToDPUVersion", "ConvertClipToDPUVersion"):
-    _later(_name, BOOL, False)
+NPU_CONVERSIONS_ON_REQUEST = {
+    "Clip": ("ConvertClipToDPUVersion", "bounds of Clip become whole numbers from -128 to 127"),
+    "Softmax": ("ConvertSoftmaxToDPUVersion", "Softmax in bfloat16 with the DPU's polynomial for exp"),
+    "InstanceNorm": ("ConvertInstanceNormToDPUVersion", "InstanceNormalization in bfloat16, means in float32"),
+}
+"""The same for those that SimulateDPU does not bring along."""
+for _name, _meaning in NPU_CONVERSIONS_ON_REQUEST.values():
+    _obeyed(_name, BOOL, False, _meaning)
 _obeyed("NPULimitationCheck", BOOL, True, "a shift out of the NPU's reach is an error, in the XINT8 path")
 _obeyed("MaxLoopNum", INT, 5, "most rounds of adjusting positions")
 NPU_RULES = {

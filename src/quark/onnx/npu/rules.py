@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.onnx.npu.positions import Limit, Positions
-from quark.onnx.operators import RULES as OPERATORS
+from quark.onnx.operators import rule_of
 
 CUT_BITS, READ_BITS = 16, 7
 
@@ -36,7 +36,7 @@ def shift_cut(at: Positions, node: ir.Node) -> Iterator[Limit]:
 
 def shift_bias(at: Positions, node: ir.Node) -> Iterator[Limit]:
     """From the bias to the accumulator."""
-    product, index = _product(at, node), OPERATORS[node.op_type].bias
+    product, index = _product(at, node), rule_of(node.op_type).bias
     bias = None if index is None else at.input(node, index)
     output, follower = at.output(node), at.follower(node)
     if not product or bias is None:
@@ -94,7 +94,7 @@ def swish(at: Positions, node: ir.Node) -> Iterator[Limit]:
 
 def _product(at: Positions, node: ir.Node) -> tuple[object, ...]:
     """(input, weight) of a node with a quantized weight, else nothing."""
-    index = OPERATORS[node.op_type].weight
+    index = rule_of(node.op_type).weight
     if index is None or (node, index) not in at.values:
         return ()
     source = at.input(node, 0)

@@ -5,6 +5,9 @@
     HardSigmoid     (alpha 1/6) times 2731 * 6 / 16384
     AveragePool, ReduceMean     a mean of N values is a sum times k / 2^n: times N k / 2^n
 
+    Clip            bounds rounded to integers in [-128, 127]
+    Softmax, InstanceNormalization     in bfloat16: onnx_ops/dpu.py
+
     N       3x3    5x5      6x6      7x7       14x14       any other size
     N k/2^n 63/64  250/256  252/256  1029/1024 4116/4096   k/2^n nearest to 1/N, 2^n < 128 N
 
@@ -21,12 +24,15 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.errors import ConfigError
+from quark.log import logger
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import axes_of
+from quark.onnx.graph.edit import axes_of, is_op
 from quark.onnx.graph.model_file import infer_shapes
+from quark.onnx.graph.pattern import clip_bounds
 from quark.onnx.placement.placement import FACTOR
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
+from quark.onnx_ops.operators import Operator, dpu_instance_norm, dpu_softmax
 
 MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
 HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
@@ -87,6 +93,52 @@ def reduce_mean(model: ir.Model, node: ir.Node) -> bool:
     return _scale(model, node, mean_factor(*_sizes(node, axes_of(node))))
 
 
+def clip(model: ir.Model, node: ir.Node) -> bool:
+    """Round the bounds of a Clip to whole numbers from -128 to 127, which stand for those that are left out."""
+    if not is_op(node, "Clip"):
+        return False
+    bounds = clip_bounds(node)
+    if any(math.isnan(bound) for bound in bounds):
+        logger.warning("%s: the bounds of this Clip are no constants: it is not simulated.", node.name)
+        return False
+    rounded = [min(127, max(-128, bound)) for bound in bounds]
+    writer = GraphWriter(model)
+    values = [np.array(round(bound), np.float32) for bound in rounded]
+    constants = [
+        writer.constant(f"{node.name}_dpu_{name}", value) for name, value in zip(("min", "max"), values, strict=True)
+    ]
+    node.attributes.clear()
+    node.resize_inputs(3)
+    for index, value in enumerate(constants, 1):
+        node.replace_input_with(index, value)
+    return tuple(float(value) for value in values) != bounds
+
+
+def softmax(model: ir.Model, node: ir.Node) -> bool:
+    """Turn a Softmax into the DPU's."""
+    if not is_op(node, "Softmax"):
+        return False
+    return _call(model, node, dpu_softmax(node.attributes.get_int("axis", -1)))
+
+
+def instance_norm(model: ir.Model, node: ir.Node) -> bool:
+    """Turn an InstanceNormalization into the DPU's."""
+    if not is_op(node, "InstanceNormalization"):
+        return False
+    return _call(model, node, dpu_instance_norm(node.attributes.get_float("epsilon", 1e-5)))
+
+
+def _call(model: ir.Model, node: ir.Node, operator: Operator) -> bool:
+    """Put an extended operator in the place of a node, under its name."""
+    writer, old = GraphWriter(model), node.outputs[0]
+    inputs = [value for value in node.inputs if value is not None]
+    new = writer.call(operator, inputs, f"{node.name}_dpu")
+    new.type, new.shape = old.type, old.shape
+    writer.replace(node, new, keep_name=True)
+    producer_of(new).name = node.name
+    return True
+
+
 def mean_factor(*sizes: int) -> float:
     """What the DPU's mean over a window of these sizes is, times the true mean."""
     if sizes in MEAN_FACTORS:
@@ -139,6 +191,9 @@ CONVERSIONS: dict[str, Callable[[ir.Model, ir.Node], bool]] = {
     "HardSigmoid": hard_sigmoid_factor,
     "AvgPool": average_pool,
     "ReduceMean": reduce_mean,
+    "Clip": clip,
+    "Softmax": softmax,
+    "InstanceNorm": instance_norm,
 }
 """Name in Settings -> conversion of one node, in order: a Sigmoid is first a HardSigmoid. Not in PASSES, whose entries
 keep the model's outputs."""

@@ -7,6 +7,7 @@ its constants), are quantized where a config names them or asks for all op types
 from __future__ import annotations
 
 from quark.onnx.operators.rule import Rule
+from quark.onnx_ops.operators import DPU_INSTANCE_NORM, DPU_SOFTMAX
 
 ELEMENTWISE = Rule()
 ONE_INPUT = Rule(data=(0,))
@@ -52,8 +53,13 @@ NEVER = frozenset(
 """Control flow, what makes shapes and constants, and recurrent layers, whose states no Q/DQ reaches."""
 
 
+SIMULATED = {DPU_SOFTMAX: "Softmax", DPU_INSTANCE_NORM: "InstanceNormalization"}
+"""Extended operator that computes as the DPU does -> the op type that it stands for."""
+
+
 def rule_of(op_type: str) -> Rule:
     """The rule of an op type; a plain one where it has no row."""
+    op_type = SIMULATED.get(op_type, op_type)
     return RULES.get(op_type) or ON_REQUEST.get(op_type) or Rule(constants=False)
 
 
@@ -71,4 +77,14 @@ ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu")
 FUSE_ACTIVATIONS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool", "GlobalAveragePool")
 """Op types into which runtimes fuse an activation: no scale stands between the two."""
 
-__all__ = ["ACTIVATIONS", "ALIGN_GROUPS", "FUSE_ACTIVATIONS", "NEVER", "ON_REQUEST", "RULES", "Rule", "rule_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "ALIGN_GROUPS",
+    "FUSE_ACTIVATIONS",
+    "NEVER",
+    "ON_REQUEST",
+    "RULES",
+    "SIMULATED",
+    "Rule",
+    "rule_of",
+]

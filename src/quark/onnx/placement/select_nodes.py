@@ -9,7 +9,7 @@ from quark.errors import ConfigError, did_you_mean
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import KNOWN_DOMAINS
 from quark.onnx.graph.scopes import nodes_of, require_names
-from quark.onnx.operators import NEVER, ON_REQUEST, RULES
+from quark.onnx.operators import NEVER, ON_REQUEST, RULES, SIMULATED
 from quark.onnx.placement.placement import FACTOR
 
 
@@ -32,7 +32,7 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
             if producer is not None and producer in selected:
                 selected[node] = selected[producer]
             continue
-        if node.op_type not in types or node.domain not in KNOWN_DOMAINS or node in excluded:
+        if _op_type(node) not in types or node in excluded:
             continue
         if settings.specs.nodes and name not in settings.specs.nodes:
             continue
@@ -50,14 +50,19 @@ def _layer_of(
         if node in members:
             return layer
     for op_types, layer in reversed(settings.specs.by_type):
-        if node.op_type in op_types:
+        if _op_type(node) in op_types:
             return layer
     return settings.specs.layer
 
 
+def _op_type(node: ir.Node) -> str | None:
+    """The op type that the rules and the config know a node by; None for an operator of another domain."""
+    return node.op_type if node.domain in KNOWN_DOMAINS else SIMULATED.get(node.op_type)
+
+
 def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     """The op types to quantize. Raises ConfigError for one that never is, or that neither model nor rules have."""
-    present = {node.op_type for node in model.graph if node.domain in KNOWN_DOMAINS}
+    present = {op_type for node in model.graph if (op_type := _op_type(node)) is not None}
     requested = {*settings.specs.op_types, *settings.specs.extra_op_types}
     named = {name for names, _ in settings.specs.by_type for name in names}
     if requested & NEVER:

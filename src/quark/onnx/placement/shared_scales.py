@@ -11,7 +11,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import read_once
 from quark.onnx.graph.pattern import clip_bounds
-from quark.onnx.operators import ALIGN_GROUPS, rule_of
+from quark.onnx.operators import ALIGN_GROUPS, SIMULATED, rule_of
 from quark.onnx.placement.dual_pairs import requantized
 from quark.onnx.placement.placement import FACTOR, Placement
 
@@ -25,7 +25,8 @@ def remove_fused(placement: Placement, settings: Settings) -> None:
             if value is None or producer is None or producer not in quantized:
                 continue
             factored = not value.is_graph_output() and all(FACTOR in use.node.meta for use in value.uses())
-            if factored or (read_once(value) and (producer.op_type, node.op_type) in settings.qdq.fused):
+            first = SIMULATED.get(producer.op_type, producer.op_type)
+            if factored or (read_once(value) and (first, node.op_type) in settings.qdq.fused):
                 spec = placement.activations.pop(value, None)
                 if spec is not None and producer in placement.specific and node.outputs[0] in placement.activations:
                     placement.activations[node.outputs[0]] = spec

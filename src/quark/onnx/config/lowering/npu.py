@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quark.core.spec import LayerSpec, ScaleType
 from quark.errors import ConfigError
-from quark.onnx.config.extra_options import NPU_CONVERSIONS, NPU_RULES, value_of
+from quark.onnx.config.extra_options import NPU_CONVERSIONS, NPU_CONVERSIONS_ON_REQUEST, NPU_RULES, value_of
 from quark.onnx.config.lowering.request import Request
 from quark.onnx.config.settings import NPUSettings
 
@@ -26,7 +26,8 @@ def lower_npu(request: Request, layer: LayerSpec) -> NPUSettings:
     specs = [spec for spec in (layer.weight, layer.input) if spec is not None]
     positions = request.npu_cnn and all(spec.scale_type is ScaleType.pof2 for spec in specs)
     simulated = positions and value_of(options, "SimulateDPU")
-    given = {name: value_of(options, option) for name, (option, _) in NPU_CONVERSIONS.items()}
+    conversions = NPU_CONVERSIONS | NPU_CONVERSIONS_ON_REQUEST
+    given = {name: value_of(options, option) for name, (option, _) in conversions.items()}
     rules = tuple(name for name, option in NPU_RULES.items() if value_of(options, option))
     return NPUSettings(
         conversions=tuple(name for name, value in given.items() if (simulated if value is None else value)),
