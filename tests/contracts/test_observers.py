@@ -34,7 +34,7 @@ PAIRS = {
     f"{name}-{kind}": (name, tensor)
     for (name, entry), (kind, tensor) in itertools.product(OBSERVERS.items(), SPECS.items())
     if not (entry.per_tensor_only and not isinstance(tensor.split, PerTensor))
-    and not (name == "pof2_min_mse" and tensor.dtype.is_block)
+    and not (name.startswith(("pof2_m", "pof2_most")) and name != "pof2_min_max" and tensor.dtype.is_block)
 }
 EVERY_PAIR = pytest.mark.parametrize(("name", "tensor"), PAIRS.values(), ids=PAIRS)
 EVERY = pytest.mark.parametrize("name", OBSERVERS)
@@ -101,10 +101,12 @@ def test_merging_leaves_the_other_as_it_was(name: str, tensor: TensorSpec) -> No
     assert_same(second, observe(name, tensor, data[2:]))
 
 
-@pytest.mark.parametrize("name", [name for name in OBSERVERS if name != "moving_average"])
+ABOUT_BATCHES = ("moving_average", "pof2_most_common")
+
+
+@pytest.mark.parametrize("name", [name for name in OBSERVERS if name not in ABOUT_BATCHES])
 @pytest.mark.parametrize("tensor", [SPECS["int8"], SPECS["uint8-asymmetric"]], ids=str)
 def test_batch_size_changes_nothing(name: str, tensor: TensorSpec) -> None:
-    """(Except for the mean of batches' extremes, which is about batches.)"""
     data = np.concatenate(batches())
     whole = observe(name, tensor, [data])
     for parts in (2, 7, 30):
@@ -165,11 +167,17 @@ def test_values_that_are_not_finite(name: str, bad: float, library: object) -> N
             ask()
 
 
+ABOUT_BATCHES = ("moving_average", "pof2_most_common")
+
+
 @pytest.mark.parametrize("name", [name for name, entry in OBSERVERS.items() if entry.per_tensor_only])
 def test_one_range_is_not_for_channels(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         OBSERVERS[name](SPECS["int4-channel"])
     assert str(SPECS["int4-channel"].granularity) in str(error.value) and "min_max" in str(error.value)
+
+
+ABOUT_BATCHES = ("moving_average", "pof2_most_common")
 
 
 @pytest.mark.parametrize("name", [name for name, entry in OBSERVERS.items() if not entry.per_tensor_only])
@@ -234,6 +242,7 @@ def test_states_are_merged_in_any_order(name: str, tensor: TensorSpec, library: 
 FROM_A_FILE = {
     "mean_magnitude": "needs 'total'",
     "mx_diffs": "keeps the values themselves",
+    "pof2_most_common": "needs 'votes'",
 }
 """Observers that need more than a statistics file holds -> what they say."""
 

@@ -138,6 +138,28 @@ def test_mse_is_near_the_best_shrink_factor(kind: str, tensor: TensorSpec) -> No
 
 @EVERY_DATA
 @EVERY_GRID
+def test_modes_of_mse_find_the_best_of_their_ranges(kind: str, tensor: TensorSpec) -> None:
+    x = values(kind, 20_000)
+    histogram = BitHistogram()
+    histogram.update_values(x)
+    bins = histogram.bins(0, float(x.min()), float(x.max()))
+    tails = [(1 - p / 100) / 2 for p in (99.9, 99.99, 99.999, 99.9999)]
+    width = x.max() - x.min()
+    ranges = {
+        "mse_percentile": [(quantile(bins, t), quantile(bins, 1 - t)) for t in tails],
+        "mse_centers": [(x.min() + c * width, x.max() - c * width) for c in np.arange(256) / 1024],
+    }
+    for name, tried in ranges.items():
+        tried = [(min(low, 0), max(high, 0)) for low, high in tried]
+        best = min(error_of_range(x, low, high, tensor) for low, high in tried)
+        found = ranged(name, tensor, x)
+        assert min(abs(found[0] - low) + abs(found[1] - high) for low, high in tried) < 1e-5 * width
+        # A histogram knows the errors of integers to 0.1 %, those of floats to 0.5 %.
+        assert error_of_range(x, *found, tensor) <= best * (1.005 if tensor.dtype.is_float else 1.001)
+
+
+@EVERY_DATA
+@EVERY_GRID
 def test_histogram_is_near_the_best_of_both_ends(kind: str, tensor: TensorSpec) -> None:
     x = values(kind, 8_000)
     low, high = ranged("histogram", tensor, x)

@@ -9,6 +9,7 @@ import pytest
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.observers import OBSERVERS
+from quark.core.observers.power_of_two import PowerOfTwoMSEPercentileObserver
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import QParams
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
@@ -161,3 +162,27 @@ def test_mx_diffs_stays_within_e8m0() -> None:
     observer = OBSERVERS["mx_diffs"](tensor)
     observer.update(x * 4)
     assert observer.qparams().scale[0, 0] == 2.0**-126
+
+
+def test_modes_of_the_squared_error() -> None:
+    """One tensor of outliers among ten: most tensors, or most values, do without it."""
+    rng = np.random.default_rng(0)
+    data = [rng.normal(0, 1, 20_000).astype(np.float32) for _ in range(10)]
+    data[3] *= 30
+    scales = {}
+    for name in ("pof2_min_mse", "pof2_most_common", "pof2_mse_percentile"):
+        observer = OBSERVERS[name](spec("int8", scale_type=ScaleType.pof2))
+        for x in data:
+            observer.update(x)
+        scales[name] = float(observer.qparams().scale)
+    alone = OBSERVERS["pof2_min_mse"](spec("int8", scale_type=ScaleType.pof2))
+    alone.update(data[0])
+    assert scales["pof2_most_common"] == float(alone.qparams().scale) < scales["pof2_min_mse"]
+    kept = PowerOfTwoMSEPercentileObserver(spec("int8", scale_type=ScaleType.pof2), 90.0)
+    for x in data:
+        kept.update(x)
+    within = np.concatenate(data)
+    within = within[np.abs(within) <= np.percentile(np.abs(within), 90)]
+    alone = OBSERVERS["pof2_min_mse"](spec("int8", scale_type=ScaleType.pof2))
+    alone.update(within)
+    assert float(kept.qparams().scale) == float(alone.qparams().scale) < scales["pof2_mse_percentile"]

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams
-from quark.core.scales import EPS, SCALE_DTYPES, QParams, exp2, exponent, flaw, nearest_power_of_two, qparams_from_range
+from quark.core.scales import (
+    EPS,
+    SCALE_DTYPES,
+    QParams,
+    exp2,
+    exponent,
+    flaw,
+    nearest_fraction,
+    nearest_power_of_two,
+    qparams_from_range,
+)
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec, spec
 from tests.core.oracles import e8m0_exponent, floor_log2, magnitudes, nearest
 
@@ -244,3 +254,25 @@ def test_the_second_level_is_looked_at() -> None:
     tensor = spec("fp4_e2m1", PerGroup(-1, 16), scale_spec=spec("fp8_e4m3"))
     assert flaw(QParams(np.float32([0.0]), None, QParams(np.float32(1.0))), tensor) is None
     assert "second-level scale" in str(flaw(QParams(np.float32([1.0]), None, QParams(np.float32(-1.0))), tensor))
+
+
+def test_scales_of_the_form_m_over_2_to_the_n_are_the_nearest() -> None:
+    """Of all M / 2^N, tried one by one; the smallest is 2^-16, the largest 32767."""
+    x = np.concatenate(
+        [np.exp(np.random.default_rng(0).uniform(-14, 11, 300)), [0.6, 1.0, 32767.6, 1e6, 32767.99 / 65536]]
+    )
+    x = x.astype(np.float32)
+    every = np.unique(np.concatenate([np.arange(1, 1 << 15) / 2.0**n for n in range(17)]))
+    found = nearest_fraction(x)
+    assert np.isin(found, every).all()
+    best = np.abs(every[None] - x[:, None].astype(np.float64)).min(1)
+    np.testing.assert_array_equal(np.abs(found.astype(np.float64) - x.astype(np.float64)), best)
+    assert torch.equal(nearest_fraction(torch.from_numpy(x)), torch.from_numpy(found))
+    # What amd-quark 0.13 writes with Int16Scale for these float scales.
+    given = np.float32([0.05233069881796837, 0.007337803486734629, 0.06491487473249435, 0.007874015718698502])
+    assert nearest_fraction(given).tolist() == [
+        0.052337646484375,
+        0.0073394775390625,
+        0.064910888671875,
+        0.00787353515625,
+    ]

@@ -7,6 +7,7 @@
     floats                 scale = amax / fmax
     E8M0 (OCP MX v1.0)     scale = 2^(exponent(amax) - emax), the exponent rounded even, floor or ceil
     power of two           2^round(log2 scale) of the integer rule
+    int16                  the nearest M / 2^N, 1 <= M < 2^15, 0 <= N <= 16, of the integer and float rules
     mx4, mx6, mx9          E = floor(log2 amax of the block); a pair whose own exponent is below E shifts by one:
                            step = 2^(E - shift - bits + 2)
     bfp16                  step = 2^(E - 6), doubled when a code would leave [-128, 127]
@@ -118,6 +119,8 @@ def _integer_qparams(low: Array, high: Array, amax: Array, spec: TensorSpec, mod
 def round_scale(scale: Array, spec: TensorSpec, model_dtype: str) -> Array:
     """Round a float32 scale to the values of the spec's scale type."""
     kind = spec.scale_type
+    if kind is ScaleType.int16:
+        return nearest_fraction(scale)
     if kind is ScaleType.float:
         exact = spec.dynamic or (isinstance(spec.granularity, PerTensor) and not spec.dtype.is_float)
         name = "" if exact or model_dtype not in ("float16", "bfloat16") else model_dtype
@@ -140,6 +143,8 @@ def flaw(params: QParams, spec: TensorSpec) -> str | None:
         return f"scale holds {float(scale.min()):g}, and scales are positive"
     if spec.scale_type is ScaleType.pof2 and not bool((nearest_power_of_two(scale) == scale).all()):
         return "scale holds other numbers than powers of two"
+    if spec.scale_type is ScaleType.int16 and not bool((nearest_fraction(scale) == scale).all()):
+        return "scale holds other numbers than M / 2^N"
     if zero is not None and spec.has_zero_point:
         found = _flaw_of_zero_point(zero, spec)
         if found:
@@ -168,6 +173,14 @@ def nearest_power_of_two(scale: Array) -> Array:
     bits = view(scale, "int32")
     up = astype((bits & 0x7FFFFF) > SQRT2_MANTISSA, "int32")
     return view(((bits >> 23) + up) << 23, "float32")
+
+
+def nearest_fraction(scale: Array) -> Array:
+    """The nearest M / 2^N of positive numbers, 1 <= M < 2^15 and 0 <= N <= 16; exact in float32."""
+    xp = namespace(scale)
+    # The finest grid that M still reaches has all coarser ones in it; 2^15 / 2^N is 2^14 / 2^(N - 1).
+    power = exp2(xp.clip(14 - exponent(scale), 0, 16))
+    return xp.clip(xp.clip(round_integer(scale * power), 1.0, None) / power, None, 2.0**15 - 1)
 
 
 def exponent(x: Array) -> Array:

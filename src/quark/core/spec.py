@@ -20,6 +20,8 @@ class ScaleType(Enum):
     float16 = "float16"
     bfloat16 = "bfloat16"
     pof2 = "power_of_2"
+    int16 = "int16"
+    """M / 2^N with integers 1 <= M < 2^15 and 0 <= N <= 16: a multiplication and a shift in integers."""
     float8_e4m3 = "float8_e4m3"
     float8_e5m3 = "float8_e5m3"
     float8_e8m0fnu = "float8_e8m0fnu"
@@ -96,6 +98,8 @@ class TensorSpec:
             raise ConfigError(f"{self.dtype} shifts pairs: its block size must be even, got {self.granularity}.")
         if self.float_zero_point and (self.symmetric or self.dtype.is_float):
             raise ConfigError("A float zero point needs an asymmetric integer type.")
+        if self.scale_type is ScaleType.int16 and self.dynamic:
+            raise ConfigError("Scales of the form M / 2^N are static: no graph rounds live ones to them.")
         if self.learning is not None:
             self._check_learning(self.learning)
 

@@ -149,11 +149,36 @@ def test_calibration_methods(method: CalibMethod, scale: ScaleType, activation: 
 def test_calibration_methods_that_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not go with"):
         tensor(Int8Spec(scale_type=ScaleType.PowerOf2))
+    with pytest.raises(ConfigError, match="Int16Scale=True with scales that are powers of two"):
+        tensor(XInt8Spec(), Int16Scale=True)
+    for name in ("MinMSEModePof2Scale", "MinMSEModeFloatScale"):
+        scale = ScaleType.PowerOf2 if "Pof2" in name else ScaleType.Float32
+        with pytest.raises(ConfigError, match=f"{name}='Most'"):
+            tensor(
+                Int8Spec(scale_type=scale, calibration_method=CalibMethod.MinMSE),
+                scale is ScaleType.Float32,
+                **{name: "Most"},
+            )
+
+
+def test_kinds_of_scales_and_modes_of_mse() -> None:
+    found = old(calibrate_method=Int16Method.MinMax).specs.layer
+    assert found.input is not None and found.weight is not None
+    assert found.input.scale_type is found.weight.scale_type is CoreScale.int16
     for weight in (False, True):
-        with pytest.raises(NotSupportedError, match="Int16"):
-            tensor(Int8Spec(scale_type=ScaleType.Int16), weight)
-    with pytest.raises(NotSupportedError):
-        old(calibrate_method=Int16Method.MinMax)
+        assert tensor(Int8Spec(scale_type=ScaleType.Int16), weight).scale_type is CoreScale.int16
+        assert tensor(Int8Spec(), weight, Int16Scale=True).scale_type is CoreScale.int16
+        floats = tensor(XInt8Spec(), weight, UsePowerOf2Scale=False)
+        assert (floats.scale_type, floats.observer) == (CoreScale.float32, "mse")
+    modes = {"All": "pof2_min_mse", "MostCommon": "pof2_most_common", "Percentile": "pof2_mse_percentile"}
+    for mode, observer in modes.items():
+        assert tensor(XInt8Spec(), False, MinMSEModePof2Scale=mode).observer == observer
+        assert tensor(XInt8Spec(), True, MinMSEModePof2Scale=mode).observer == "pof2_min_mse"
+    modes = {"All": "mse", "Percentile": "mse_percentile", "HistCenter": "mse_centers"}
+    for mode, observer in modes.items():
+        spec = Int8Spec(calibration_method=CalibMethod.MinMSE)
+        assert tensor(spec, True, MinMSEModeFloatScale=mode).observer == observer
+        assert tensor(spec, False, MinMSEModeFloatScale=mode).observer == "mse"
 
 
 def test_layerwise_percentile_and_distribution() -> None:

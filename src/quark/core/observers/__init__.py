@@ -12,12 +12,14 @@ from quark.core.observers.layerwise_percentile import LayerwisePercentileObserve
 from quark.core.observers.mean_magnitude import MeanMagnitudeObserver
 from quark.core.observers.min_max import MinMaxObserver
 from quark.core.observers.moving_average import MovingAverageObserver
-from quark.core.observers.mse import MSEObserver
+from quark.core.observers.mse import CentersMSEObserver, MSEObserver, PercentileMSEObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.observers.placeholder import PlaceholderObserver
 from quark.core.observers.power_of_two import (
     PowerOfTwoMinMaxObserver,
     PowerOfTwoMinMSEObserver,
+    PowerOfTwoMostCommonObserver,
+    PowerOfTwoMSEPercentileObserver,
     PowerOfTwoNonOverflowObserver,
 )
 from quark.core.observers.three_sigma import ThreeSigmaObserver
@@ -30,10 +32,14 @@ OBSERVERS.register("percentile", PercentileObserver)
 OBSERVERS.register("layerwise_percentile", LayerwisePercentileObserver)
 OBSERVERS.register("distribution", DistributionObserver)
 OBSERVERS.register("mse", MSEObserver)
+OBSERVERS.register("mse_percentile", PercentileMSEObserver)
+OBSERVERS.register("mse_centers", CentersMSEObserver)
 OBSERVERS.register("histogram", HistogramObserver)
 OBSERVERS.register("entropy", EntropyObserver)
 OBSERVERS.register("pof2_min_max", PowerOfTwoMinMaxObserver)
 OBSERVERS.register("pof2_min_mse", PowerOfTwoMinMSEObserver)
+OBSERVERS.register("pof2_mse_percentile", PowerOfTwoMSEPercentileObserver)
+OBSERVERS.register("pof2_most_common", PowerOfTwoMostCommonObserver)
 OBSERVERS.register("pof2_non_overflow", PowerOfTwoNonOverflowObserver)
 OBSERVERS.register("block", BlockObserver)
 OBSERVERS.register("mx_diffs", MXDiffsObserver)

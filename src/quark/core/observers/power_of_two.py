@@ -4,6 +4,8 @@ has the least squared error (MinMSE).
     MinMax        scale = 2^round(log2 s)          s: the scale of the min-max range
     NonOverflow   scale = 2^ceil(log2 s)
     MinMSE        the best of 2^(round(log2 s) + k), k = -4 .. 2, on a histogram of each part
+
+MinMSE has two variants: of the values within a percentile, and the choice of most of the tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from quark.core.array import Array, like, namespace
 from quark.core.granularity import PerTensor
 from quark.core.observers.base import Observer, host, needed
 from quark.core.observers.histograms.base import squared_error
-from quark.core.observers.histograms.bit_histogram import BitHistogram
+from quark.core.observers.histograms.bit_histogram import Bins, BitHistogram
+from quark.core.observers.percentile import percentile_range
 from quark.core.scales import exp2, exponent, qparams_from_range
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ConfigError
 
 CANDIDATES = range(-4, 3)
+EXPONENTS = 512
+"""Exponents of float32 and its scales, from -256 on."""
 
 
 class PowerOfTwoMinMaxObserver(Observer):
@@ -98,15 +103,74 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         assert self.histogram is not None
         best = host(center).reshape(-1).astype(np.int32)
         lows, highs = host(low).reshape(-1), host(high).reshape(-1)
-        scalar = replace(self.spec, granularity=PerTensor())
         for row in range(self.histogram.rows):
             bins = self.histogram.bins(row, lows[row], highs[row])
-            tried = best[row] + np.array(CANDIDATES, dtype=np.int32)
-            row_low, row_high = (np.full(len(tried), side[row], dtype=np.float32) for side in (lows, highs))
-            trial_low, trial_high = scaled_range(row_low, row_high, scalar, tried)
-            errors = squared_error(bins, host(trial_low), host(trial_high), scalar)
-            best[row] = tried[int(np.argmin(errors))]
+            best[row] = self._best(bins, lows[row], highs[row], best[row])
         return like(best.reshape(tuple(center.shape)), center, "int32")
+
+    def _best(self, bins: Bins, low: float, high: float, center: int) -> int:
+        """The exponent for the values of one part."""
+        scalar = replace(self.spec, granularity=PerTensor())
+        tried = center + np.array(CANDIDATES, dtype=np.int32)
+        lows, highs = (np.full(len(tried), side, dtype=np.float32) for side in (low, high))
+        trial_low, trial_high = scaled_range(lows, highs, scalar, tried)
+        return int(tried[int(np.argmin(squared_error(bins, host(trial_low), host(trial_high), scalar)))])
+
+
+class PowerOfTwoMSEPercentileObserver(PowerOfTwoMinMSEObserver):
+    """The same for the values within `percentile` percent: the others, which clip, do not count; default 99.999."""
+
+    def __init__(self, spec: TensorSpec, percentile: float = 99.999) -> None:
+        super().__init__(spec)
+        self.percentile = percentile
+
+    def _best(self, bins: Bins, low: float, high: float, center: int) -> int:
+        low, high = percentile_range(bins, self.percentile, replace(self.spec, granularity=PerTensor()))
+        kept = (bins.right >= low) & (bins.left <= high)
+        bins = Bins(np.clip(bins.left[kept], low, high), np.clip(bins.right[kept], low, high), bins.count[kept])
+        scalar = replace(self.spec, granularity=PerTensor(), scale_type=ScaleType.pof2)
+        widest = qparams_from_range(np.asarray(low, np.float32), np.asarray(high, np.float32), scalar)
+        return super()._best(bins, low, high, int(exponent(widest.scale)))
+
+
+class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
+    """The power of two that is best, by squared error, for most of the tensors; of equals the smallest."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(spec)
+        PowerOfTwoMinMSEObserver(spec)  # refuses what that refuses
+        self.votes: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
+
+    def update(self, x: Array) -> None:
+        if 0 in x.shape:
+            return
+        super().update(x)
+        one = PowerOfTwoMinMSEObserver(self.spec)
+        one.update(x)
+        if one.low is None or not bool(namespace(x).isfinite(one.low).all() and namespace(x).isfinite(one.high).all()):
+            return  # `range` tells of it
+        best = host(one._exponent()).reshape(-1).astype(np.int64)
+        if self.votes is None:
+            self.votes = np.zeros((len(best), EXPONENTS), np.int64)
+        self.votes[np.arange(len(best)), best + EXPONENTS // 2] += 1
+
+    def merge(self, other: Observer) -> None:
+        super().merge(other)
+        if isinstance(other, PowerOfTwoMostCommonObserver) and other.votes is not None:
+            self.votes = other.votes + (0 if self.votes is None else self.votes)
+
+    def state(self) -> dict[str, Array]:
+        return {**super().state(), "votes": self.votes}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        super().restore(state)
+        self.votes = needed(state, "votes", self) + 0
+
+    def _exponent(self) -> Array:
+        low, _ = self.extremes()
+        assert self.votes is not None
+        best = self.votes.argmax(1).astype(np.int32) - EXPONENTS // 2
+        return like(best.reshape(tuple(low.shape)), low, "int32")
 
 
 def scaled_range(low: Array, high: Array, spec: TensorSpec, e: Array) -> tuple[Array, Array]:

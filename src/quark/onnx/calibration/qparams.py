@@ -20,8 +20,9 @@ from quark.core.observers.layerwise_percentile import LayerwisePercentileObserve
 from quark.core.observers.min_max import MinMaxObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.observers.percentile import PercentileObserver
+from quark.core.observers.power_of_two import PowerOfTwoMSEPercentileObserver
 from quark.core.quantize import quantize
-from quark.core.scales import TINY, QParams
+from quark.core.scales import TINY, QParams, nearest_fraction
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.onnx.config.settings import Settings
@@ -59,6 +60,8 @@ def make_observer(spec: TensorSpec, settings: Settings, *, weight: bool = False)
         return PercentileObserver(spec, asked.percentile, symmetric_range)
     if spec.observer == "entropy":
         return EntropyObserver(spec, asked.entropy_levels)
+    if spec.observer == "pof2_mse_percentile":
+        return PowerOfTwoMSEPercentileObserver(spec, asked.percentile)
     if spec.observer == "layerwise_percentile":
         candidates, metric = asked.percentile_candidates, asked.percentile_metric
         return LayerwisePercentileObserver(spec, candidates, metric, symmetric_range)
@@ -193,6 +196,9 @@ def fit_int32_biases(placement: Placement, qparams: ModelQParams) -> None:
         needed = scale_for_bias(constant(node.inputs[index]), params.scale, source.scale)
         if placement.weights[weight].scale_type is ScaleType.pof2:
             needed = np.exp2(np.ceil(np.log2(np.maximum(needed, params.scale))))
+        if placement.weights[weight].scale_type is ScaleType.int16:
+            # A step up of M, which has at least 2^14 steps from 1/4 on, so that rounding down still fits.
+            needed = nearest_fraction(np.float32(needed) + np.maximum(np.float32(needed) * 2.0**-14, 2.0**-16))
         qparams.weights[weight] = rescaled(params, placement.weights[weight], np.maximum(params.scale, needed))
 
 

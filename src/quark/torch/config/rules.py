@@ -30,7 +30,7 @@ ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
     "integer": {
         "scale_format": _UNSET,
         "scale_calculation_mode": _UNSET,
-        "scale_type": (None, *(s for s in ScaleType if not s.name.startswith("float8"))),
+        "scale_type": (None, *(s for s in ScaleType if not s.name.startswith(("float8", "int16")))),
     },
     "float": {"symmetric": (None, True), "zero_point_type": (None, ZeroPointType.int32)},
     "block": {

@@ -28,7 +28,7 @@ from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.operators.axes import output_axis
 
-CONTINUOUS = (ScaleType.float32, ScaleType.float16)
+CONTINUOUS = (ScaleType.float32, ScaleType.float16, ScaleType.int16)
 REFINEMENTS = 1
 """How often all columns are visited again."""
 

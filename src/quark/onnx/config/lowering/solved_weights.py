@@ -85,6 +85,8 @@ def lower_gptq(config: GPTQConfig, base: TensorSpec) -> TensorSpec:
     low = -(1 << (bits - 1)) if config.weight_symmetric else 0
     dtype = replace(dtype, min=float(low), max=float(low + (1 << bits) - 1))
     scale_type, observer = ScaleType.float32, "min_max"
+    if base.scale_type is ScaleType.int16:
+        scale_type = base.scale_type
     if base.scale_type is ScaleType.pof2:
         scale_type, observer = base.scale_type, base.observer
     return TensorSpec(dtype, granularity, symmetric=config.weight_symmetric, scale_type=scale_type, observer=observer)

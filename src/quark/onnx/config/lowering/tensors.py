@@ -2,7 +2,7 @@
 
 integers         MinMax     Percentile   Entropy   MinMSE         weights: MinMSE, else MinMax
 float scales     min_max    percentile   entropy   mse            also LayerwisePercentile, Distribution
-power of two     pof2_non_overflow                 pof2_min_mse
+power of two     pof2_non_overflow                 pof2_min_mse      or a mode of MinMSE, as for weights
 
 floats           a cast                            nothing is calibrated
 scaled bfloat16  min_max    percentile             scale = amax / 2: the values fill [-2, 2], where bfloat16 is dense
@@ -40,6 +40,14 @@ FLOAT_SCALE = {
 RANGE_SYMMETRY = (CalibMethod.MinMax, CalibMethod.Percentile, CalibMethod.LayerwisePercentile)
 """The methods of float scales whose range CalibTensorRangeSymmetric changes, there and in ONNX Runtime."""
 POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "pof2_min_mse"}
+POWER_OF_TWO_MODES = {"All": "pof2_min_mse", "MostCommon": "pof2_most_common", "Percentile": "pof2_mse_percentile"}
+FLOAT_MODES = {"All": "mse", "Percentile": "mse_percentile", "HistCenter": "mse_centers"}
+"""Mode of MinMSE -> observer: of activations under powers of two, and of weights under float scales."""
+SCALES = {
+    ScaleType.Float32: CoreScale.float32,
+    ScaleType.PowerOf2: CoreScale.pof2,
+    ScaleType.Int16: CoreScale.int16,
+}
 BY_CORE = {data_type.core: data_type for data_type in DATA_TYPES.values()}
 BFP_TYPES = {form: BY_CORE[name] for name, form in BFP_FORMATS.items()}
 """(bfp_method, bit_width) of BFPAttributes -> data type."""
@@ -83,12 +91,11 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
     if config.data_type.block:
         return _lower_block(config, options, weight)
     observer = _weight_observer(config, options) if weight else _activation_observer(config, options)
-    power_of_two = config.scale_type is ScaleType.PowerOf2
     return TensorSpec(
         DTYPES[config.data_type.core],
         _granularity(config, options, weight, observer),
         symmetric=is_symmetric(config, options, weight=weight),
-        scale_type=CoreScale.pof2 if power_of_two else CoreScale.float32,
+        scale_type=SCALES[_scale_type(config, options)],
         observer=observer,
     )
 
@@ -97,6 +104,16 @@ def is_symmetric(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
     """Whether the zero point of a tensor is fixed: by the option, else by the spec."""
     symmetric: bool | None = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
     return config.symmetric if symmetric is None else symmetric
+
+
+def _scale_type(config: QTensorConfig, options: Mapping[str, Any]) -> ScaleType:
+    """Which numbers a scale may be: what the spec says, unless an option overrules it. Raises ConfigError."""
+    if not value_of(options, "Int16Scale"):
+        is_power = config.scale_type is ScaleType.PowerOf2 and value_of(options, "UsePowerOf2Scale")
+        return ScaleType.Float32 if config.scale_type is ScaleType.PowerOf2 and not is_power else config.scale_type
+    if config.scale_type is ScaleType.PowerOf2 and value_of(options, "UsePowerOf2Scale"):
+        raise ConfigError("Int16Scale=True with scales that are powers of two. Possible: ScaleType.Float32, or one.")
+    return ScaleType.Int16
 
 
 def _lower_float(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
@@ -123,7 +140,7 @@ def _granularity(
         return PerTensor()
     if not weight:
         raise ConfigError(f"{granularity} is for weights: runtimes have one activation scale; possible: Tensor.")
-    if observer == "mse":
+    if observer.startswith("mse"):
         raise NotSupportedError(
             f"CalibMethod.MinMSE finds one range for a weight; with {granularity}, use CalibMethod.MinMax."
         )
@@ -140,15 +157,16 @@ def group_size(size: int, name: str) -> int:
 
 
 def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
-    method, scale = config.calibration_method, config.scale_type
-    _refuse_int16_scale(scale)
+    method, scale = config.calibration_method, _scale_type(config, options)
+    if config.scale_type is ScaleType.PowerOf2 and method not in POWER_OF_TWO:
+        raise ConfigError(f"{method} does not go with {config.scale_type}; possible: MinMax, MinMSE.")
     if scale is ScaleType.PowerOf2:
-        if method not in POWER_OF_TWO:
-            raise ConfigError(f"{method} does not go with {scale}; possible: MinMax, MinMSE.")
         if value_of(options, "CalibTensorRangeSymmetric") not in (None, is_symmetric(config, options)):
             raise ConfigError(
                 "CalibTensorRangeSymmetric: the range of a power-of-two scale is symmetric as its spec is."
             )
+        if method is CalibMethod.MinMSE:
+            return _mode(options, "MinMSEModePof2Scale", POWER_OF_TWO_MODES)
         return POWER_OF_TWO[method]
     moving = method is CalibMethod.MinMax and value_of(options, "CalibMovingAverage")
     if method not in RANGE_SYMMETRY and value_of(options, "CalibTensorRangeSymmetric") is not None:
@@ -160,19 +178,24 @@ def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> s
 
 
 def _weight_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
-    _refuse_int16_scale(config.scale_type)
     given = value_of(options, "WeightCalibrateMethod")
     if given is not None and given.name not in ("MinMax", "MinMSE"):
         raise ConfigError(f"WeightCalibrateMethod={given}: possible: MinMax, MinMSE.")
     name = (given or config.calibration_method).name
     method = CalibMethod.MinMSE if name == "MinMSE" else CalibMethod.MinMax
-    observers = POWER_OF_TWO if config.scale_type is ScaleType.PowerOf2 else FLOAT_SCALE
-    return observers[method]
+    if _scale_type(config, options) is ScaleType.PowerOf2:
+        return POWER_OF_TWO[method]
+    if method is CalibMethod.MinMSE:
+        return _mode(options, "MinMSEModeFloatScale", FLOAT_MODES)
+    return FLOAT_SCALE[method]
 
 
-def _refuse_int16_scale(scale: ScaleType) -> None:
-    if scale is ScaleType.Int16:
-        raise NotSupportedError("ScaleType.Int16 is not part of this version; possible: Float32, PowerOf2.")
+def _mode(options: Mapping[str, Any], name: str, modes: Mapping[str, str]) -> str:
+    """The observer of a mode of MinMSE. Raises ConfigError for an unknown one."""
+    mode = value_of(options, name)
+    if mode not in modes:
+        raise ConfigError(f"{name}={mode!r}. {did_you_mean(str(mode), modes)}")
+    return modes[mode]
 
 
 def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool) -> TensorSpec:
