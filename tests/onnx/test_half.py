@@ -131,7 +131,7 @@ def test_what_has_no_float16_form_is_refused() -> None:
         ModelQuantizer(QConfig(LAYER, QuantizeFP16=True)).quantize_model(cnn(), None, Reader(images()))
     with pytest.raises(NotSupportedError, match=r"QuantizeFP16=True or ConvertFP16ToFP32=True"):
         ModelQuantizer(QConfig(LAYER)).quantize_model(half_cnn(), None, Reader(feeds()))
-    with pytest.raises(ConfigError, match="ort_x64 and MatMulNBits"):
+    with pytest.raises(ConfigError, match="ort_x64 computes in float32"):
         fast.quantize_model(half_cnn(), None, Reader(feeds()))
     with pytest.raises(NotSupportedError, match="static integers"):
         ModelQuantizer(QConfig(bfloat16, QuantizeFP16=True)).quantize_model(half_cnn(), None, Reader(feeds()))
@@ -154,3 +154,22 @@ def test_the_factors_of_smoothquant_are_float16() -> None:
         assert len(algorithms) == sum(node.op_type == "Mul" for node in done.graph.node)
         quality.append(sqnr(run(model, feed).astype(np.float32), run(done, feed).astype(np.float32)))
     assert quality[1] > quality[0] + 3
+
+
+def test_float32_scales_between_float16_ends() -> None:
+    """The integers are those of the model that ConvertFP16ToFP32 makes; inputs and outputs stay float16."""
+    done = ModelQuantizer(QConfig(LAYER, QuantizeFP16=True, UseFP32Scale=True)).quantize_model(
+        half_cnn(), None, Reader(feeds())
+    )
+    same = [{"x": feed["x"].astype(np.float32)} for feed in feeds()]
+    whole = ModelQuantizer(QConfig(LAYER, ConvertFP16ToFP32=True)).quantize_model(half_cnn(), None, Reader(same))
+    assert done is not None and whole is not None
+    onnx.checker.check_model(done, full_check=True)
+    ends = [value.type.tensor_type.elem_type for value in (*done.graph.input, *done.graph.output)]
+    assert set(ends) == {TensorProto.FLOAT16} and done.opset_import[0].version < 21
+    assert TensorProto.FLOAT16 not in {i.data_type for i in done.graph.initializer}
+    (feed,) = feeds()[:1]
+    exact = run(whole, {"x": feed["x"].astype(np.float32)})
+    np.testing.assert_array_equal(run(done, feed), exact.astype(np.float16))
+    with pytest.raises(ConfigError, match="UseFP32Scale=True is for float16 models"):
+        ModelQuantizer(QConfig(LAYER, UseFP32Scale=True))

@@ -12,7 +12,7 @@ from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import STANDS_FOR
+from quark.onnx.graph.edit import STANDS_FOR, is_op
 from quark.onnx.graph.model_file import infer_shapes, opset
 from quark.onnx.graph.scopes import nodes_of, outside
 from quark.onnx.operators.targets import TARGETS
@@ -83,7 +83,7 @@ def _needed_opset(settings: Settings) -> int:
     """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
     specs = _specs(settings)
     grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
-    if settings.qdq.quantize_fp16 or (grouped and settings.qdq.matmul_nbits is None):
+    if settings.qdq.matmul_nbits is None and (settings.qdq.quantize_fp16 or grouped):
         return BLOCKED_OPSET
     return BLOCK_OPSET if any(spec.is_block for spec in specs) else PER_CHANNEL_OPSET
 
@@ -112,6 +112,8 @@ def check_float_type(model: ir.Model, settings: Settings) -> None:
             raise ConfigError("QuantizeFP16=True is for float16 models; this one has no float16 input or weight.")
         return
     for value in values:
+        if value.is_graph_input() and all(is_op(use.node, "Cast") for use in value.uses()):
+            continue
         if value.dtype is not None and value.dtype.name in ("FLOAT16", "BFLOAT16"):
             convert = "set QuantizeFP16=True or ConvertFP16ToFP32=True, or run quark.onnx.tools.convert_fp16_to_fp32"
             advice = convert if value.dtype.name == "FLOAT16" else "convert the model to float32"
@@ -135,9 +137,8 @@ def _refuse_unsupported(settings: Settings) -> None:
     for spec in _specs(settings):
         if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
             raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
-    in_float32_only = settings.qdq.target == "ort_x64" or settings.qdq.matmul_nbits is not None
-    if settings.qdq.quantize_fp16 and in_float32_only:
-        raise ConfigError("QuantizeFP16=True: ort_x64 and MatMulNBits compute in float32; set ConvertFP16ToFP32=True.")
+    if settings.qdq.quantize_fp16 and settings.qdq.target == "ort_x64":
+        raise ConfigError("QuantizeFP16=True: ort_x64 computes in float32; set ConvertFP16ToFP32=True.")
 
 
 def _with_onnx_ranges(settings: Settings) -> Settings:

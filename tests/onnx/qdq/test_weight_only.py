@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from quark.core.granularity import PerGroup
 from quark.core.metrics import sqnr
@@ -129,6 +129,66 @@ def test_matmul_nbits_computes_what_the_core_says(bits: int, symmetric: bool, si
     np.testing.assert_allclose(run(done, {"x": x}), expected, rtol=1e-5, atol=1e-5)
 
 
+def lp_error(weight: Any, model: onnx.ModelProto) -> float:
+    """Mean |W - W'|^0.7, the error that HQQ makes small; the rows of W' are what the model makes of unit vectors."""
+    found = run(model, {"x": np.eye(len(weight), dtype=np.float32)})
+    return float(np.mean(np.abs(weight - found) ** 0.7))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_hqq_loses_less_than_rounding(bits: int, symmetric: bool) -> None:
+    model = dense(72, 24)
+    weight = np.random.default_rng(0).standard_t(3, (72, 24)).astype(np.float32)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
+    done = {}
+    for algorithm in ("DEFAULT", "HQQ"):
+        config = nbits(Algorithm=algorithm, GroupSize=32, Bits=bits, Symmetric=symmetric)
+        made = ModelQuantizer(config).quantize_model(model)
+        assert made is not None
+        onnx.checker.check_model(made)
+        done[algorithm] = made
+    zeros = next(numpy_helper.to_array(i) for i in done["HQQ"].graph.initializer if i.name == "w_zero_point")
+    assert zeros.shape == (24, 3) and zeros.dtype == np.float32 and not np.array_equal(zeros, np.rint(zeros))
+    assert lp_error(weight, done["HQQ"]) < 0.95 * lp_error(weight, done["DEFAULT"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_hqq_is_as_good_as_that_of_onnx_runtime() -> None:
+    from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, MatMulNBitsQuantizer
+
+    model = dense(128, 32)
+    weight = (0.1 * np.random.default_rng(0).standard_t(3, (128, 32))).astype(np.float32)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
+    theirs = MatMulNBitsQuantizer(
+        onnx.load_from_string(model.SerializeToString()), algo_config=HQQWeightOnlyQuantConfig(block_size=32, bits=4)
+    )
+    theirs.process()
+    ours = ModelQuantizer(nbits(Algorithm="HQQ", GroupSize=32)).quantize_model(model)
+    assert ours is not None
+    assert lp_error(weight, ours) <= lp_error(weight, theirs.model.model)
+
+
+@pytest.mark.parametrize("algorithm", ["DEFAULT", "HQQ"])
+def test_a_float16_model_gets_float16_blocks(algorithm: str) -> None:
+    model = dense()
+    weight = numpy_helper.to_array(model.graph.initializer[0]).astype(np.float16)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    config = nbits(GroupSize=16, Algorithm=algorithm)
+    config.extra_options["QuantizeFP16"] = True
+    done = ModelQuantizer(config).quantize_model(model)
+    assert done is not None
+    onnx.checker.check_model(done)
+    kinds = {i.name: i.data_type for i in done.graph.initializer}
+    assert kinds["w_scale"] == kinds.get("w_zero_point", TensorProto.FLOAT16) == TensorProto.FLOAT16
+    x = np.random.default_rng(0).normal(size=(64, 40)).astype(np.float16)
+    found = run(done, {"x": x})
+    assert found.dtype == np.float16 and sqnr(run(model, {"x": x}).astype(np.float32), found.astype(np.float32)) > 18
+
+
 @pytest.mark.parametrize("weight", [Int4Spec, UInt4Spec, Int8Spec])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocked_weights_decode_to_the_core(weight: Any, transposed: bool) -> None:
@@ -164,8 +224,10 @@ def test_wrong_parameters_are_refused() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             ModelQuantizer(nbits(**parameters))
-    with pytest.raises(NotSupportedError, match="HQQ"):
-        ModelQuantizer(nbits(Algorithm="HQQ"))
+    with pytest.raises(NotSupportedError, match="HQQ has float zero points"):
+        ModelQuantizer(nbits(Algorithm="HQQ", Bits=8))
+    with pytest.raises(ConfigError, match="Algorithm: 'HQK'. Did you mean 'HQQ'"):
+        ModelQuantizer(nbits(Algorithm="HQK"))
     with pytest.raises(NotSupportedError, match="4-bit activations"):
         ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int4Spec(), weight=Int4Spec())))
 

@@ -23,6 +23,7 @@ from quark.core.observers.percentile import PercentileObserver
 from quark.core.observers.power_of_two import PowerOfTwoMSEPercentileObserver
 from quark.core.quantize import quantize
 from quark.core.scales import TINY, QParams, nearest_fraction
+from quark.core.solvers import hqq
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.onnx.config.settings import Settings
@@ -93,7 +94,10 @@ def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Nod
             observer.update(np.asarray(constant(value), np.float32))
             try:
                 refuse_subnormal(largest(observer), "its values")
-                seen[key] = observer.qparams()
+                found_params = observer.qparams()
+                # Float zero points are those of MatMulNBits nodes that HQQ solves.
+                array = np.asarray(constant(value), np.float32)
+                seen[key] = hqq.solve(array, found_params, spec) if spec.float_zero_point else found_params
             except NonFiniteError:
                 name = value.name if value is not None else index
                 raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.") from None

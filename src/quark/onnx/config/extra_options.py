@@ -183,7 +183,7 @@ _moot("AdjustBiasScale", BOOL, True, "biases are quantized once, under their fin
 _obeyed("AdjustWeightScaleForInt32Bias", BOOL, True, "enlarge weight scales whose int32 bias would not fit")
 _obeyed("Int16Scale", BOOL, False, "scales of the form M / 2^N: 1 <= M < 2^15, 0 <= N <= 16")
 _obeyed("QuantizeFP16", BOOL, False, "quantize a float16 model as it is, with float16 scales")
-_later("UseFP32Scale", BOOL, False)
+_obeyed("UseFP32Scale", BOOL, False, "QuantizeFP16: float32 scales, and float32 between inputs and outputs")
 _obeyed("ActivationScaled", BOOL, False, "BF16: activations are divided by half their largest magnitude first")
 _obeyed("WeightScaled", BOOL, False, "BF16: weights are divided by half their largest magnitude first")
 _obeyed("UseUnsignedReLU", BOOL, False, "a zero point for the outputs of Relu and of Clip from 0")
@@ -239,7 +239,7 @@ _obeyed("RefineBlockAxis", BOOL, True, "blocks lie along the axis that each op r
 _obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
 _obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
 _obeyed("UseMatMulNBits", BOOL, False, "4- or 8-bit weights of MatMul in MatMulNBits nodes; activations stay in float")
-_obeyed("MatMulNBitsParams", DICT, {}, "Algorithm, GroupSize, Symmetric, Bits, AccuracyLevel")
+_obeyed("MatMulNBitsParams", DICT, {}, "Algorithm (DEFAULT, GPTQ or HQQ), GroupSize, Symmetric, Bits, AccuracyLevel")
 _obeyed("BlockSize", INT, 32, "values that share a scale under QuantGranularity.Group (an option of this package)")
 
 # Runtime and debug.

@@ -22,9 +22,17 @@ SCALES_WERE_SECOND = 11
 """The first opset whose Resize has its scales behind another input."""
 
 
-def convert_fp16_to_fp32(model: ir.Model) -> int:
+KEEP_IO_TYPES = "keep_io_types"
+"""Argument of `convert_fp16_to_fp32`: inputs and outputs stay float16, behind and before a Cast."""
+
+
+def convert_fp16_to_fp32(model: ir.Model, mode: str = "") -> int:
     """Turn every float16 tensor into float32; return how many there were. The same numbers are then exact."""
-    return _convert(model, ir.DataType.FLOAT16, ir.DataType.FLOAT)
+    ends = [value for value in (*model.graph.inputs, *model.graph.outputs) if value.dtype == ir.DataType.FLOAT16]
+    count = _convert(model, ir.DataType.FLOAT16, ir.DataType.FLOAT)
+    if mode == KEEP_IO_TYPES:
+        _keep_types(model.graph, ends, ir.DataType.FLOAT16)
+    return count
 
 
 def convert_fp32_to_fp16(model: ir.Model, keep_io_types: bool = False) -> int:
@@ -51,12 +59,18 @@ def _to_half(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
         return 0
     for node, index in float32_inputs:
         _cast_input(node, index)
-    for value in ends if keep_io_types else ():
-        if value.is_graph_input():
-            _keep_input_type(graph, value)
-        else:
-            _keep_output_type(graph, value)
+    if keep_io_types:
+        _keep_types(graph, ends, ir.DataType.FLOAT)
     return count
+
+
+def _keep_types(graph: ir.Graph, ends: Collection[ir.Value], kind: ir.DataType) -> None:
+    """Give inputs and outputs of the model the type back that they had."""
+    for value in ends:
+        if value.is_graph_input():
+            _keep_input_type(graph, value, kind)
+        else:
+            _keep_output_type(graph, value, kind)
 
 
 def _float32_inputs(model: ir.Model) -> dict[tuple[ir.Node, int], ir.Value]:
@@ -151,25 +165,25 @@ def _cast_input(node: ir.Node, index: int) -> None:
     node.replace_input_with(index, insert(node, "Cast", [value], to_float, f"{node.name}_input_{index}_float"))
 
 
-def _keep_input_type(graph: ir.Graph, value: ir.Value) -> None:
-    """Make an input of the model float32 again: behind it stands a Cast to the type that its readers take."""
-    half, readers = value.dtype, list(value.uses())
-    assert half is not None
-    cast = ir.node("Cast", [value], {"to": int(half)}, name=f"{value.name}_cast")
+def _keep_input_type(graph: ir.Graph, value: ir.Value, kind: ir.DataType) -> None:
+    """Give an input of the model its type back: behind it stands a Cast to the type that its readers take."""
+    inner, readers = value.dtype, list(value.uses())
+    assert inner is not None
+    cast = ir.node("Cast", [value], {"to": int(inner)}, name=f"{value.name}_cast")
     graph.insert_before(graph[0], [cast])
     result = cast.outputs[0]
-    result.name, result.type, result.shape = f"{value.name}_low", ir.TensorType(half), value.shape
-    value.type = ir.TensorType(ir.DataType.FLOAT)
+    result.name, result.type, result.shape = f"{value.name}_low", ir.TensorType(inner), value.shape
+    value.type = ir.TensorType(kind)
     for use in readers:
         use.node.replace_input_with(use.idx, result)
 
 
-def _keep_output_type(graph: ir.Graph, value: ir.Value) -> None:
-    """Make an output of the model float32 again: before it stands a Cast, whose output takes its name."""
+def _keep_output_type(graph: ir.Graph, value: ir.Value, kind: ir.DataType) -> None:
+    """Give an output of the model its type back: before it stands a Cast, whose output takes its name."""
     name = value.name
-    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}_cast")
+    cast = ir.node("Cast", [value], {"to": int(kind)}, name=f"{name}_cast")
     graph.append(cast)
     result = cast.outputs[0]
     value.name = f"{name}_low"
-    result.name, result.type, result.shape = name, ir.TensorType(ir.DataType.FLOAT), value.shape
+    result.name, result.type, result.shape = name, ir.TensorType(kind), value.shape
     replace_output(graph, value, result)

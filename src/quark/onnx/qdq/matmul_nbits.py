@@ -3,7 +3,8 @@
     y = x @ ((q - zero_point) * scale)      q (K, N), one scale for each `block_size` values of a column
 
 Stored by column: B uint8 (N, blocks, block_size * bits / 8), first code in the low bits; scales float32 (N, blocks);
-zero points packed like codes (N, ceil(blocks * bits / 8)), absent for 2^(bits-1).
+zero points packed like codes (N, ceil(blocks * bits / 8)), absent for 2^(bits-1); those of HQQ are floats (N, blocks).
+Scales and float zero points have the type of x.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from quark.core.array import NumpyArray, pad_axis
 from quark.core.granularity import PerGroup
 from quark.core.packing import pack_bits
 from quark.core.quantize import quantize
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.onnx.graph.model_file import constant
 from quark.onnx.qdq.constants import ConstantStore
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
@@ -42,6 +43,7 @@ def write_nbits(
     rows, columns = constant(source).shape
     bits, size = spec.dtype.bits, spec.granularity.size
     blocks = -(-rows // size)
+    kind = ir.DataType.FLOAT16 if spec.scale_type is ScaleType.float16 else ir.DataType.FLOAT
     offset = 1 << (bits - 1) if spec.dtype.signed else 0
 
     def codes() -> NumpyArray:
@@ -51,7 +53,10 @@ def write_nbits(
         return np.asarray(packed).reshape(columns, blocks, size * bits // 8)
 
     def scales() -> NumpyArray:
-        return np.asarray(qparams[operand].scale, np.float32).T
+        return np.asarray(qparams[operand].scale, np.float32).astype(kind.numpy()).T
+
+    def float_zero_points() -> NumpyArray:
+        return np.asarray(qparams[operand].zero_point, np.float32).astype(kind.numpy()).T
 
     def zero_points() -> NumpyArray:
         by_column = np.ascontiguousarray((np.asarray(qparams[operand].zero_point) + offset).astype(np.uint8).T)
@@ -61,9 +66,11 @@ def write_nbits(
     inputs = [
         node.inputs[0],
         writer.shared(f"{name}_quantized", codes, uint8, (columns, blocks, size * bits // 8)),
-        writer.shared(f"{name}_scale", scales, ir.DataType.FLOAT, (columns, blocks)),
+        writer.shared(f"{name}_scale", scales, kind, (columns, blocks)),
     ]
-    if not spec.symmetric:
+    if spec.float_zero_point:
+        inputs.append(writer.shared(f"{name}_zero_point", float_zero_points, kind, (columns, blocks)))
+    elif not spec.symmetric:
         inputs.append(writer.shared(f"{name}_zero_point", zero_points, uint8, (columns, -(-blocks * bits // 8))))
     attributes = {"K": rows, "N": columns, "bits": bits, "block_size": size, "accuracy_level": accuracy_level}
     result = writer.node("MatMulNBits", inputs, f"{node.name}_{bits}_bits", attributes, domain=DOMAIN)

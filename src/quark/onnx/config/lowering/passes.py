@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quark.errors import ConfigError
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.lowering.request import Request
 from quark.onnx.passes import PASSES, Pass
+from quark.onnx.passes.convert_float import KEEP_IO_TYPES, convert_fp16_to_fp32
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.slim import check_slim_options
 
@@ -30,7 +32,21 @@ def lower_passes(request: Request) -> dict[str, object]:
     check_slim_options(slim_options)
     if slim_options and arguments[simplify.__name__]:
         arguments[simplify.__name__] = dict(slim_options)
+    if computes_in_float32(options):
+        arguments[convert_fp16_to_fp32.__name__] = KEEP_IO_TYPES
     return arguments
+
+
+def computes_in_float32(options: Mapping[str, Any]) -> bool:
+    """Whether a float16 model becomes float32 between its inputs and outputs. Raises ConfigError."""
+    if not value_of(options, "UseFP32Scale"):
+        return False
+    if not value_of(options, "QuantizeFP16") or value_of(options, "ConvertFP16ToFP32"):
+        raise ConfigError(
+            "UseFP32Scale=True is for float16 models: it goes with QuantizeFP16=True, and keeps inputs and outputs "
+            "float16, which ConvertFP16ToFP32=True does not."
+        )
+    return True
 
 
 def _default(row: Pass, options: Mapping[str, Any], for_npu: bool) -> Any:

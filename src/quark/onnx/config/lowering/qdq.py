@@ -9,6 +9,7 @@ from typing import Any
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
 from quark.onnx.config.extra_options import value_of
+from quark.onnx.config.lowering.passes import computes_in_float32
 from quark.onnx.config.lowering.request import Request
 from quark.onnx.config.lowering.solved_weights import nbits_params
 from quark.onnx.config.lowering.tensors import is_integer
@@ -44,7 +45,7 @@ def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         int16_bias=value_of(options, "Int16Bias"),
         fit_int32_bias=value_of(options, "AdjustWeightScaleForInt32Bias"),
         matmul_nbits=nbits_params(options)["AccuracyLevel"] if request.matmul_nbits else None,
-        quantize_fp16=value_of(options, "QuantizeFP16"),
+        quantize_fp16=value_of(options, "QuantizeFP16") and not computes_in_float32(options),
         contrib_domain=_contrib_domain(request, layer),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         clip_bfloat16=value_of(options, "BF16WithClip"),

@@ -15,6 +15,7 @@ from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.lowering.tensors import group_size
 
 NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
+NBITS_ALGORITHMS = ("DEFAULT", "GPTQ", "HQQ")
 NBITS_OF_GPTQ = {"bits": "Bits", "group_size": "GroupSize", "weight_symmetric": "Symmetric"}
 """Field of GPTQConfig -> the entry of MatMulNBitsParams that says the same."""
 
@@ -24,21 +25,23 @@ def nbits_params(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: An unknown entry or a wrong value.
-        NotSupportedError: An algorithm other than rounding to nearest and GPTQ.
+        NotSupportedError: HQQ with 8 bits.
     """
     params = {**NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
     for key in params:
         if key not in NBITS_DEFAULTS:
             raise ConfigError(f"MatMulNBitsParams has no entry {key!r}. {did_you_mean(str(key), NBITS_DEFAULTS)}")
-    if params["Algorithm"] not in ("DEFAULT", "GPTQ"):
-        raise NotSupportedError(
-            f"MatMulNBitsParams.Algorithm={params['Algorithm']!r} is not part of this version; possible: 'DEFAULT', "
-            "'GPTQ'."
-        )
+    if params["Algorithm"] not in NBITS_ALGORITHMS:
+        name = params["Algorithm"]
+        raise ConfigError(f"MatMulNBitsParams.Algorithm: {name!r}. {did_you_mean(str(name), NBITS_ALGORITHMS)}")
     if params["Bits"] not in (2, 4, 8) or params["AccuracyLevel"] not in range(5):
         raise ConfigError(
             f"MatMulNBitsParams: Bits={params['Bits']}, AccuracyLevel={params['AccuracyLevel']}; "
             "possible: Bits 2, 4 or 8, AccuracyLevel 0 to 4."
+        )
+    if params["Algorithm"] == "HQQ" and params["Bits"] == 8:
+        raise NotSupportedError(
+            "MatMulNBitsParams: HQQ has float zero points, which ONNX Runtime computes with 2 or 4 bits only."
         )
     return params
 
@@ -58,6 +61,10 @@ def lower_nbits(options: Mapping[str, Any], gptq: GPTQConfig | None = None) -> T
         if value not in (getattr(GPTQConfig, name), params[key]):
             raise ConfigError(f"GPTQConfig.{name}={value}, MatMulNBitsParams.{key}={params[key]}: say it once.")
     size = group_size(params["GroupSize"], "MatMulNBitsParams.GroupSize")
+    if params["Algorithm"] == "HQQ":
+        # Its zero points are what it solves, whatever Symmetric says.
+        dtype = DTYPES[f"uint{params['Bits']}"]
+        return TensorSpec(dtype, PerGroup(0, size, pad=True), symmetric=False, float_zero_point=True)
     name = f"{'int' if params['Symmetric'] else 'uint'}{params['Bits']}"
     return TensorSpec(DTYPES[name], PerGroup(0, size, pad=True), symmetric=params["Symmetric"])
 
