@@ -321,8 +321,9 @@ def test_float_layers_among_integer_ones_have_a_float_bias() -> None:
     settings = new(layer_type_config={QLayerConfig(BFloat16Spec(), weight=BFloat16Spec()): ["MatMul"]})
     own = settings.specs.by_type[0][1]
     assert own is not None and (own.weight, own.bias, own.input) == (cast, cast, cast)
-    with pytest.raises(NotSupportedError, match="Int16 beside int32"):
-        new(specific_layer_config={QLayerConfig(weight=Int8Spec(), bias=Int16Spec()): ["a"]})
+    settings = new(specific_layer_config={QLayerConfig(weight=Int8Spec(), bias=Int16Spec()): ["a"]})
+    own = settings.specs.by_name[0][1]
+    assert own is not None and own.bias == spec("int16") and settings.specs.int32_bias
 
 
 @pytest.mark.parametrize(

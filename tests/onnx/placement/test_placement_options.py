@@ -16,7 +16,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config.config import QConfig, QLayerConfig
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
 from quark.onnx.config.lowering.lower import lower
-from quark.onnx.config.tensor_specs import BFloat16Spec, Int8Spec, UInt8Spec, XInt8Spec
+from quark.onnx.config.tensor_specs import BFloat16Spec, BFP16Spec, Int8Spec, Int16Spec, UInt8Spec, XInt8Spec
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
@@ -171,6 +171,19 @@ def test_channel_axes_are_those_of_integer_kernels() -> None:
         written(mlp, vectors(), QDQOpTypePerChannelSupportToAxis={"Relu": 1})
 
 
+def test_a_bias_of_its_own_type_in_some_layers() -> None:
+    """Its scale is that of its own range; other biases stay int32, and an op without a bias has no use for the spec."""
+    own = QLayerConfig(input_tensors=Int16Spec(), weight=Int8Spec(), bias=Int16Spec())
+    for where in ({"specific_layer_config": {own: ["y_node"]}}, {"layer_type_config": {own: ["Gemm", "Relu"]}}):
+        stored = arrays(written(cnn, images(), **where))
+        bias = arrays(cnn())["fc_b"]
+        assert stored["fc_b_quantized"].dtype == np.int16
+        assert stored["fc_b_scale"] == pytest.approx(np.abs(bias).max() / 32767)
+        # x (1 / scale), as here, and x / scale may lie on two sides of a tie.
+        assert np.abs(stored["fc_b_quantized"] * stored["fc_b_scale"] - bias).max() <= stored["fc_b_scale"] * 0.501
+        assert any(value.dtype == np.int32 for value in stored.values())
+
+
 def test_int16_biases() -> None:
     wide, model = written(cnn, images()), written(cnn, images(), Int16Bias=True)
     codes, exact = arrays(model)["y_node_fc_b_quantized"], arrays(wide)["y_node_fc_b_quantized"]
@@ -304,3 +317,11 @@ def test_a_value_from_outside_of_a_crop_has_room_in_the_scale(outside: float, sh
     )
     assert (before == after) == shared
     assert sqnr(run(crop(), feeds[0]), run(model, feeds[0])) > 25
+
+
+def test_nothing_of_a_block_format_stands_between_what_is_fused() -> None:
+    for fused in (False, True):
+        model = written(cnn, images(), BFP16Spec(), BFP16Spec(), RemoveFusedQDQ=fused)
+        producers = {name: node.op_type for node in model.graph.node for name in node.output}
+        relus = [node for node in model.graph.node if node.op_type == "Relu"]
+        assert relus and "BFPQuantizeDequantize" not in {producers[node.input[0]] for node in relus}

@@ -112,7 +112,7 @@ for _name in ("Clip", "Relu", "LeakyRelu", "PRelu"):
 _obeyed("RemoveQDQConvGelu", BOOL, False, "no Q/DQ between a node and its Gelu")
 _obeyed("RemoveQDQMulAdd", BOOL, False, "no Q/DQ between a Mul and its Add")
 _obeyed("RemoveQDQInstanceNorm", BOOL, False, "no Q/DQ between InstanceNormalization and its Relu, LeakyRelu or PRelu")
-_later("RemoveFusedQDQ", BOOL, False)
+_moot("RemoveFusedQDQ", BOOL, False, "block formats too have nothing between a node and what is fused into it")
 _obeyed("RemoveQDQBetweenOps", LIST, None, "pairs (op type, op type of its reader) with no Q/DQ between them")
 _obeyed("UseQDQContribOps", BOOL, None, "write Q/DQ in the com.microsoft domain")
 _moot("AlignEltwiseQuantType", BOOL, False, "constants of elementwise ops always have the type of the activations")

@@ -71,7 +71,7 @@ def _one_scale(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
-    """An int32 bias beside integer inputs and weights, else one of the layer's own spec."""
+    """A bias of the layer's own spec, else an int32 one beside integer inputs and weights."""
     rule = rule_of(node.op_type)
     if rule.bias is None or rule.weight is None or rule.bias >= len(node.inputs) or settings.specs.weights_only:
         return
@@ -80,6 +80,7 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     weight, bias = placement.weights.get((node, rule.weight)), layer.bias
     if (
         settings.specs.int32_bias
+        and bias is None
         and weight is not None
         and layer.input is not None
         and _in_integers(weight, layer.input)

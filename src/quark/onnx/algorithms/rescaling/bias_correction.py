@@ -32,7 +32,8 @@ def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings
     count = 0
     for node, layer in select_nodes(model, settings).items():
         without = is_op(node, *WITH_BIAS) and (len(node.inputs) < 3 or node.inputs[2] is None)
-        if without and is_constant(node.inputs[1]) and (layer.bias is None or settings.specs.int32_bias):
+        own_grid = layer.bias is not None and (layer.bias.has_zero_point or not settings.specs.int32_bias)
+        if without and is_constant(node.inputs[1]) and not own_grid:
             weight = constant(node.inputs[1])
             node.resize_inputs(3)
             zeros = np.zeros(output_channels(node), weight.dtype)

@@ -140,10 +140,7 @@ def _single_layer(config: QLayerConfig, base: LayerSpec, options: Mapping[str, A
         output = lower_tensor(config.output_tensors, options, weight=False)
     bias = base.bias
     if config.bias is not None and not (int32_bias and config.bias.data_type == Int32):
-        if int32_bias:
-            raise NotSupportedError(
-                f"A bias of {config.bias.data_type} beside int32 ones is not in this version; set Int32Bias=False."
-            )
+        # Its own grid, whatever biases of other layers are; an op without a bias has no use for it.
         bias = _lower_bias(config.bias, options)
     elif int32_bias and weight is not None and not (weight.has_zero_point and activation.has_zero_point):
         # There is no int32 bias under a float or block type.
