@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.ao.quantization import HistogramObserver
 
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel
 from quark.core.observers import OBSERVERS
-from quark.core.observers.entropy import BINS, divergences, uniform
+from quark.core.observers.entropy import BINS, divergences
 from quark.core.observers.histograms.base import squared_error
-from quark.core.observers.histograms.bit_histogram import Bins, BitHistogram, absolute, quantile
+from quark.core.observers.histograms.bit_histogram import Bins, BitHistogram, absolute, quantile, uniform
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError
@@ -236,7 +237,7 @@ def test_bins_spread_evenly_keep_the_distribution(kind: str) -> None:
     x = abs(values(kind, 400_000))
     histogram = BitHistogram()
     histogram.update(x.reshape(1, -1))
-    counts = uniform(histogram.bins(0, float(x.min()), float(x.max())), float(x.max()))
+    counts = uniform(histogram.bins(0, float(x.min()), float(x.max())), 0.0, float(x.max()), BINS)
     raw = np.histogram(x, bins=BINS, range=(0, float(x.max())))[0]
     assert counts.sum() == pytest.approx(x.size) and np.all(counts >= 0)
     # Kolmogorov distance: within one bit bin, a 2^-7 of the value.
@@ -249,3 +250,17 @@ def test_entropy_keeps_what_fills_its_range_evenly(name: str) -> None:
     levels = 1 << (DTYPES[name].bits - 1)
     x = np.linspace(-1, 1, 2 * 64 * levels + 1, dtype=np.float32)
     assert ranged("entropy", spec(name), x) == (-1, 1)
+
+
+@EVERY_DATA
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_quantile_search_is_that_of_torch(kind: str) -> None:
+    """On one tensor, which torch's observer does not have to bin again."""
+    x = values(kind, 20_000)
+    tensor = spec("uint8", symmetric=False)
+    oracle = HistogramObserver(bins=256, dtype=torch.quint8, qscheme=torch.per_tensor_affine)
+    oracle(torch.from_numpy(x))
+    expected = [float(end) for end in oracle._non_linear_param_search()]
+    width = (x.max() - x.min()) / 256
+    # Values at the border of a bin are counted on one side or the other.
+    np.testing.assert_allclose(ranged("quantile_search", tensor, x), expected, atol=2.01 * width)

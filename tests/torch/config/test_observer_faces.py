@@ -117,6 +117,7 @@ def test_core_names_to_classes() -> None:
         ("min_max", PerBlock(), "PerBlock2DMinMaxObserver"),
         ("moving_average", PerTensor(), "PerTensorMovingAverageMinMaxObserver"),
         ("histogram", PerTensor(), "PerTensorHistogramObserver"),
+        ("quantile_search", PerTensor(), "PerTensorHistogramObserverPro"),
         ("entropy", PerTensor(), "PerTensorEntropyObserver"),
         ("pof2_non_overflow", PerTensor(), "PerTensorPowOf2NonOverflowObserver"),
         ("pof2_non_overflow", PerChannel(0), "PerChannelPowOf2NonOverflowObserver"),
@@ -127,8 +128,9 @@ def test_core_names_to_classes() -> None:
         assert observer_class(name, split).__name__ == expected
     with pytest.raises(ConfigError, match="'percentile' per_group"):
         observer_class("percentile", PerGroup())
-    # (TQTObserver starts with kl_j where its TQTSpec, or the tensor, says so.)
-    assert {cls.observer for cls in OBSERVER_CLASSES.values()} == set(OBSERVERS) - {"kl_j"}
+    # (TQTObserver starts with kl_j where its TQTSpec, or the tensor, says so; modes of MinMSE are options of ONNX.)
+    modes = {"mse_percentile", "mse_centers", "pof2_mse_percentile", "pof2_most_common"}
+    assert {cls.observer for cls in OBSERVER_CLASSES.values()} == set(OBSERVERS) - {"kl_j"} - modes
 
 
 def test_an_observer_of_ones_own() -> None:

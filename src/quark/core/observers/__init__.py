@@ -22,6 +22,7 @@ from quark.core.observers.power_of_two import (
     PowerOfTwoMSEPercentileObserver,
     PowerOfTwoNonOverflowObserver,
 )
+from quark.core.observers.quantile_search import QuantileSearchObserver
 from quark.core.observers.three_sigma import ThreeSigmaObserver
 from quark.core.registry import Registry
 
@@ -35,6 +36,7 @@ OBSERVERS.register("mse", MSEObserver)
 OBSERVERS.register("mse_percentile", PercentileMSEObserver)
 OBSERVERS.register("mse_centers", CentersMSEObserver)
 OBSERVERS.register("histogram", HistogramObserver)
+OBSERVERS.register("quantile_search", QuantileSearchObserver)
 OBSERVERS.register("entropy", EntropyObserver)
 OBSERVERS.register("pof2_min_max", PowerOfTwoMinMaxObserver)
 OBSERVERS.register("pof2_min_mse", PowerOfTwoMinMSEObserver)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from quark.core.observers.histograms.base import HistogramBasedObserver
-from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute
+from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute, uniform
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 
@@ -35,7 +35,7 @@ class EntropyObserver(HistogramBasedObserver):
         amax = max(-low, high)
         if amax == 0:
             return low, high
-        counts = uniform(_without_zeros(absolute(bins)), amax)
+        counts = uniform(_without_zeros(absolute(bins)), 0.0, amax, BINS)
         ends = range(BINS, self.levels - 1, -(BINS // 512))[::-1]
         edge = ends[int(np.argmin(divergences(counts, np.array(ends), self.levels)))] / BINS * amax
         return max(low, -edge), min(high, edge)
@@ -45,21 +45,6 @@ def _without_zeros(bins: Bins) -> Bins:
     """The bins of values other than 0. Every type holds 0 exactly; after a Relu its bin would drown the rest."""
     nonzero = bins.right > np.finfo(np.float32).tiny
     return Bins(bins.left[nonzero], bins.right[nonzero], bins.count[nonzero])
-
-
-def uniform(bins: Bins, amax: float) -> Floats:
-    """Spread bins of |x| over BINS equal bins of [0, amax], each bin's counts evenly over its width."""
-    edges = np.linspace(0, amax, BINS + 1)
-    width = np.maximum(bins.right - bins.left, amax * 1e-12)
-    # Each bin fills [left, left + width] evenly: the cumulative count is the integral of the sum of these boxes.
-    ends = np.concatenate([bins.left, bins.left + width])
-    density = bins.count / width
-    order = np.argsort(ends, kind="stable")
-    ends, slopes = ends[order], np.cumsum(np.concatenate([density, -density])[order])
-    at_ends = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(ends))])
-    cumulative = np.interp(edges, ends, at_ends)
-    cumulative[-1] = bins.count.sum()
-    return np.diff(cumulative)
 
 
 def divergences(counts: Floats, ends: np.ndarray[tuple[int], np.dtype[np.int64]], levels: int) -> Floats:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from quark.core.observers.entropy import BINS, uniform
+from quark.core.observers.entropy import BINS
 from quark.core.observers.histograms.base import HistogramBasedObserver
-from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute
+from quark.core.observers.histograms.bit_histogram import Bins, Floats, absolute, uniform
 
 CANDIDATES = 512
 
@@ -25,7 +25,7 @@ class JeffreysObserver(HistogramBasedObserver):
         if amax == 0:
             return low, high
         levels = 1 << (min(self.spec.dtype.bits, 8) - 1)
-        cumulative = np.cumsum(uniform(absolute(bins), amax))
+        cumulative = np.cumsum(uniform(absolute(bins), 0.0, amax, BINS))
         cumulative /= cumulative[-1]
         ends = range(BINS, levels, -(BINS // CANDIDATES))[::-1]
         edge = ends[int(np.argmin([divergence(cumulative, end, levels) for end in ends]))] / BINS * amax

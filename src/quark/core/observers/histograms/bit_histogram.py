@@ -89,6 +89,21 @@ def quantile(bins: Bins, q: float) -> float:
     return float(bins.left[i] + inside * (bins.right[i] - bins.left[i]))
 
 
+def uniform(bins: Bins, low: float, high: float, size: int) -> Floats:
+    """Spread bins over `size` equal bins of [low, high], each bin's counts evenly over its width."""
+    edges = np.linspace(low, high, size + 1)
+    width = np.maximum(bins.right - bins.left, (high - low) * 1e-12)
+    # Each bin fills [left, left + width] evenly: the cumulative count is the integral of the sum of these boxes.
+    ends = np.concatenate([bins.left, bins.left + width])
+    density = bins.count / width
+    order = np.argsort(ends, kind="stable")
+    ends, slopes = ends[order], np.cumsum(np.concatenate([density, -density])[order])
+    at_ends = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(ends))])
+    cumulative = np.interp(edges, ends, at_ends)
+    cumulative[-1] = bins.count.sum()
+    return np.diff(cumulative)
+
+
 def _as_float(patterns: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Floats:
     with np.errstate(invalid="ignore"):
         return (patterns & 0xFFFFFFFF).astype(np.uint32).view(np.float32).astype(np.float64)
