@@ -93,7 +93,7 @@ _obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
 _obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever OpTypesToQuantize says")
 _obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
 _obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
-_later("EnableSubgraph", BOOL, False)
+_later("EnableSubgraph", BOOL, False, why="the bodies of If, Loop and Scan stay in float in this version")
 _obeyed("InputNodes", LIST, [], "nodes that quantization begins with: all before them stay in float")
 _obeyed("OutputNodes", LIST, [], "nodes that quantization ends with: all after them stay in float")
 _obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
@@ -234,7 +234,12 @@ for _name in ("AlignTranspose", "AlignReshape"):
 # BF16, BFP, MX, MatMulNBits.
 _obeyed("BF16QDQToCast", BOOL, False, "write bfloat16 as pairs of Cast")
 _obeyed("BF16WithClip", BOOL, False, "clip activations to the range of bfloat16 first")
-_later("EnableVaimlBF16", BOOL, False)
+_later(
+    "EnableVaimlBF16",
+    BOOL,
+    False,
+    why="a form without casts that one vendor's compiler reads; use BF16QDQToCast=True, then the tool remove_bf16_cast",
+)
 _obeyed("RefineBlockAxis", BOOL, True, "blocks lie along the axis that each op reduces, not along the given one")
 _obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
 _obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
