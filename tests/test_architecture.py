@@ -37,6 +37,7 @@ from tests.source_tree import (
 ADDRESSES = (
     "torch/quantization/",
     "torch/export/",
+    "torch/pruning/",
     "onnx/quantization/",
     "onnx/tools/",
     "onnx/operators/custom_ops.py",

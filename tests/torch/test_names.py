@@ -18,7 +18,10 @@ PATHS = {
         load_pre_optimization_config_from_file""",
     "quark.torch.quantization.config.config": """Config QConfig QuantizationConfig QLayerConfig QuantizationSpec
         QTensorConfig AmdFP4Spec FP8E5M3PerTensorSpec GPTAQConfig QronosConfig AutoRoundConfig SVDQuantConfig TQTSpec
-        QATSpec AlgoConfig PreQuantOptConfig TwoStageSpec DataTypeSpec QuaRotConfig Int8PerTensorSpec OCP_MXFP4Spec""",
+        QATSpec AlgoConfig PreQuantOptConfig TwoStageSpec DataTypeSpec QuaRotConfig Int8PerTensorSpec OCP_MXFP4Spec
+        Dtype ScaleType RoundType QSchemeType ZeroPointType DeviceType QuantizationMode QuantFlow
+        TQTThresholdInitMeth""",
+    "quark.torch.quantization.api": "ModelQuantizer load_params",
     "quark.torch.quantization.config.type": """Dtype ScaleType RoundType QSchemeType ZeroPointType DeviceType
         QuantizationMode QuantFlow TQTThresholdInitMeth""",
     "quark.torch.quantization.observer.observer": """PlaceholderObserver PerTensorMinMaxObserver ObserverBase
@@ -26,12 +29,16 @@ PATHS = {
         PerTensorPowOf2MinMaxObserver PerTensorPowOf2MinMSEObserver PerChannelMinMaxObserver PerGroupMinMaxObserver
         PerChannelPowOf2MinMaxObserver PerChannelPowOf2MinMSEObserver PerBlockMXObserver PerBlockMXDiffsObserver
         PerBlockBFPObserver PerBlock2DMinMaxObserver UniformScalingObserver LSQObserver TQTObserver""",
+    "quark.torch.quantization.observer.tqt_observer": "TQTObserver",
+    "quark.torch.quantization.observer.lsq_observer": "LSQObserver",
     "quark.torch.quantization.config.template": "LLMTemplate",
     "quark.torch.quantization.graph.ops.quant_stubs": "QuantStub DeQuantStub",
-    "quark.torch.quantization.utils": "RuntimeOptions",
+    "quark.torch.quantization.utils": "RuntimeOptions enable_native_inference disable_native_inference",
+    "quark.torch.pruning.api": "ModelPruner",
     "quark.torch.export": "ExporterConfig JsonExporterConfig OnnxExporterConfig",
     "quark.torch.export.config.config": "ExporterConfig JsonExporterConfig OnnxExporterConfig",
-    "quark.torch.export.api": "ModelExporter _map_to_quark",
+    "quark.torch.export.api": """ModelExporter ModelImporter _map_to_quark _move_quantizer_to_dict export_safetensors
+        export_onnx export_gguf import_model_from_safetensors save_params""",
     "quark.torch.export.main_export.quant_config_parser": "QuantConfigParser",
 }
 
@@ -56,4 +63,13 @@ def test_names_of_later_features_say_so() -> None:
 
     for use in (q.ModelPruner, q.enable_native_inference, q.disable_native_inference):
         with pytest.raises(NotSupportedError, match="not part of this version"):
+            use()
+
+
+def test_tensor_parallelism_says_that_it_is_not_there() -> None:
+    from quark.torch.config.not_supported import TPDeviceManager
+    from quark.torch.export.api import _move_quantizer_to_dict
+
+    for use in (TPDeviceManager.tp_mesh_init, lambda: _move_quantizer_to_dict(object())):
+        with pytest.raises(NotSupportedError, match="--use_tp"):
             use()

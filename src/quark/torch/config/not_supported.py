@@ -38,3 +38,17 @@ def enable_native_inference(*args: Any, **options: Any) -> None:
 def disable_native_inference(*args: Any, **options: Any) -> None:
     """Native kernels; not in this version."""
     raise NotSupportedError("disable_native_inference: native kernels are not part of this version.")
+
+
+class TPDeviceManager:
+    """Tensor parallelism of an evaluation under torchrun; not in this version."""
+
+    @staticmethod
+    def tp_mesh_init(*args: Any, **options: Any) -> None:
+        """Start the group of devices; not in this version."""
+        raise NotSupportedError("TPDeviceManager: tensor parallelism (--use_tp) is not part of this version.")
+
+
+def _move_quantizer_to_dict(model: object) -> None:
+    """Hide the quantizers of a model from tensor parallelism; not in this version."""
+    raise NotSupportedError("_move_quantizer_to_dict: tensor parallelism (--use_tp) is not part of this version.")

@@ -1,6 +1,7 @@
-"""Address of the configs of all generations of names."""
+"""Address of the configs of all generations of names, and of the enums that they take."""
 
 from quark.torch.config.algo_configs import *
 from quark.torch.config.config import *
+from quark.torch.config.enums import *
 from quark.torch.config.shorthand_specs import *
 from quark.torch.config.tensor_config import *

@@ -1,0 +1,3 @@
+"""Address of ModelPruner."""
+
+from quark.torch.config.not_supported import ModelPruner as ModelPruner
