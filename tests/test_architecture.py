@@ -35,9 +35,13 @@ from tests.source_tree import (
 )
 
 ADDRESSES = (
+    "common/",
+    "contrib/",
+    "shares/",
     "torch/quantization/",
     "torch/export/",
     "torch/pruning/",
+    "torch/utils/",
     "onnx/quantization/",
     "onnx/tools/",
     "onnx/operators/custom_ops.py",
@@ -47,11 +51,11 @@ ADDRESSES = (
 
 # From the ground up: each imports itself and what stands further down, never what stands beside it, but on the ground.
 ARROWS = [
-    "errors checked files image_files log native command_line __version__",
+    "errors checked files image_files log profiler native command_line __version__",
     "core",
     "onnx_ops",
     "torch onnx",
-    "commands",
+    "commands common contrib shares",
     "cli",
     "__main__",
 ]

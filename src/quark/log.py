@@ -6,13 +6,15 @@ narrow encoding ends no run.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class UnfailingStream:
@@ -83,6 +85,58 @@ def _make_logger() -> logging.Logger:
 
 
 logger = _make_logger()
+
+
+class ScreenLogger:
+    """The documented logger of scripts: a child of the one logger, whose lines, stream and level are its own.
+
+    Args:
+        name: Whose lines they are, as `__name__`; a handler that the caller adds sees "quark.<name>".
+
+    Attributes:
+        logger: The child, a `logging.Logger`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.logger = logger.getChild(name)
+
+    @staticmethod
+    def set_shared_level(level: int) -> None:
+        """Log only from this level of `logging` on (10 debug, 20 info ...): of every ScreenLogger, and of quark."""
+        logger.setLevel(level)
+
+    def debug(self, msg: object, *args: Any, **options: Any) -> None:
+        self.logger.debug(msg, *args, **options)
+
+    def info(self, msg: object, *args: Any, **options: Any) -> None:
+        self.logger.info(msg, *args, **options)
+
+    def warning(self, msg: object, *args: Any, **options: Any) -> None:
+        self.logger.warning(msg, *args, **options)
+
+    def error(self, msg: object, *args: Any, **options: Any) -> None:
+        self.logger.error(msg, *args, **options)
+
+    def critical(self, msg: object, *args: Any, **options: Any) -> None:
+        self.logger.critical(msg, *args, **options)
+
+    def exception(self, msg: object, *args: Any, **options: Any) -> None:
+        """Log an error, with the traceback of the exception that is being handled."""
+        self.logger.exception(msg, *args, **options)
+
+
+def log_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: an error that leaves the function is logged, and raised as it was."""
+
+    @functools.wraps(function)
+    def logged(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            logger.error("%s", error)
+            raise
+
+    return logged
 
 
 @contextmanager

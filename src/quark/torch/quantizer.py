@@ -14,6 +14,7 @@ from quark.checked import snapshot
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
+from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.config.config import QConfig
@@ -54,6 +55,7 @@ class ModelQuantizer:
         check_cache_config(self.config)
         _algorithms(self.config)
 
+    @profile_scope(ProfileStep.MODEL_QUANTIZATION)
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
         """Replace the layers that the config names by quantized ones and find their scales.
 
@@ -124,6 +126,7 @@ class ModelQuantizer:
         calibrate_activations(model, layers, data, self.config)
 
     @staticmethod
+    @profile_scope(ProfileStep.FREEZE_MODEL)
     def freeze(model: nn.Module, quantize: bool | None = None, runtime_options: object | None = None) -> nn.Module:
         """End training, and write the quantized values into the weights and biases: a forward no longer quantizes them.
 
@@ -154,6 +157,7 @@ class ModelQuantizer:
                 _freeze(layer, role, shared)
         return model
 
+    @profile_scope(ProfileStep.FILE_TO_FILE_QUANTIZATION)
     def direct_quantize_checkpoint(
         self,
         pretrained_model_path: str | os.PathLike[str],

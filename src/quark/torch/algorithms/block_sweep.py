@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
+from quark.profiler import ProfileStep, profile_scope
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import BlockWeights, Hidden, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.input_group import no_tokens
@@ -32,6 +33,7 @@ from quark.torch.model.batches import evaluating
 from quark.torch.model.blocks import find_blocks
 
 
+@profile_scope(ProfileStep.ADVANCED_ALGORITHMS)
 def sweep(
     model: nn.Module,
     layers: Mapping[str, QuantLayer],

@@ -17,6 +17,7 @@ from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.log import progress
+from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.config.config import QConfig
@@ -31,6 +32,7 @@ FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
 
 
+@profile_scope(ProfileStep.CALIBRATION_WEIGHTS)
 def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     """Find the scales of all weights and biases.
 
@@ -124,6 +126,7 @@ def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec)
     return quantize_scales(compute_qparams(weight, replace(spec, scale_spec=None)), QParams(largest), spec)
 
 
+@profile_scope(ProfileStep.CALIBRATION_FORWARD)
 def calibrate_activations(
     model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None, config: QConfig
 ) -> None:

@@ -1,0 +1,1 @@
+"""Address of the logger and the profiler."""
