@@ -22,7 +22,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quark.commands.models import folder_bytes
-from quark.commands.text import perplexity, token_windows
 from quark.core.metrics import decibel, sqnr
 from quark.onnx import (
     CalibMethod,
@@ -36,6 +35,7 @@ from quark.onnx import (
 from quark.onnx import ModelQuantizer as OnnxQuantizer
 from quark.onnx.quantization.config import get_default_config
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.llm.text import perplexity, token_windows
 
 MODELS = Path(__file__).parent / "models"
 SCHEMES = ("int8", "uint4_wo_128", "mxfp4")

@@ -179,7 +179,7 @@ def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     from transformers import AutoTokenizer
 
     from quark.commands.models import load_model
-    from quark.commands.text import perplexity, token_windows
+    from quark.torch.llm.text import perplexity, token_windows
 
     line = "evaluate {llama} {quantized} --text {text} --length 64 --windows 3 --layers 2"
     out = succeed(line, places)

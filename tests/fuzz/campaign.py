@@ -126,10 +126,10 @@ def preload() -> None:
     import quark.commands.model_inputs
     import quark.commands.quantize_onnx
     import quark.commands.quantize_torch
-    import quark.commands.text
     import quark.onnx.quantizer
     import quark.torch.checkpoint.importer
     import quark.torch.flows.from_disk
+    import quark.torch.llm.text
     import quark.torch.quantizer  # noqa: F401
 
     torch.set_num_threads(1)

@@ -101,7 +101,7 @@ def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison
     """Run both models on the batches, of one sample each."""
     import torch
 
-    from quark.commands.text import negative_log_likelihood
+    from quark.torch.llm.text import negative_log_likelihood
     from quark.torch.model.batches import forward_batch, input_device, named_outputs
 
     device = input_device(before)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quark.commands.text import read_text, token_windows
 from quark.errors import CalibrationError, MissingDependencyError, one_line
 from quark.image_files import open_image
+from quark.torch.llm.text import read_text, token_windows
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
 Batch = Any

@@ -14,12 +14,10 @@ from quark.commands.model_inputs import ModelInputs
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
-from quark.torch.formats import FORMATS
+from quark.torch.llm.model_loading import DTYPES, FOREIGN
+from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
-
-FOREIGN = frozenset(FORMATS) - {"quark"}
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def _quiet_transformers() -> Any:
@@ -42,7 +40,7 @@ def load_model(
     stored = read_config(folder).get("quantization_config") or {}
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
-    where = _device(device)
+    where = named_device(device)
     _quiet_transformers()
     if str(stored.get("quant_method")) in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.
@@ -57,17 +55,6 @@ def inputs_of(folder: Path, model: Any) -> ModelInputs:
     """What the model of a folder takes."""
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     return ModelInputs(folder, model.config, type(model), dtype)
-
-
-def _device(name: str) -> torch.device:
-    """The device of a name. Raises ConfigError for a name that torch does not know or a device that is not there."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name!r} cannot be used: {first}. Possible: cpu, cuda, cuda:1.") from None
-    return device
 
 
 def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:

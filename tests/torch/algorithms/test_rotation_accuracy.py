@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from quark.commands.text import perplexity, token_windows
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerToken
 from quark.core.spec import LayerSpec, TensorSpec
@@ -16,6 +15,7 @@ from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.llm.text import perplexity, token_windows
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
 pytestmark = pytest.mark.slow

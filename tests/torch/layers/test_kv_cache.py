@@ -225,7 +225,7 @@ def test_an_excluded_attention_module_keeps_its_probabilities(tmp_path: Path) ->
 def test_fp8_costs_at_most_half_a_percent_of_perplexity(late: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quark.commands.text import perplexity, token_windows
+    from quark.torch.llm.text import perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
     calibration = token_windows(tokenizer, TEXT / "calibration.txt", 128, 4)

@@ -32,7 +32,12 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def load_float_model(
-    folder: Path, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False, keep_unexpected: bool = False
+    folder: Path,
+    dtype: torch.dtype | str = "auto",
+    *,
+    trust_remote_code: bool = False,
+    keep_unexpected: bool = False,
+    **options: Any,
 ) -> Any:
     """The model of a folder, in evaluation mode, on the CPU. One that quark quantized is loaded as it computes.
 
@@ -42,6 +47,7 @@ def load_float_model(
         trust_remote_code: Run the code that `auto_map` names.
         keep_unexpected: Accept tensors that the class has no place for; a checkpoint that is made of the model holds
             them as they are.
+        options: For `from_pretrained`.
 
     Raises:
         FormatError: The folder is incomplete or corrupt, its config calls for other shapes than its files have, or
@@ -53,7 +59,9 @@ def load_float_model(
     check_sizes(folder, stored, shapes)
     if not stored.get("quantization_config"):
         check_metas(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), tensors)
-    model = load_whole(folder, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dtype=dtype)
+    model = load_whole(
+        folder, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dtype=dtype, **options
+    )
     return model.eval()
 
 

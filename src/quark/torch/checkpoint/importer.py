@@ -22,7 +22,7 @@ from quark.torch.formats.format import layers_in
 from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.folder_files import shard_files
-from quark.torch.model.meta_model import saved_dtype
+from quark.torch.model.meta_model import fill_buffers, saved_dtype
 from quark.torch.model.model_folder import as_format_error, load_config, model_class, read_config
 from quark.torch.model.published_names import published_names
 from quark.torch.model.tied_weights import tying_configs
@@ -66,6 +66,8 @@ def import_model_from_safetensors(
     if model is None:
         with as_format_error(folder):
             model = _float_model(folder, trust_remote_code, attn_implementation)
+    if any(buffer.is_meta for _, buffer in getattr(model, "named_non_persistent_buffers", list)()):
+        fill_buffers(model)  # rotary tables: no checkpoint holds them
     files = shard_files(folder)
     content = replace(_resolved(form, stored, files, model), dtype=saved_dtype(folder))
     load_stored(model, form, content, read_tensors(files))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import CalibrationError, QuarkError, one_line
+from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.log import progress
 
 
@@ -81,6 +81,17 @@ def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Te
 def input_device(model: nn.Module) -> torch.device:
     """Where batches go: to the first parameter that is loaded."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def named_device(name: str) -> torch.device:
+    """The device of a name. Raises ConfigError for a name that torch does not know or a device that is not there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"The device {name!r} cannot be used: {first}. Possible: cpu, cuda, cuda:1.") from None
+    return device
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,1 @@
+"""Address; see llm_eval."""

@@ -1,0 +1,5 @@
+"""Address of the helpers of language-model scripts. The code is in quark.torch.llm."""
+
+from quark.torch.config.llm_template import *
+from quark.torch.llm.calibration_text import *
+from quark.torch.llm.model_loading import *
