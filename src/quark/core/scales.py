@@ -19,7 +19,7 @@ the E8M0 rule with emax = 6. A NaN makes the step of its block NaN: E8M0 has a N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quark.core.array import Array, astype, namespace, view
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
@@ -127,6 +127,23 @@ def round_scale(scale: Array, spec: TensorSpec, model_dtype: str) -> Array:
     else:
         name = SCALE_DTYPES.get(kind, "")
     return round_to(scale, DTYPES[name]) if name else scale
+
+
+def scale_of_magnitude(amax: Array, spec: TensorSpec, kind: ScaleType, zero: float) -> Array:
+    """The scale under which a magnitude is the largest code.
+
+    Args:
+        amax: Largest magnitudes, float32.
+        spec: The element type, and the rule of E8M0 exponents.
+        kind: float32, or the 8-bit type that the scale is rounded to.
+        zero: The scale where the magnitude is 0.
+    """
+    xp = namespace(amax)
+    if kind is ScaleType.float8_e8m0fnu:
+        scale = _e8m0(amax, spec.dtype, spec.scale_rule)
+    else:
+        scale = round_scale(amax / spec.dtype.max, replace(spec, scale_type=kind), "float32")
+    return xp.where(amax == 0, zero, scale)
 
 
 def flaw(params: QParams, spec: TensorSpec) -> str | None:

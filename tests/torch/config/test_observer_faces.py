@@ -18,6 +18,7 @@ from quark.torch.config import observer_classes as faces
 from quark.torch.config.enums import Dtype, QSchemeType, RoundType, ScaleType
 from quark.torch.config.lowering import lower_tensor
 from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_class
+from quark.torch.config.shorthand_specs import OCP_MXFP4Spec
 from quark.torch.config.tensor_config import QTensorConfig
 from quark.torch.quantization import observer as package
 from quark.torch.quantization.observer import observer as address
@@ -181,3 +182,74 @@ def test_dtype_names_and_storage() -> None:
     for make in (lambda: Dtype.from_str("itn8"), lambda: Dtype.from_torch_dtype(torch.float32)):
         with pytest.raises(ConfigError, match="Unknown Dtype"):
             make()
+
+
+def test_the_range_seen_is_shown_and_forgotten() -> None:
+    """The numbers are those of amd-quark 0.13."""
+    x = torch.tensor([[1.0, -2.0, 3.0, 0.5], [4.0, -5.0, 0.25, 1.0]])
+    for cls, low, high in (
+        (faces.PerTensorMinMaxObserver, -5.0, 4.0),
+        (faces.PerChannelMinMaxObserver, [-2.0, -5.0], [3.0, 4.0]),
+    ):
+        face = cls(config(cls))
+        assert (face.min_val, face.max_val) == (torch.inf, -torch.inf)
+        face(x)
+        assert face.min_val.flatten().tolist() == torch.tensor(low).flatten().tolist()
+        assert face.max_val.flatten().tolist() == torch.tensor(high).flatten().tolist()
+        first = face._calculate_qparams()[0]
+        face.reset_min_max_vals()
+        assert (face.min_val, face.max_val) == (torch.inf, -torch.inf)
+        with pytest.raises(CalibrationError):
+            face.calculate_qparams()
+        face(x * 0.5)
+        assert torch.equal(face._calculate_qparams()[0], first / 2)
+        face.reset_state()
+        face(x)
+        assert torch.equal(face.calculate_qparams()[0], first)
+
+
+def test_qparams_of_a_range_are_computed_without_observing() -> None:
+    spec = QTensorConfig(
+        Dtype.uint8, faces.PerTensorMinMaxObserver, False, QSchemeType.per_tensor, symmetric=False,
+        round_method=RoundType.half_even, scale_type=ScaleType.float,
+    )  # fmt: skip
+    face = faces.PerTensorMinMaxObserver(spec)
+    scale, zero = face.calculate_qparams(torch.tensor(-3.0), torch.tensor(4.0))
+    assert scale.item() == pytest.approx(7 / 255) and zero.item() == 109, "as amd-quark 0.13 has it"
+    with pytest.raises(ConfigError, match="both min_val and max_val"):
+        face.calculate_qparams(torch.tensor(1.0))
+
+
+# Printed by get_scale of amd-quark 0.13 for these magnitudes, with eps = 1e-8; four digits.
+MAGNITUDES = [1.0, 3.0, 5.0, 7.9]
+SCALES = {
+    ("int8", "float32"): [7.8740e-03, 2.3622e-02, 3.9370e-02, 6.2205e-02],
+    ("even", "float32"): [0.16667, 0.5, 0.83333, 1.3167],
+    ("even", "e8m0"): [0.25, 0.5, 1.0, 2.0],
+    ("floor", "e8m0"): [0.25, 0.5, 1.0, 1.0],
+    ("ceil", "e8m0"): [0.25, 1.0, 2.0, 2.0],
+    ("even", "e5m3"): [0.1719, 0.5, 0.8125, 1.375],
+}
+
+
+@pytest.mark.parametrize(("kind", "scale_format"), SCALES)
+def test_scales_of_known_magnitudes(kind: str, scale_format: str) -> None:
+    if kind == "int8":
+        face: ObserverBase = faces.PerTensorMinMaxObserver(config(faces.PerTensorMinMaxObserver))
+    else:
+        spec = OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False, scale_calculation_mode=kind).to_quantization_spec()
+        face = faces.PerBlockMXObserver(spec)
+    found = face.get_scale(torch.tensor([*MAGNITUDES, 0.0]), 1e-8, scale_format)
+    # Half a unit of the last digit that was printed.
+    assert found[:-1].tolist() == pytest.approx(SCALES[kind, scale_format], rel=5e-4) and found[-1] == torch.tensor(
+        1e-8
+    )
+
+
+def test_an_unknown_format_of_scales_is_refused() -> None:
+    face = faces.PerTensorMinMaxObserver(config(faces.PerTensorMinMaxObserver))
+    with pytest.raises(ConfigError, match="possible: float32, e8m0, e4m3, e5m3"):
+        face.get_scale(torch.ones(1), 1e-8, "e4m4")
+    plain = faces.PlaceholderObserver(config(faces.PlaceholderObserver))
+    with pytest.raises(ConfigError, match="float16 has no scale"):
+        plain.get_scale(torch.ones(1), 1e-8, "float32")

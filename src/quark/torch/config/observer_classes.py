@@ -20,7 +20,8 @@ from quark.core.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import effective
 from quark.core.registry import Registry
-from quark.core.spec import Learning, TensorSpec
+from quark.core.scales import qparams_from_range, scale_of_magnitude
+from quark.core.spec import Learning, ScaleType, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.enums import QSchemeType
 
@@ -56,6 +57,14 @@ __all__ = [
 
 OBSERVER_CLASSES: Registry[type[ObserverBase]] = Registry("observer class")
 """Class name, as JSON stores it, -> class. Subclasses enter when they are defined."""
+
+SCALE_FORMATS = {
+    "float32": ScaleType.float32,
+    "e8m0": ScaleType.float8_e8m0fnu,
+    "e4m3": ScaleType.float8_e4m3,
+    "e5m3": ScaleType.float8_e5m3,
+}
+"""How `get_scale` names the types of scales."""
 
 _TENSOR, _CHANNEL, _GROUP = QSchemeType.per_tensor, QSchemeType.per_channel, QSchemeType.per_group
 
@@ -121,14 +130,68 @@ class ObserverBase(nn.Module):
         self.statistic.update(x.detach())
         return x
 
-    def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, zero point) for everything seen: float32, and int32 unless the zero point is a float.
+    @property
+    def min_val(self) -> torch.Tensor:
+        """The smallest value seen of each part that has a scale, float32; inf before the first."""
+        low = self.statistic.low
+        return torch.tensor(torch.inf) if low is None else torch.as_tensor(low)
 
-        Raises CalibrationError when nothing was seen, NonFiniteError when NaN or Inf was.
+    @property
+    def max_val(self) -> torch.Tensor:
+        """The largest value seen of each part that has a scale, float32; -inf before the first."""
+        high = self.statistic.high
+        return torch.tensor(-torch.inf) if high is None else torch.as_tensor(high)
+
+    def reset_state(self) -> None:
+        """Forget everything seen: the next batch is the first."""
+        self.statistic = OBSERVERS[self.observer](self.statistic.spec)
+
+    def reset_min_max_vals(self) -> None:
+        """Forget everything seen, as `reset_state`."""
+        self.reset_state()
+
+    def get_scale(self, amax: torch.Tensor, eps: float, scale_format: str) -> torch.Tensor:
+        """The scales of parts whose largest magnitudes are known.
+
+        Args:
+            amax: Largest magnitudes, float32.
+            eps: The scale of a part that is all zero.
+            scale_format: "float32", "e8m0", "e4m3" or "e5m3": the type that a scale is rounded to.
+
+        Raises:
+            ConfigError: The format is unknown, or the observed type has no scale.
         """
-        params = effective(self.statistic.qparams(), self.statistic.spec)
+        if scale_format not in SCALE_FORMATS:
+            raise ConfigError(f"scale_format is {scale_format!r}; possible: {', '.join(SCALE_FORMATS)}.")
+        if self.statistic.spec.is_cast:
+            raise ConfigError(f"{self.statistic.spec.dtype} has no scale.")
+        return scale_of_magnitude(amax, self.statistic.spec, SCALE_FORMATS[scale_format], eps)
+
+    def calculate_qparams(
+        self, min_val: torch.Tensor | None = None, max_val: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, zero point): float32, and int32 unless the zero point is a float.
+
+        Args:
+            min_val, max_val: The range of each part; both None: that of everything seen.
+
+        Raises:
+            CalibrationError: Nothing was seen.
+            NonFiniteError: NaN or Inf was.
+            ConfigError: One of the two is given without the other.
+        """
+        if (min_val is None) != (max_val is None):
+            raise ConfigError("calculate_qparams takes both min_val and max_val, or neither.")
+        if min_val is None:
+            params = effective(self.statistic.qparams(), self.statistic.spec)
+        else:
+            params = effective(qparams_from_range(min_val, max_val, self.statistic.spec), self.statistic.spec)
         zero = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
         return params.scale, zero if self.statistic.spec.float_zero_point else zero.to(torch.int32)
+
+    def _calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The name by which scripts ask for what was seen."""
+        return self.calculate_qparams()
 
 
 class UniformScalingObserver(ObserverBase):
