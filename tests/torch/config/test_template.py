@@ -239,14 +239,29 @@ def test_schemes_of_ones_own() -> None:
     LLMTemplate.register_scheme("mine", mine)
     assert "mine" in LLMTemplate.get_supported_schemes()
     assert config("mine").global_quant_config == mine
-    for name in ("mine", "fp8", "w_fp8_a_fp8"):
-        with pytest.raises(ConfigError, match="choose another name"):
-            LLMTemplate.register_scheme(name, mine)
+    with pytest.raises(ConfigError, match="choose another name"):
+        LLMTemplate.register_scheme("mine", mine)
     LLMTemplate.unregister_scheme("mine")
     with pytest.raises(ConfigError, match="Unknown scheme 'mine'"):
         config("mine")
     with pytest.raises(ConfigError, match="Unknown scheme 'mine'"):
         LLMTemplate.unregister_scheme("mine")
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", ["int8_wo", "nvfp4", "w_fp8_a_fp8"])
+def test_a_registered_scheme_stands_in_place_of_a_built_in_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before, known = config(name), LLMTemplate.get_supported_schemes()
+    mine = QLayerConfig(weight=Int8PerTensorSpec())
+    LLMTemplate.register_scheme(name, mine)
+    assert f"The registered scheme {name!r} stands in place of the built-in one." in capsys.readouterr().err
+    made = config(name)
+    assert made.global_quant_config == mine and made.global_quant_config != before.global_quant_config
+    assert not made.shared_scale_groups and not made.sync_moe_expert_input_amax, "those are of the built-in nvfp4"
+    names = LLMTemplate.get_supported_schemes()
+    assert sorted(names) == sorted({*known, name}), "once"
+    LLMTemplate.unregister_scheme(name)
+    assert config(name) == before
 
 
 @pytest.mark.usefixtures("clean")

@@ -16,6 +16,7 @@ from quark.checked import as_dict, as_list, snapshot
 from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, did_you_mean
+from quark.log import logger
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.families import EXCLUDED, with_shown
@@ -139,11 +140,14 @@ class LLMTemplate:
 
     @classmethod
     def register_scheme(cls, scheme_name: str, config: QLayerConfig) -> None:
-        """Add a scheme. Raises ConfigError for a name that is taken or a config that cannot be lowered."""
-        if scheme_name in SCHEMES or scheme_name in OLD_SCHEMES:
-            raise ConfigError(f"The scheme {scheme_name!r} is built in; choose another name.")
+        """Add a scheme, which stands in place of a built-in one of that name until it is removed.
+
+        Raises ConfigError for a name that was registered before, or a config that cannot be lowered.
+        """
         lower_layer(config)
         cls._schemes.register(scheme_name, config)
+        if scheme_name in SCHEMES or scheme_name in OLD_SCHEMES:
+            logger.info("The registered scheme %r stands in place of the built-in one.", scheme_name)
 
     @classmethod
     def unregister_scheme(cls, scheme_name: str) -> None:
@@ -153,7 +157,7 @@ class LLMTemplate:
     @classmethod
     def get_supported_schemes(cls) -> list[str]:
         """The names that `get_config` takes."""
-        return [*SCHEMES, *cls._schemes]
+        return [*SCHEMES, *(name for name in cls._schemes if name not in SCHEMES)]
 
     @classmethod
     def scheme(cls, name: str | QLayerConfig) -> QLayerConfig:
@@ -212,7 +216,8 @@ class LLMTemplate:
         if attention_scheme is not None:
             softmax = _tensor_scheme("attention_scheme", attention_scheme, ("fp8",))
             layers.update({p: replace(layers.get(p, base), output_tensors=softmax) for p in self.q_layer_name})
-        shared = any(name in SHARED_SCALE_SCHEMES for name in (scheme, *layer_config.values()))
+        built_in = {name for name in (scheme, *layer_config.values()) if isinstance(name, str)} - self._schemes.keys()
+        shared = not built_in.isdisjoint(SHARED_SCALE_SCHEMES)
         if shared_scale_groups is None:
             shared_scale_groups = self._siblings() if shared else []
         return QConfig(
