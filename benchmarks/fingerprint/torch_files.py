@@ -61,7 +61,7 @@ def onnx(scheme: str, options: dict[str, Any] | None = None) -> None:
     """A network under a scheme as one ONNX file."""
     config = LLMTemplate.get("auto").get_config(scheme, exclude_layers=[])
     model = ModelQuantizer(config).quantize_model(linears(), vectors())
-    export_onnx(model, OUT, vectors()[0], input_names=["x"], **(options or {}))
+    export_onnx(model, OUT, vectors()[0], input_names=["x"], **{"uint4_int4_flag": True, **(options or {})})
 
 
 def onnx_language_model(scheme: str) -> None:

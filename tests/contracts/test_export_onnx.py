@@ -67,7 +67,7 @@ class Export:
             self.wanted = dict(zip(schemes, self.model(self.x), strict=True))
             layers = {name: self.model.layers[f"as_{name}"] for name in schemes}
             self.weights = {name: layer.quantized("weight", layer.weight) for name, layer in layers.items()}
-        self.file = export_onnx(self.model, folder / "quantized", self.x, output_names=schemes)
+        self.file = export_onnx(self.model, folder / "quantized", self.x, uint4_int4_flag=True, output_names=schemes)
         self.proto = onnx.load(self.file)
         self.stored = {tensor.name: tensor for tensor in self.proto.graph.initializer}
 
@@ -104,7 +104,7 @@ def test_a_session_of_its_own_choice_stays_near(export: Export) -> None:
 @pytest.mark.slow
 def test_frozen_and_not_frozen_models_give_the_same_file(export: Export) -> None:
     frozen = export.quantizer.freeze(copy.deepcopy(export.model))
-    file = export_onnx(frozen, export.folder / "frozen", export.x, output_names=export.schemes)
+    file = export_onnx(frozen, export.folder / "frozen", export.x, uint4_int4_flag=True, output_names=export.schemes)
     assert export.file.read_bytes() == file.read_bytes()
 
 

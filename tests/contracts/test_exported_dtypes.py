@@ -98,7 +98,7 @@ def test_onnx_runtime_computes_the_same_or_the_type_is_refused_by_name(dtype: st
     layers = nn.ModuleList(nn.Linear(INPUTS, OUTPUTS) for _ in specs)
     model = quantized(Beside(layers).eval(), specs, [f"layers.{index}" for index in range(len(specs))], [x])
     try:
-        file = export_onnx(model, tmp_path / "out", x, input_names=["x"])
+        file = export_onnx(model, tmp_path / "out", x, uint4_int4_flag=True, input_names=["x"])
     except NotSupportedError as error:
         assert dtype in str(error)
         return

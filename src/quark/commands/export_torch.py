@@ -131,6 +131,8 @@ class Export:
             batch,
             input_names=list(batch),
             output_names=outputs,
+            uint4_int4_flag=True,
+            dynamo=True,
             dynamic_shapes=axes,
             overwrite=self.force,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     original = marked_tensors.quantize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marked_tensors, "quantize", lambda *a: (calls.append(1), original(*a))[1])
-        file = export_onnx(weight_only(), tmp_path_factory.mktemp("written"), torch.randn(3, 128))
+        file = export_onnx(weight_only(), tmp_path_factory.mktemp("written"), torch.randn(3, 128), uint4_int4_flag=True)
     return file, len(calls)
 
 
@@ -279,9 +280,24 @@ def test_options_of_both_generations(tmp_path: Path, written: tuple[Path, int]) 
     assert [proto.graph.input[0].name, proto.graph.output[0].name] == ["tokens", "scores"]
     assert proto.opset_import[0].version == 22 and proto.producer_name == "quark"
     assert_near(run(file, x), outputs(model, x))
-    config = ExporterConfig(onnx_export_config=OnnxExporterConfig(uint4_int4_flag=False))
-    assert initializer_kinds(ModelExporter(config, tmp_path / "config").export_onnx_model(model, x)) == {"INT8"}
+    config = ExporterConfig(onnx_export_config=OnnxExporterConfig(uint4_int4_flag=True))
+    assert initializer_kinds(ModelExporter(config, tmp_path / "config").export_onnx_model(model, x)) == {"INT4"}
+    assert initializer_kinds(ModelExporter(tmp_path / "plain").export_onnx_model(model, x)) == {"INT8"}
     assert initializer_kinds(written[0]) == {"INT4"}
+
+
+def test_the_defaults_are_the_documented_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = weight_only(), torch.randn(3, 128)
+    defaults = {name: p.default for name, p in inspect.signature(export_onnx).parameters.items()}
+    assert defaults["dynamo"] is defaults["uint4_int4_flag"] is False
+    plain = export_onnx(model, tmp_path / "plain", x)
+    assert initializer_kinds(plain) == {"INT8"}
+    assert "also with dynamo=False" in capsys.readouterr().err
+    other = export_onnx(model, tmp_path / "dynamo", x, dynamo=True)
+    assert plain.read_bytes() == other.read_bytes() and "dynamo=False" not in capsys.readouterr().err
+    packed = export_onnx(model, tmp_path / "packed", x, uint4_int4_flag=True)
+    assert packed.stat().st_size < 0.75 * plain.stat().st_size
+    assert np.array_equal(run(packed, x), run(plain, x))
 
 
 def test_the_least_opset_that_holds_the_types(tmp_path: Path) -> None:
@@ -344,7 +360,6 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         (ConfigError, "input_args is a str", lambda f: export_onnx(model, f, "x")),
         (ConfigError, "needs opset 21", lambda f: export_onnx(model, f, x, opset_version=19)),
         (ConfigError, "opset_version=99", lambda f: export_onnx(model, f, x, opset_version=99)),
-        (NotSupportedError, "dynamo=False", lambda f: export_onnx(model, f, x, dynamo=False)),
         (NotSupportedError, "ONNX_ATEN", lambda f: export_onnx(model, f, x, operator_export_type="ONNX_ATEN")),
         (NotSupportedError, "up.input: .*per tensor, token or group", lambda f: export_onnx(blocks, f, x)),
         (CalibrationError, "up.weight_quantizer is still calibrating", lambda f: export_onnx(observing, f, x)),
@@ -364,5 +379,5 @@ def test_the_file_is_as_small_as_the_scheme(tmp_path: Path) -> None:
     for scheme, bits in {"uint4_wo_128": 4.29, "mxfp4_weight_only": 4.26}.items():
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
         layer = LayerSpec(weight=SCHEMES[scheme].weight)
-        file = export_onnx(quantize(model, layer), tmp_path / scheme, x)
+        file = export_onnx(quantize(model, layer), tmp_path / scheme, x, uint4_int4_flag=True)
         assert 8 * file.stat().st_size / 1024**2 < bits + 0.05, scheme

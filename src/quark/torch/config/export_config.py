@@ -38,7 +38,7 @@ class OnnxExporterConfig:
         uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4, not as INT8 and UINT8.
     """
 
-    uint4_int4_flag: bool = True
+    uint4_int4_flag: bool = False
 
 
 @checked_dataclass

@@ -196,7 +196,7 @@ class ModelExporter:
         `uint4_int4_flag` is by default that of the config, if there is one.
         """
         config = getattr(self.config, "onnx_export_config", None)
-        flag = getattr(config, "uint4_int4_flag", True) if uint4_int4_flag is None else uint4_int4_flag
+        flag = getattr(config, "uint4_int4_flag", False) if uint4_int4_flag is None else uint4_int4_flag
         return export_onnx(
             model,
             self.export_dir,

@@ -44,8 +44,8 @@ def export_onnx(
     verbose: bool = False,
     do_constant_folding: bool = True,
     operator_export_type: Any = None,
-    uint4_int4_flag: bool = True,
-    dynamo: bool = True,
+    uint4_int4_flag: bool = False,
+    dynamo: bool = False,
     *,
     dynamic_shapes: Any = None,
     overwrite: bool = False,
@@ -61,8 +61,11 @@ def export_onnx(
         verbose: Show what torch.onnx says.
         do_constant_folding: Let torch.onnx simplify the graph.
         operator_export_type: None or `torch.onnx.OperatorExportTypes.ONNX`.
-        uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4; False stores them as INT8 and UINT8.
-        dynamo: True: the graph comes from torch.export.
+        uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4, in half the bytes; False stores them as INT8 and
+            UINT8. The values are the same.
+        dynamo: Either value gives the same file: its graph comes from torch.export, which True asks for, and which
+            writes what the older exporter of TorchScript (False, as documented) has no operators for. A log line
+            says so for False.
         dynamic_shapes: As for `torch.onnx.export`: axes that may have any length, `{"input_ids": {0: "batch"}}`.
         overwrite: Replace a file that is there.
 
@@ -74,7 +77,7 @@ def export_onnx(
         NotSupportedError: An option or a spec without an ONNX form, or a model that torch.export cannot trace.
         OutputExistsError, OutputError: See there. Nothing is left behind.
     """
-    _check_options(operator_export_type, dynamo)
+    _check_options(operator_export_type)
     args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
     file = Path(output_dir) / FILE
     check_file(file, overwrite)
@@ -84,13 +87,13 @@ def export_onnx(
     from quark.onnx_ops.saving import save  # imports onnx: when a model is really exported
 
     save(written, file, overwrite=overwrite)
+    if not dynamo:
+        logger.info("The graph comes from torch.export, also with dynamo=False.")
     logger.info("Exported to %s.", file)
     return file
 
 
-def _check_options(operator_export_type: Any, dynamo: bool) -> None:
-    if not dynamo:
-        raise NotSupportedError("dynamo=False, the TorchScript exporter, is not supported: leave dynamo at True.")
+def _check_options(operator_export_type: Any) -> None:
     if operator_export_type not in (None, "ONNX", torch.onnx.OperatorExportTypes.ONNX):
         raise NotSupportedError(f"operator_export_type={operator_export_type!r}: only ONNX is supported.")
 
