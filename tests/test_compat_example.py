@@ -50,7 +50,7 @@ def test_a_scheme_is_quantized_exported_and_evaluated(
     assert not files or files <= {file.name for file in (tmp_path / "out").iterdir()}
     if "config.json" in files:
         again = script.main(words(tmp_path, f"--model_reload --import_model_dir {tmp_path / 'out'}"))
-        assert again["perplexity"] == pytest.approx(found, rel=1e-2), "float16 is loaded, and computes the same codes"
+        assert again["perplexity"] == found, "the folder computes what was exported"
 
 
 def test_files_are_quantized_from_folder_to_folder(script: ModuleType, tmp_path: Path) -> None:

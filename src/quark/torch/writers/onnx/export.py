@@ -61,11 +61,8 @@ def export_onnx(
         verbose: Show what torch.onnx says.
         do_constant_folding: Let torch.onnx simplify the graph.
         operator_export_type: None or `torch.onnx.OperatorExportTypes.ONNX`.
-        uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4, in half the bytes; False stores them as INT8 and
-            UINT8. The values are the same.
-        dynamo: Either value gives the same file: its graph comes from torch.export, which True asks for, and which
-            writes what the older exporter of TorchScript (False, as documented) has no operators for. A log line
-            says so for False.
+        uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4; False stores them as INT8 and UINT8.
+        dynamo: Either value gives the same file, whose graph comes from torch.export; for False a log line says so.
         dynamic_shapes: As for `torch.onnx.export`: axes that may have any length, `{"input_ids": {0: "batch"}}`.
         overwrite: Replace a file that is there.
 
