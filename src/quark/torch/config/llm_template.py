@@ -216,8 +216,7 @@ class LLMTemplate:
         if attention_scheme is not None:
             softmax = _tensor_scheme("attention_scheme", attention_scheme, ("fp8",))
             layers.update({p: replace(layers.get(p, base), output_tensors=softmax) for p in self.q_layer_name})
-        built_in = {name for name in (scheme, *layer_config.values()) if isinstance(name, str)} - self._schemes.keys()
-        shared = not built_in.isdisjoint(SHARED_SCALE_SCHEMES)
+        shared = any(n in SHARED_SCALE_SCHEMES and n not in self._schemes for n in (scheme, *layer_config.values()))
         if shared_scale_groups is None:
             shared_scale_groups = self._siblings() if shared else []
         return QConfig(
