@@ -65,6 +65,10 @@ class OutputError(QuarkError, OSError):
     """The output could not be written, and nothing of it was left behind."""
 
 
+class DamageError(QuarkError, ValueError):
+    """A quantized model has lost what the float model gives."""
+
+
 class NotSupportedError(QuarkError, NotImplementedError):
     """A documented feature that this version does not have yet."""
 

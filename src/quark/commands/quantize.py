@@ -71,6 +71,10 @@ AllowNoop = Annotated[
         help="Whether an algorithm that finds nothing to do is a warning (default) or an error.",
     ),
 ]
+AllowDamage = Annotated[
+    bool,
+    onnx_option("--allow-damage", help="Write a model whose outputs keep less than 10 dB on calibration samples."),
+]
 Recover = Annotated[
     bool,
     onnx_option("--recover", help="Try other ranges and algorithms; keep what helps on samples that are held out."),
@@ -108,6 +112,7 @@ def quantize(
     mean: Mean = None,
     std: Std = None,
     allow_noop: AllowNoop = None,
+    allow_damage: AllowDamage = False,
     recover: Recover = False,
     budget: Budget = None,
     metric: Metric = None,
@@ -132,7 +137,10 @@ def quantize(
         reader = calibration_reader(model, calib, batch_size, mean, std)
         runtime, goal = split_targets(target or [])
         recovery = asked(recover, budget, metric, goal)
-        quantize_onnx(model, output, name, reader, samples, exclude, runtime, statistics, force, allow_noop, recovery)
+        quantize_onnx(
+            model, output, name, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
+            allow_damage=allow_damage, recovery=recovery,
+        )  # fmt: skip
         return
     from quark.commands.export_torch import Export
     from quark.commands.quantize_torch import quantize_folder

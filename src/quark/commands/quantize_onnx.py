@@ -16,6 +16,7 @@ from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
+from quark.onnx.evaluation.damage import LEAST
 
 
 def quantize_onnx(
@@ -29,6 +30,7 @@ def quantize_onnx(
     statistics: Path | None,
     force: bool,
     allow_noop: bool | None = None,
+    allow_damage: bool = False,
     recovery: Recovering | None = None,
 ) -> None:
     """Quantize, write, and say what it took."""
@@ -45,6 +47,7 @@ def quantize_onnx(
             samples=calibration.samples if samples is None else samples,
             statistics=str(statistics) if statistics else calibration.statistics,
         ),
+        least_sqnr=None if allow_damage else LEAST,
         allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
     )
     start, before = time.perf_counter(), file_bytes(model)

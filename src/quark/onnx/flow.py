@@ -12,6 +12,7 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
+from quark.onnx.npu.averaged_sizes import measure_sizes, needs_samples
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
 from quark.onnx.prepare import prepare
@@ -42,6 +43,11 @@ def convert(
     data = repeatable(reader, model, settings) if settings.algorithms else None
     reader = reader if data is None else data
     changed = run_before(model, settings, data)
+    if reader is not None and needs_samples(model, settings):
+        data = data or repeatable(reader, model, settings)
+        reader = data
+        if data is not None:
+            measure_sizes(model, settings, data)
     if (simulate(model, settings) or changed) and identity:
         # Statistics of simulated operators, or rescaled layers, are not those of the float model.
         identity = fingerprint(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -24,10 +25,11 @@ from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
+from quark.onnx.evaluation.damage import Damage, FirstSamples, damage, refuse_damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import checked_proto, load
+from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.qdq.value_infos import fill_value_infos
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import model_files, save
@@ -46,6 +48,7 @@ class ModelQuantizer:
 
     Attributes:
         metrics: How near the last model is to the float one, where EvalMetrics asks for it.
+        damage: What the outputs of the last model lost on the first calibration samples; None where there were none.
 
     Example:
         >>> ModelQuantizer(QConfig.get_default_config("A8W8")).quantize_model("float.onnx", "int8.onnx", reader)
@@ -57,6 +60,7 @@ class ModelQuantizer:
         self.config = snapshot(config)
         self.settings = lower(self.config)
         self.metrics: OutputMetrics | None = None
+        self.damage: Damage | None = None
 
     def quantize_model(
         self,
@@ -88,11 +92,13 @@ class ModelQuantizer:
         check_algorithms(settings.algorithms)
         with custom_libraries(settings.custom_libraries):
             with discreet(settings):
+                model = load(model_input)
+                first = reader = None if reader is None else FirstSamples(reader, model)
                 if settings.metrics:
-                    reader = repeatable(reader, load(model_input), settings)
-                model = quantize(load(model_input), settings, reader)
+                    reader = repeatable(reader, model, settings)
+                model = quantize(model, settings, reader)
                 self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
-            written = self._written(model, model_output)
+            written = self._written(model, model_output, model_input, first)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
         return written
@@ -133,21 +139,36 @@ class ModelQuantizer:
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
         with custom_libraries(self.settings.custom_libraries):
             with discreet(self.settings):
-                found, model = recover(load(model_input), self.settings, reader, measure, target, seconds)
-            return replace(found, model=self._written(model, model_output))
+                model = load(model_input)
+                first = None if reader is None else FirstSamples(reader, model)
+                found, model = recover(model, self.settings, first, measure, target, seconds)
+            return replace(found, model=self._written(model, model_output, model_input, first))
 
-    def _written(self, model: ir.Model, output: str | os.PathLike[str] | None) -> onnx.ModelProto | None:
+    def _written(
+        self, model: ir.Model, output: str | os.PathLike[str] | None, source: Model, first: FirstSamples | None
+    ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""
+        self.damage = None
         if self.settings.value_infos:
             fill_value_infos(model, lambda names: run_random(model, names, self.settings))
         if output is None:
-            return checked_proto(model)
+            proto = checked_proto(model)
+            if not self.settings.crypto:
+                self._compare(source, proto, first)
+            return proto
         if self.settings.crypto:
             proto = checked_proto(model)
             write_encrypted(proto, output, self.settings)
             return proto
-        save(model, output, self.settings.external_data)
+        save(model, output, self.settings.external_data, look=lambda file: self._compare(source, file, first))
         return None
+
+    def _compare(self, source: Model, quantized: onnx.ModelProto | Path, first: FirstSamples | None) -> None:
+        """Find what the outputs lost. Raises DamageError where that is more than the settings allow."""
+        if first is not None:
+            model, feeds = read(source), first.feeds()
+            self.damage = damage(model, quantized, feeds, self.settings)
+            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, feeds)
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

@@ -10,7 +10,7 @@ import filecmp
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,13 @@ LONGEST_STEM = 255 - len(".0123456789ab.data")
 """Bytes of a model's name that the names of its weights begin with."""
 
 
-def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = False, overwrite: bool = True) -> None:
+def save(
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    external_data: bool = False,
+    overwrite: bool = True,
+    look: Callable[[Path], object] | None = None,
+) -> None:
     """Check and write a model; the file appears whole or not at all.
 
     Args:
@@ -43,6 +49,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
             that reads other weights from there. A model over 2 GB, and one that was read with weights outside and still
             has some of them, is always written so.
         overwrite: Replace a file that is there.
+        look: Called with the file, whole, before it has its place; what it raises leaves nothing.
 
     Raises:
         OutputExistsError, OutputError: See `quark.files.check_file`. Nothing is left behind.
@@ -59,6 +66,8 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool = Fa
             data = data.rename(temporary / before.name_for(data))
             _relocate(file, data.name)
         check_valid(file, f"What would be written to {target} is no valid ONNX model")
+        if look is not None:
+            look(file)
         if data.exists():
             before.stale.discard(data.replace(target.with_name(data.name)))
         replace_file(file, target, before.stale)

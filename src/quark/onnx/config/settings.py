@@ -205,6 +205,7 @@ class Settings:
         npu: The NPU's operators and rules.
         algorithms: Algorithm configs in their order.
         allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
+        least_sqnr: In dB, what the outputs must keep on calibration samples; None: it is logged only.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
         custom_libraries: Libraries of the model's own operators.
         crypto: Keep everything about the model in memory, and out of the log.
@@ -222,6 +223,7 @@ class Settings:
     npu: NPUSettings = NPUSettings()
     algorithms: tuple[object, ...] = ()
     allow_noop: bool = True
+    least_sqnr: float | None = None
     external_data: bool = False
     custom_libraries: tuple[str, ...] = ()
     crypto: bool = False

@@ -27,6 +27,8 @@ from quark.onnx.graph.sessions import open_session, run_sample
 
 DECODED = "_DequantizeLinear_Output"
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0
+LOSSLESS = 50.0
+"""dB from which on it does not matter how much was lost."""
 RESCALED = 6.0
 """dB that factors of the channels must gain to be taken for rescaled ones."""
 
@@ -142,6 +144,36 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
 
 
+def damaged_layers(
+    model: onnx.ModelProto | Path, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed]
+) -> list[tuple[ComparedLayer, float]]:
+    """The layers that lose most of what comes to them, each with the SQNR in dB of the worst of its inputs.
+
+    Args:
+        model, quantized: A float model, and what was made of it.
+        feeds: Samples.
+    """
+    protos = [read_header(each) if isinstance(each, Path) else each for each in (model, quantized)]
+    matched = match_layers(*(proto.graph for proto in protos))
+    constants = {tensor.name for tensor in protos[0].graph.initializer}
+    constants |= {name for node in protos[0].graph.node if node.op_type == "Constant" for name in node.output}
+    given = {value.name for value in protos[0].graph.input}
+    reads = {name: set(node.input) - constants - {""} for node in protos[0].graph.node for name in node.output}
+    layers, tensors = [layer for _, _, layer in matched], ([a for a, _, _ in matched], [b for _, b, _ in matched])
+    places = [each.parent if isinstance(each, Path) else None for each in (model, quantized)]
+    inner = [_instrumented(*each, 1) for each in zip(protos, places, tensors, strict=True)]
+    unlike: set[int] = set()
+    for feed in feeds:
+        _update(layers, *(run_sample(*each, feed) for each in zip(inner, tensors, strict=True)), unlike=unlike)
+    known = {layer.tensor: layer for layer in layers if layer.damage.signal and id(layer) not in unlike}
+    lost = []
+    for name, layer in known.items():
+        if reads[name] and reads[name] <= known.keys() | given:
+            before = min((known[read].sqnr for read in reads[name] - given), default=LOSSLESS)
+            lost.append((layer, min(before, LOSSLESS)))
+    return sorted(lost, key=lambda each: each[0].sqnr - each[1])
+
+
 def _common_outputs(before: onnx.ModelProto, after: onnx.ModelProto) -> list[str]:
     for what, one, other in (
         ("inputs", list(map(str, model_inputs(before).values())), list(map(str, model_inputs(after).values()))),
@@ -191,7 +223,7 @@ def _maker(name: str, made: dict[str, onnx.NodeProto]) -> onnx.NodeProto:
 
 
 def _instrumented(
-    model: onnx.ModelProto, folder: Path, tensors: Sequence[str], threads: int
+    model: onnx.ModelProto, folder: Path | None, tensors: Sequence[str], threads: int
 ) -> onnxruntime.InferenceSession:
     """A session that can give the tensors too."""
     present = {value.name for value in model.graph.output}

@@ -1,0 +1,97 @@
+"""What a quantization cost on the calibration samples: the figure, the nodes that are named, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.errors import DamageError
+from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
+from quark.onnx.config.tensor_specs import Int8Spec
+from quark.onnx.evaluation.damage import LEAST, SAMPLES, damage
+from quark.onnx.graph.model_file import load
+from tests.commands.program import quark
+from tests.models.onnx_zoo import Builder, run
+
+
+def model() -> onnx.ModelProto:
+    b = Builder()
+    for name, source in (("fine", "x"), ("hurt", "fine"), ("y", "hurt")):
+        b.node("MatMul", [source, b.constant(f"{name}_w", b.random.normal(0, 0.2, (16, 16)))], name)
+    return b.model({"x": ["n", 16]}, {"y": ["n", 16]})
+
+
+def feeds(count: int = 8) -> list[dict[str, Any]]:
+    return [{"x": np.random.default_rng(seed).normal(size=(4, 16)).astype(np.float32)} for seed in range(count)]
+
+
+def config(hurt: bool) -> QConfig:
+    """A range that a user overrides: everything beyond it is lost."""
+    override = {"TensorQuantOverrides": {"hurt": [{"rmin": -0.01, "rmax": 0.01}]}} if hurt else {}
+    return QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec()), extra_options=override)
+
+
+@pytest.mark.parametrize("hurt", [False, True])
+@pytest.mark.parametrize("to_file", [False, True])
+def test_the_figure_is_that_of_the_first_samples(hurt: bool, to_file: bool, tmp_path: Path) -> None:
+    quantizer, out = ModelQuantizer(config(hurt)), tmp_path / "out.onnx"
+    onnx.save(model(), tmp_path / "in.onnx")
+    source = tmp_path / "in.onnx" if to_file else model()
+    written = quantizer.quantize_model(source, out if to_file else None, feeds())
+    written = onnx.load(out) if to_file else written
+    found = quantizer.damage
+    x, y = (np.stack([run(each, feed) for feed in feeds(SAMPLES)]).astype(np.float64) for each in (model(), written))
+    assert found is not None and found.samples == SAMPLES and found.output == "y"
+    assert found.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=0.01)
+    assert (found.sqnr < LEAST) == hurt
+
+
+def test_what_is_lost_is_refused_on_request_with_the_node_that_lost_it(tmp_path: Path) -> None:
+    quantizer = ModelQuantizer(config(True))
+    quantizer.settings = replace(quantizer.settings, least_sqnr=LEAST)
+    with pytest.raises(DamageError, match=r"10 dB are asked for\. Most is lost at hurt_node \(\d\d\.\d dB -> "):
+        quantizer.quantize_model(_saved(tmp_path), tmp_path / "out.onnx", feeds())
+    assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
+
+
+def _saved(folder: Path) -> Path:
+    onnx.save(model(), folder / "in.onnx")
+    return folder / "in.onnx"
+
+
+def test_values_that_are_gone_count_as_all_lost() -> None:
+    b = Builder()
+    b.node("Div", ["x", b.constant("zero", np.zeros(16))], "y")
+    broken = b.model({"x": ["n", 16]}, {"y": ["n", 16]})
+    other = Builder()
+    other.node("MatMul", ["x", other.constant("w", np.eye(16))], "y")
+    sound = other.model({"x": ["n", 16]}, {"y": ["n", 16]})
+    settings = ModelQuantizer(config(False)).settings
+    found = damage(load(sound), broken, feeds(1), settings)
+    assert found is not None and found.sqnr == -np.inf
+    assert damage(load(broken), sound, feeds(1), settings) is None  # there is no finite value to compare
+
+
+def test_without_data_there_is_nothing_to_compare() -> None:
+    quantizer = ModelQuantizer(QConfig.get_default_config("UINT8_DYNAMIC_QUANT"))
+    quantizer.quantize_model(model())
+    assert quantizer.damage is None
+
+
+@pytest.mark.slow
+def test_the_command_line_refuses_and_writes_on_request(tmp_path: Path) -> None:
+    """The last row is ten thousand times as large as the others, whose steps are too coarse then."""
+    source, data, out = tmp_path / "in.onnx", tmp_path / "data.npz", tmp_path / "out.onnx"
+    onnx.save(model(), source)
+    rows = np.concatenate([feed["x"] for feed in feeds()])
+    np.savez(data, x=np.concatenate([rows, 1e4 * rows[-1:]]))
+    command = ("quantize", source, "--config", "S8S8_AAWS", "--batch-size", 1, "--calib", data, "-o", out)
+    done = quark(*command)
+    assert done.code == 1 and "--allow-damage" in done.err and "dB at the output y" in done.err
+    assert not out.exists()
+    assert quark(*command, "--allow-damage").code == 0 and out.exists()
