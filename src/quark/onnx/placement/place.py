@@ -16,6 +16,7 @@ from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
+from quark.onnx.graph.gelu import gelus
 from quark.onnx.graph.masks import masked_values
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.operators import rule_of
@@ -38,6 +39,10 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     """
     placement = Placement(half=settings.qdq.quantize_fp16)
     selected = select_nodes(model, settings)
+    if TARGETS[settings.qdq.target].float_islands:
+        # Inside a GELU stand a cube and a saturated function: 8 bits lose there what no runtime gains by them.
+        inside = {node for _, _, matched in gelus(model.graph) for node in matched.nodes}
+        selected = {node: layer for node, layer in selected.items() if node not in inside}
     for node, layer in selected.items():
         _place_node(node, layer, settings, placement)
     if not placement.nodes:
