@@ -13,10 +13,11 @@ from typing import Annotated, NoReturn
 
 import pytest
 import typer
+from rich.console import Console
 
 import quark
 from quark import command_line
-from quark.command_line import program, results, run
+from quark.command_line import new_table, program, results, run
 from quark.errors import ConfigError
 from quark.log import UnfailingStream, logger, progress
 
@@ -229,3 +230,12 @@ def test_closed_descriptors_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "os", System)
     command_line._open_descriptors()
     assert opened == [os.devnull]
+
+
+def test_no_cell_of_a_table_is_cut() -> None:
+    """Names of nodes differ at their ends."""
+    name, printed = "/model.22/" + "x" * 60 + "/Mul_55", io.StringIO()
+    table = new_table("node", "op", title="Layers")
+    table.add_row(name, "Mul")
+    Console(file=printed, width=40).print(table)
+    assert "…" not in printed.getvalue() and printed.getvalue().replace("│", "").count("x") == 60

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 
 from quark.errors import INTERRUPTED, QuarkError, is_interrupt, one_line
 from quark.log import UnfailingStream
@@ -40,6 +41,11 @@ def program(function: Callable[..., Any], epilog: str | None = None) -> typer.Ty
 def results() -> Console:
     """Where results are printed: stdout, in characters that it has. Names in brackets are no markup there."""
     return Console(file=sys.stdout, markup=False, emoji=False)
+
+
+def new_table(*headers: str, title: str | None = None) -> Table:
+    """A table whose cells go on in the next line where they are too long: names differ at their ends."""
+    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
 
 
 def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None = None) -> None:

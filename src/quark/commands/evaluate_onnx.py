@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quark.command_line import results
+from quark.command_line import new_table, results
 from quark.core.metrics import Comparison
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.evaluation.compare_models import ComparedLayer, compare_models
@@ -30,7 +30,7 @@ def evaluate_onnx(
 
 def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int) -> Table:
     words = f"{threads} thread" + ("s" if threads > 1 else "")
-    table = Table("", "size MB", f"latency ms ({words})", title="Float against quantized")
+    table = new_table("", "size MB", f"latency ms ({words})", title="Float against quantized")
     for name, size, seconds in zip(("float", "quantized"), sizes, latency, strict=True):
         change = "" if name == "float" else f" (x{latency[0] / seconds:.2f} speed)"
         table.add_row(name, f"{size / 1e6:.2f}", f"{seconds * 1e3:.3f}{change}")
@@ -38,14 +38,14 @@ def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int)
 
 
 def _outputs(outputs: Mapping[str, Comparison], samples: int) -> Table:
-    table = Table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {samples} samples")
+    table = new_table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {samples} samples")
     for name, found in outputs.items():
         table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
     return table
 
 
 def _worst_layers(layers: Sequence[ComparedLayer]) -> Table:
-    table = Table("node", "op", "tensor", "SQNR dB", "cosine", "", title="Layers, worst output first")
+    table = new_table("node", "op", "tensor", "SQNR dB", "cosine", "", title="Layers, worst output first")
     for layer in layers:
         note = "up to the scales of its channels" if layer.rescaled else ""
         cosine = "" if note else f"{layer.damage.cosine:.6f}"

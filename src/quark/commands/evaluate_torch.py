@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from quark.command_line import results
+from quark.command_line import new_table, results
 from quark.core.metrics import Comparison
 from quark.errors import ConfigError
 from quark.log import progress
@@ -185,7 +185,9 @@ def _layer_outputs(model: Any, names: Sequence[str], batch: Any) -> dict[str, An
 
 
 def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, seconds: Sequence[float]) -> Table:
-    table = Table("", "size MB", *(["perplexity"] if perplexity else []), "latency ms", title="Float against quantized")
+    table = new_table(
+        "", "size MB", *(["perplexity"] if perplexity else []), "latency ms", title="Float against quantized"
+    )
     for index, name in enumerate(("float", "quantized")):
         cells = [f"{sizes[index] / 1e6:.2f}"]
         if perplexity:
@@ -196,7 +198,7 @@ def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, secon
 
 
 def _outputs(outputs: Mapping[str, Output], samples: int) -> Table:
-    table = Table("output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {samples} samples")
+    table = new_table("output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {samples} samples")
     for name, output in outputs.items():
         agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
         table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)
@@ -204,7 +206,7 @@ def _outputs(outputs: Mapping[str, Output], samples: int) -> Table:
 
 
 def _worst_layers(damage: dict[str, tuple[float, float]], count: int) -> Table:
-    table = Table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
+    table = new_table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
     known = {name: pair for name, pair in damage.items() if not math.isnan(pair[1])}
     for name, (weight, output) in sorted(known.items(), key=lambda item: item[1][1])[:count]:
         table.add_row(name, f"{weight:.1f}", f"{output:.1f}")

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from quark.command_line import results
+from quark.command_line import new_table, results
 from quark.commands.kinds import is_onnx
 from quark.errors import FormatError
 
@@ -53,7 +53,7 @@ def inspect(
 
 def _operators(graph: onnx.GraphProto) -> Table:
     counts = Counter((node.op_type, node.domain or "ai.onnx") for node in graph.node)
-    table = Table("operator", "domain", "nodes", title="Operators")
+    table = new_table("operator", "domain", "nodes", title="Operators")
     for (op_type, domain), count in counts.most_common():
         table.add_row(op_type, domain, str(count))
     return table
@@ -71,7 +71,7 @@ def _types(graph: onnx.GraphProto) -> Table:
     for node in graph.node:
         if node.op_type in QDQ:
             rows[quantized.kind(node)][node.op_type] += 1
-    table = Table("element type", "constants", "MB", *QDQ, title="Element types")
+    table = new_table("element type", "constants", "MB", *QDQ, title="Element types")
     for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
         counts = (str(row[op_type] or "") for op_type in QDQ)
         name = TensorProto.DataType.Name(kind).lower()
@@ -97,7 +97,7 @@ def _print_fusion(rows: list[Fusion], console: Console) -> None:
     )
     left = [row for row in rows if not row.integer]
     if left:
-        table = Table("node", "op", "runs as", "why", "what to do", title="Quantized, but computed in float")
+        table = new_table("node", "op", "runs as", "why", "what to do", title="Quantized, but computed in float")
         for row in left:
             table.add_row(row.node, row.op_type, row.kernel, row.reason, row.advice)
         console.print(table)
@@ -115,7 +115,7 @@ def _inspect_folder(folder: Path) -> None:
     if quantization is None:
         console.print("Its config.json has no quantization_config: a float model.")
         return
-    table = Table("key", "value", title="quantization_config")
+    table = new_table("key", "value", title="quantization_config")
     for key, value in _flat(quantization):
         table.add_row(key, value)
     console.print(table)
@@ -146,12 +146,12 @@ def _inspect_gguf(file: Path) -> None:
     for tensor in reader.tensors:
         rows[tensor.tensor_type.name].update(tensors=1, values=int(tensor.n_elements), bytes=int(tensor.n_bytes))
     console.print(f"{file}: {file.stat().st_size / 1e6:.2f} MB", highlight=False)
-    metadata = Table("key", "value", title="Metadata")
+    metadata = new_table("key", "value", title="Metadata")
     for name, field in reader.fields.items():
         value = field.contents()
         metadata.add_row(name, f"{len(value)} entries" if isinstance(value, list) else str(value))
     console.print(metadata)
-    table = Table("type", "tensors", "values", "MB", title="Tensors")
+    table = new_table("type", "tensors", "values", "MB", title="Tensors")
     for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
         table.add_row(kind, str(row["tensors"]), str(row["values"]), f"{row['bytes'] / 1e6:.3f}")
     console.print(table)

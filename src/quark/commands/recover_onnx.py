@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quark.command_line import results
+from quark.command_line import new_table, results
 from quark.errors import ConfigError
 from quark.onnx import ModelQuantizer
 from quark.onnx.evaluation.recovery.search import Recovery
@@ -56,7 +56,7 @@ def split_targets(targets: Sequence[str]) -> tuple[str | None, float | None]:
 
 def _table(found: Recovery) -> Table:
     title = f"Recovery: {found.metric.name} of {found.held_out} held-out samples, calibrated on {found.fitted}"
-    table = Table("step", "before", "after", "seconds", "result", title=title)
+    table = new_table("step", "before", "after", "seconds", "result", title=title)
     for trial in found.trials:
         before, after = ("" if value is None else found.metric.text(value) for value in (trial.before, trial.after))
         table.add_row(trial.step, before, after, f"{trial.seconds:.1f}", trial.result)

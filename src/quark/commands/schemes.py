@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
-from quark.command_line import results
+from quark.command_line import new_table, results
 from quark.core.schemes import SCHEMES
 
 
@@ -13,7 +11,7 @@ def schemes() -> None:
 
     Example: quark schemes
     """
-    table = Table("scheme", "weight", "input activation")
+    table = new_table("scheme", "weight", "input activation")
     for name, layer in SCHEMES.items():
         table.add_row(name, str(layer.weight), str(layer.input or "float"))
     results().print(table)
