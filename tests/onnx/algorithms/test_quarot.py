@@ -265,6 +265,11 @@ def test_a_file_says_what_is_rotated(biased: bool, tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensors(given[1])[name], array)
 
 
+def test_an_empty_path_is_no_file() -> None:
+    """Documented scripts pass "" where no file is given."""
+    assert rotated(Decoder().proto(), r_config_path="")[0] == WEIGHTS
+
+
 def changed(*path: Any, value: Any) -> dict[str, Any]:
     """The file with one entry replaced."""
     data = listed()

@@ -44,7 +44,7 @@ def rotate(model: ir.Model, config: QuarotConfig, settings: Settings, data: Samp
         CalibrationError: There is no data to prove the rotation on.
         StructureError: The outputs for the first sample are not what they were.
     """
-    if config.r_config_path is not None:
+    if config.r_config_path:  # scripts pass "" for no file
         streams = read_streams(config.r_config_path, model.graph)
     else:
         streams, reasons = find_streams(model.graph)
