@@ -89,6 +89,8 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
         zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
         if source is None or zero is None or source in placement.activations or output.is_graph_output():
             continue
+        if any(use.node.graph is not node.graph for use in output.uses()):
+            continue  # a body reads what is not quantized, so that nothing would clip it
         assert spec is not None
         if float(zero) != spec.dtype.min or len(list(source.uses())) != 1 or source.producer() is None:
             continue

@@ -13,11 +13,14 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.qparams import CAST
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import replace_output
+from quark.onnx.graph.edit import is_op, replace_output
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.placement import FACTOR, Operand, Placement
 from quark.onnx.qdq.qdq_nodes import QdqNodes
 from quark.onnx_ops.graph_writer import GraphWriter
+
+MOVED_THROUGH = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+"""Op types that ONNX Runtime copies the Q/DQ pair before them behind."""
 
 
 class ActivationWriter:
@@ -60,6 +63,7 @@ class ActivationWriter:
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         graph = self.writer.graph
         uses = [(node, index) for node, index in value.uses() if node.graph is graph and FACTOR not in node.meta]
+        uses = [(node, index) for node, index in uses if not _moves_into_body(node)]
         if self.settings.qdq.quantize_fp16:
             # ONNX Runtime would fuse a Concat of decoded tensors into a QLinearConcat, which refuses float16 scales.
             uses = [(node, index) for node, index in uses if node.op_type != "Concat"]
@@ -83,3 +87,11 @@ class ActivationWriter:
             return [("", uses)] if uses or is_output else []
         pairs = [(f"_{number}", [use for use in uses if use[0] is node]) for number, node in enumerate(nodes, 1)]
         return [("", []), *pairs] if is_output else pairs
+
+
+def _moves_into_body(node: ir.Node) -> bool:
+    """Whether ONNX Runtime 1.31 would move the pair before a node into a reader within a body, of which it dies."""
+    if not is_op(node, *MOVED_THROUGH):
+        return False
+    readers = [use.node for use in node.outputs[0].uses()]
+    return any(reader.graph is not node.graph or _moves_into_body(reader) for reader in readers)
