@@ -37,6 +37,10 @@ class NothingQualifiesError(ConfigError):
     """An algorithm finds nothing to do in a model."""
 
 
+class NothingToQuantizeError(ConfigError):
+    """A graph holds nothing of what is to be quantized."""
+
+
 class CalibrationError(QuarkError, ValueError):
     """The calibration data cannot give what the configuration needs."""
 

@@ -1,4 +1,4 @@
-"""The flow on one page: passes, algorithms, placement, calibration, writing."""
+"""The flow on one page: passes, algorithms, placement, calibration, writing; then the same for bodies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quark.errors import NothingToQuantizeError
+from quark.log import logger
 from quark.onnx.algorithms import run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
+from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
@@ -16,6 +19,7 @@ from quark.onnx.npu.averaged_sizes import measure_sizes, needs_samples
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
 from quark.onnx.prepare import prepare
+from quark.onnx.qdq.write_qdq import drop_unused_constants
 from quark.onnx_ops.saving import save
 
 
@@ -33,6 +37,8 @@ def convert(
 ) -> ir.Model:
     """Quantize a prepared model, which is changed and returned.
 
+    Its bodies follow where the settings say so, and where there is nothing else to quantize.
+
     Args:
         model: The float model.
         settings: Those that `prepare` gave.
@@ -40,8 +46,32 @@ def convert(
         identity: Fingerprint of the model before it was prepared, for the statistics file.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
     """
-    data = repeatable(reader, model, settings) if settings.algorithms else None
-    reader = reader if data is None else data
+    bodies = FloatBodies(model, settings)
+    if settings.algorithms or (bodies and settings.specs.bodies):
+        reader = repeatable(reader, model, settings)
+    nothing: NothingToQuantizeError | None = None
+    try:
+        _convert_graph(model, settings, reader, identity, known)
+    except NothingToQuantizeError as error:
+        if not bodies:
+            raise
+        nothing = error
+    if settings.specs.bodies or nothing is not None:
+        count = bodies.quantize(model, settings, repeatable(reader, model, settings), known, convert)
+        if nothing is not None and not count:
+            raise nothing
+        if nothing is not None and not settings.specs.bodies:
+            logger.info("Nothing is quantized but bodies of If, Loop and Scan: all else has nothing to quantize.")
+        drop_unused_constants(model.graph)
+    model.producer_name = "quark.onnx"
+    return model
+
+
+def _convert_graph(
+    model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
+) -> None:
+    """Quantize the nodes of a model, not those of its bodies."""
+    data = reader if settings.algorithms else None
     changed = run_before(model, settings, data)
     if reader is not None and needs_samples(model, settings):
         data = data or repeatable(reader, model, settings)
@@ -62,5 +92,3 @@ def convert(
     quantized.write(twins)
     run_after(quantized)
     run_passes(model, settings.passes, on_quantized=True)
-    model.producer_name = "quark.onnx"
-    return model

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from quark.core.granularity import PerGroup
 from quark.core.patterns import Scope, require_matches
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import STANDS_FOR, is_op
@@ -17,12 +17,18 @@ from quark.onnx.graph.model_file import infer_shapes, opset
 from quark.onnx.graph.scopes import nodes_of, outside
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes import run_passes
+from quark.onnx.passes.convert_float import convert_fp16_to_fp32
+from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
+from quark.onnx.passes.fix_shapes import fix_shapes
+from quark.onnx.passes.simplify import simplify
 from quark.onnx.qdq.qdq_nodes import EXTENDED
 from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
 from quark.onnx_ops.operators import BLOCK_OPSET
 
-CONVERT_OPSET = convert_opset_version.__name__
+CONVERT_OPSET, SIMPLIFY = convert_opset_version.__name__, simplify.__name__
+OF_THE_WHOLE = [CONVERT_OPSET, *(step.__name__ for step in (fix_shapes, convert_fp16_to_fp32, convert_nchw_to_nhwc))]
+"""Passes that change the model and its bodies at once, or its inputs."""
 
 
 def prepare(model: ir.Model, settings: Settings) -> Settings:
@@ -30,10 +36,21 @@ def prepare(model: ir.Model, settings: Settings) -> Settings:
     _refuse_unsupported(settings)
     settings = _with_onnx_ranges(settings)
     settings = _pin_scopes(settings, model)
+    _require_tensors(settings, model)
     infer_shapes(model)
     run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
     check_float_type(model, settings)
     return _drop_removed(settings, model)
+
+
+def prepare_body(model: ir.Model, settings: Settings) -> None:
+    """The same for a body as a model: its settings are those of the model around it, as `prepare` gave them."""
+    passes = {**settings.passes, **dict.fromkeys(OF_THE_WHOLE)}
+    if passes.get(SIMPLIFY):
+        # onnxslim, which keywords ask for, has seen the bodies in the model around them.
+        passes[SIMPLIFY] = True
+    infer_shapes(model)
+    run_passes(model, passes)
 
 
 def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:
@@ -44,13 +61,27 @@ def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:
     """
 
     def names(scopes: tuple[Scope, ...], where: str) -> tuple[Scope, ...]:
-        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where)),)
+        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where, bodies)),)
 
-    require_matches(settings.specs.nodes, [node.name or "" for node in model.graph], "NodesToQuantize")
+    bodies = settings.specs.bodies
+    nodes = model.graph.all_nodes() if bodies else model.graph
+    require_matches(settings.specs.nodes, [node.name or "" for node in nodes], "NodesToQuantize")
     by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name)
     beyond = outside(settings.specs.first, settings.specs.last, model)
     exclude = (*names(settings.specs.exclude, "exclude"), frozenset(node.name or "" for node in beyond))
     return replace(settings, specs=replace(settings.specs, exclude=exclude, first=(), last=(), by_name=by_name))
+
+
+def _require_tensors(settings: Settings, model: ir.Model) -> None:
+    """Raise ConfigError for an override of a tensor that is nowhere, which no graph of several would find missing."""
+    if not settings.specs.bodies:
+        return
+    graphs = [model.graph, *model.graph.subgraphs()]
+    known = {value.name or "" for graph in graphs for value in (*graph.inputs, *graph.initializers.values())}
+    known |= {value.name or "" for node in model.graph.all_nodes() for value in node.outputs}
+    for name, _ in settings.specs.overrides:
+        if name not in known:
+            raise ConfigError(f"TensorQuantOverrides: no tensor is named {name!r}. {did_you_mean(name, known)}")
 
 
 def _drop_removed(settings: Settings, model: ir.Model) -> Settings:
@@ -59,7 +90,8 @@ def _drop_removed(settings: Settings, model: ir.Model) -> Settings:
     Raises:
         ConfigError: There were some, and none is left.
     """
-    names = {name: node.name or "" for node in model.graph for name in (node.name, node.meta.get(STANDS_FOR)) if name}
+    nodes = model.graph.all_nodes() if settings.specs.bodies else model.graph
+    names = {name: node.name or "" for node in nodes for name in (node.name, node.meta.get(STANDS_FOR)) if name}
     left = tuple(node for name, node in names.items() if name in settings.specs.nodes)
     if settings.specs.nodes and not left:
         raise ConfigError(

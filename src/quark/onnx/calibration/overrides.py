@@ -26,7 +26,7 @@ def override_specs(placement: Placement, settings: Settings) -> None:
     """
     told: dict[ir.Value, Override] = {}
     for name, override in settings.specs.overrides:
-        roots, constants = _named(placement, name)
+        roots, constants = _named(placement, name, settings.specs.bodies)
         for root in roots:
             if override.axis is not None:
                 raise ConfigError(f"TensorQuantOverrides[{name!r}]: only a weight has one scale for each channel.")
@@ -51,7 +51,7 @@ def override_params(placement: Placement, qparams: ModelQParams, settings: Setti
     for name, override in settings.specs.overrides:
         if override.scale is None and override.low is None:
             continue
-        roots, constants = _named(placement, name)
+        roots, constants = _named(placement, name, settings.specs.bodies)
         for root in roots:
             found = qparams.activations[root]
             qparams.activations[root] = _given(override, found, placement.activations[root])
@@ -59,11 +59,11 @@ def override_params(placement: Placement, qparams: ModelQParams, settings: Setti
             qparams.weights[key] = _given(override, qparams.weights[key], placement.weights[key])
 
 
-def _named(placement: Placement, name: str) -> tuple[set[ir.Value], list[Operand]]:
-    """The classes and constants of this name."""
+def _named(placement: Placement, name: str, elsewhere: bool) -> tuple[set[ir.Value], list[Operand]]:
+    """The classes and constants of this name; there may be none where tensors are quantized `elsewhere` too."""
     roots = {placement.root(value) for value in placement.activations if value.name == name}
     constants = [(node, i) for node, i in placement.weights if getattr(node.inputs[i], "name", None) == name]
-    if not roots and not constants:
+    if not roots and not constants and not elsewhere:
         known = [value.name or "" for value in placement.activations]
         known += [getattr(node.inputs[i], "name", "") for node, i in placement.weights]
         raise ConfigError(f"TensorQuantOverrides: no quantized tensor is named {name!r}. {did_you_mean(name, known)}")

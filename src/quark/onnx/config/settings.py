@@ -61,6 +61,8 @@ class SpecSettings:
         refine_block_axis: Let blocks lie along the axis that each op reduces, whatever axis the spec has.
         unsigned_relu: Give the outputs of Relu, and of Clip from 0, a zero point of their own.
         overrides: (tensor, what differs for it and all that share its scale).
+        bodies: Quantize the bodies of If, Loop and Scan too.
+        is_body: The model is such a body: a name or op type that it does not have is one of the model around it.
     """
 
     layer: LayerSpec
@@ -81,6 +83,8 @@ class SpecSettings:
     refine_block_axis: bool = True
     unsigned_relu: bool = False
     overrides: tuple[tuple[str, Override], ...] = ()
+    bodies: bool = False
+    is_body: bool = False
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> SpecSettings:
         """With the specs of every layer changed, but for those of mixed precision."""

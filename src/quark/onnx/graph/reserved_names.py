@@ -22,7 +22,7 @@ def free_reserved_names(graph: ir.Graph) -> None:
     for value in values:
         if not (value.is_graph_input() or value.is_graph_output()) and _is_reserved(value.name, VALUES, names):
             name = free_name(value.name or "", names)
-            _rename(value, name)
+            rename(value, name)
             names.add(name)
     nodes = {node.name for node in graph if node.name}
     for node in graph:
@@ -31,7 +31,7 @@ def free_reserved_names(graph: ir.Graph) -> None:
             nodes.add(node.name)
 
 
-def _rename(value: ir.Value, name: str) -> None:
+def rename(value: ir.Value, name: str) -> None:
     """Rename a tensor; what an initializer holds is the user's, and would be renamed with it."""
     own = value.const_value
     if own is not None:

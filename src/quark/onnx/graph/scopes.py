@@ -18,16 +18,22 @@ from quark.onnx.graph.edit import STANDS_FOR
 from quark.onnx.graph.model_file import SHARED_NAME
 
 
-def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Node]:
+def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str, bodies: bool = False) -> set[ir.Node]:
     """The nodes that the scopes name.
+
+    Args:
+        scopes: Names, patterns, subgraphs.
+        model: The model.
+        where: What names them, for the message.
+        bodies: Whether the nodes within bodies count too.
 
     Raises:
         ConfigError: A scope matches no node; names the nearest.
     """
-    nodes = {node.name or "": node for node in model.graph}
+    nodes = _by_name(model, bodies)
     found: set[ir.Node] = set()
     scopes = list(scopes)
-    require_names([scope for scope in scopes if isinstance(scope, str) and _is_name(scope)], model, where)
+    require_names([scope for scope in scopes if isinstance(scope, str) and _is_name(scope)], model, where, bodies)
     for scope in scopes:
         if isinstance(scope, frozenset):
             found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
@@ -36,14 +42,19 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str) -> set[ir.Nod
             require_matches([pattern], nodes, where)
             found |= {node for name, node in nodes.items() if matches(name, pattern)}
         else:
-            require_names((*scope[0], *scope[1]), model, where)
+            require_names((*scope[0], *scope[1]), model, where, bodies)
             found |= _between(scope, nodes, where)
     return found
 
 
-def require_names(names: Iterable[str], model: ir.Model, where: str) -> None:
+def _by_name(model: ir.Model, bodies: bool) -> dict[str, ir.Node]:
+    """The nodes of a model, with those of its bodies or without."""
+    return {node.name or "": node for node in (model.graph.all_nodes() if bodies else model.graph)}
+
+
+def require_names(names: Iterable[str], model: ir.Model, where: str, bodies: bool = False) -> None:
     """Raise ConfigError for the first name that no node has, or several; names the nearest."""
-    nodes = {node.name or "": node for node in model.graph}
+    nodes = _by_name(model, bodies)
     shared = {str(node.meta[SHARED_NAME]) for node in nodes.values() if SHARED_NAME in node.meta}
     for name in names:
         if name in shared:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from quark.core.granularity import PerTensor
 from quark.core.spec import LayerSpec
-from quark.errors import ConfigError
+from quark.errors import NothingToQuantizeError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
 from quark.onnx.graph.gelu import gelus
@@ -35,7 +35,8 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     """Decide what is quantized; with dual pairs, an Identity stands between the two until they are written.
 
     Raises:
-        ConfigError: A name or pattern matches nothing, or nothing is left to quantize.
+        ConfigError: A name or pattern matches nothing.
+        NothingToQuantizeError: Nothing is left to quantize.
     """
     placement = Placement(half=settings.qdq.quantize_fp16)
     selected = select_nodes(model, settings)
@@ -45,7 +46,8 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         selected = {node: layer for node, layer in selected.items() if node not in inside}
     for node, layer in selected.items():
         _place_node(node, layer, settings, placement)
-    if not placement.nodes:
+    if not (placement.activations or placement.weights or placement.biases):
+        # Nor is a node of integers, where all op types are asked for.
         raise _nothing_to_quantize(model, selected, placement, settings)
     if not settings.specs.weights_only:
         _arrange_scales(placement, settings)
@@ -144,11 +146,11 @@ def _arrange_scales(placement: Placement, settings: Settings) -> None:
 
 def _nothing_to_quantize(
     model: ir.Model, selected: dict[ir.Node, LayerSpec], placement: Placement, settings: Settings
-) -> ConfigError:
+) -> NothingToQuantizeError:
     present = ", ".join(sorted({node.op_type for node in model.graph}))
     if any(placement.computes_other_float(node) for node in selected):
         present += f"; these are not in {'float16' if placement.half else 'float32'}"
-    return ConfigError(f"Nothing to quantize: the model has {present}; asked for: {_request(settings)}.")
+    return NothingToQuantizeError(f"Nothing to quantize: the model has {present}; asked for: {_request(settings)}.")
 
 
 def _request(settings: Settings) -> str:

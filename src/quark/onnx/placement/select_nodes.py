@@ -21,8 +21,10 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
     """
     nodes = {node.name or "": node for node in model.graph}
     types = _op_types(model, settings)
-    require_names(settings.specs.nodes, model, "NodesToQuantize")
-    require_names(settings.qdq.float_outputs, model, "NodesToExcludeOutputQuantization")
+    if not settings.specs.is_body:
+        bodies = settings.specs.bodies
+        require_names(settings.specs.nodes, model, "NodesToQuantize", bodies)
+        require_names(settings.qdq.float_outputs, model, "NodesToExcludeOutputQuantization", bodies)
     excluded = nodes_of(settings.specs.exclude, model, "exclude")
     named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name]
     selected: dict[ir.Node, LayerSpec] = {}
@@ -68,7 +70,9 @@ def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     if requested & NEVER:
         raise ConfigError(f"{', '.join(sorted(requested & NEVER))} cannot be quantized; they stay in float.")
     known = {*RULES, *ON_REQUEST, *present}
-    for name in sorted((requested | named) - known - NEVER):
+    inner = {node.op_type for node in model.graph.all_nodes()} if settings.specs.bodies else set[str]()
+    unknown = set[str]() if settings.specs.is_body else (requested | named) - known - inner - NEVER
+    for name in sorted(unknown):
         raise ConfigError(f"There is no op type {name!r} in the model, nor a rule for it. {did_you_mean(name, known)}")
     return (
         present - NEVER

@@ -50,12 +50,13 @@ def write_qdq(
     for value, spec in placement.activations.items():
         activations.write(value, spec)
     drop_identities(model.graph)
-    _drop_unused_constants(model.graph)
+    drop_unused_constants(model.graph)
     model.graph.sort()
     return replaced
 
 
-def _drop_unused_constants(graph: ir.Graph) -> None:
+def drop_unused_constants(graph: ir.Graph) -> None:
+    """Drop the initializers that nothing reads, in no body either."""
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]

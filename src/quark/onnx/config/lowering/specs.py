@@ -104,6 +104,7 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
         refine_block_axis=value_of(options, "RefineBlockAxis"),
         unsigned_relu=value_of(options, "UseUnsignedReLU"),
         overrides=_overrides(options),
+        bodies=value_of(options, "EnableSubgraph"),
     )
 
 
