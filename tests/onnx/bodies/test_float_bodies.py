@@ -208,6 +208,14 @@ def test_statistics_and_ranges_of_each_body_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "ranges.chosen_node.then_branch.json").exists()
 
 
+def test_statistics_without_a_branch_leave_it_in_float_again(tmp_path: Path) -> None:
+    feeds = [{"x": np.full((1, 8), value, np.float32)} for value in (1, 2)]
+    options: dict[str, Any] = {"EnableSubgraph": True, "Statistics": str(tmp_path / "seen.npz")}
+    first = quantized(branches(), feeds, **options)
+    assert not counts(first)["chosen_node.else_branch"]
+    assert quantized(branches(), None, **options) == first
+
+
 def test_the_result_runs_without_optimisation_too() -> None:
     """The names and types of the bodies are right by themselves, not only once the runtime has inlined them."""
     model, feeds = branches(), [{"x": np.full((1, 8), value, np.float32)} for value in (1, -2)]

@@ -102,8 +102,17 @@ def _quantized(
         if isinstance(error, CalibrationError) and feeds is not None and first is None:
             logger.warning("%s stays in float: no calibration sample runs it.", body)
             return False
+        if isinstance(error, CalibrationError) and feeds is None and _never_seen(settings, own):
+            logger.warning("%s stays in float: there are no statistics of it.", body)
+            return False
         raise type(error)(f"{body}: {error}") from error
     return True
+
+
+def _never_seen(settings: Settings, own: Settings) -> bool:
+    """Whether statistics were written for the graph around a body, and none for it, as no sample ran it."""
+    around, inside = settings.calibration.statistics, own.calibration.statistics
+    return around is not None and inside is not None and Path(around).exists() and not Path(inside).exists()
 
 
 def _settings(settings: Settings, body: Body) -> Settings:
