@@ -16,11 +16,11 @@ from quark.core.spec import LayerSpec
 from quark.errors import NothingToQuantizeError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
-from quark.onnx.graph.gelu import gelus
 from quark.onnx.graph.masks import masked_values
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
+from quark.onnx.passes.fuse_gelu import gelus
 from quark.onnx.placement.block_axes import refine_block_axes
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
 from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
