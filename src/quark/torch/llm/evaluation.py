@@ -75,6 +75,9 @@ def ppl_eval_for_kv_cache(
 ) -> torch.Tensor:
     """The perplexity of tokens that are read one by one, after a context: each reads the cache of those before.
 
+    Patch i has its context at [i * sample_size, i * sample_size + context_size) of the text, and its scored tokens
+    right behind: every token after the first context is scored once, each with at least `context_size` before it.
+
     Args:
         model: A language model with a cache of keys and values.
         testenc: See `ppl_eval`.
@@ -87,24 +90,30 @@ def ppl_eval_for_kv_cache(
         A scalar, float32; it is also printed.
     """
     ids = _ids(testenc)
-    whole = context_size + sample_size
     if min(context_size, sample_size, 1 if patch_size is None else patch_size) < 1:
         raise ConfigError(f"Sizes count from 1, got {context_size=}, {sample_size=}, {patch_size=}.")
-    there = ids.shape[1] // whole
+    there = max(0, ids.shape[1] - context_size) // sample_size
     count = there if patch_size is None else patch_size
     if not 1 <= count <= there:
-        raise CalibrationError(f"The text has {ids.shape[1]} tokens, and {count} patches of {whole} are needed.")
+        needed = context_size + max(count, 1) * sample_size
+        raise CalibrationError(f"The text has {ids.shape[1]} tokens; {needed} are needed for {max(count, 1)} patches.")
     total = 0.0
     with evaluating(model), torch.no_grad():
-        for patch in ids[0, : count * whole].reshape(count, 1, whole).to(input_device(model)):
-            done = model(patch[:, :context_size], use_cache=True)
-            for index in range(context_size, whole):
-                token = patch[:, index : index + 1]
-                total += float(nn.functional.cross_entropy(done.logits[:, -1].float(), token[0]))
-                done = model(token, past_key_values=done.past_key_values, use_cache=True)
+        for patch in ids[0].unfold(0, context_size + sample_size, sample_size)[:count]:
+            total += _read_one_by_one(model, patch[None].to(input_device(model)), context_size)
     value = torch.tensor(math.exp(total / (count * sample_size)), device=dev or "cpu")
     _say(f"Perplexity with a cache: {value.item()}")
     return value
+
+
+def _read_one_by_one(model: nn.Module, ids: torch.Tensor, context: int) -> float:
+    """The negative log likelihood of the tokens after the context, in nats; ids: (1, tokens)."""
+    total = 0.0
+    done = model(ids[:, :context], use_cache=True)
+    for token in ids[:, context:].split(1, dim=1):
+        total += float(nn.functional.cross_entropy(done.logits[:, -1].float(), token[0]))
+        done = model(token, past_key_values=done.past_key_values, use_cache=True)
+    return total
 
 
 def task_eval(
