@@ -22,6 +22,7 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.llm.model_loading import preprocess_for_quantization
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.passes import UnfusedExperts
 from tests.models.families import family
@@ -32,6 +33,26 @@ IDS = torch.arange(48).reshape(3, 16)
 def quantize(model: nn.Module, scheme: str, **options: Any) -> nn.Module:
     config = LLMTemplate.get("any").get_config(scheme, **options)
     return ModelQuantizer(config).quantize_model(model, [IDS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exclude", [["*experts*"], []])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_taken_apart_before_are_quantized_and_written_the_same(
+    name: str, exclude: list[str], tmp_path: Path
+) -> None:
+    for folder, prepare in (("fused", False), ("apart", True)):
+        model = family(name)
+        fused = {key: value.clone() for key, value in model.state_dict().items()}
+        if prepare:
+            preprocess_for_quantization(model)
+            assert not fused.keys() & {key for key in model.state_dict() if "experts" in key}
+        quantized = quantize(model, "uint4_wo_32", exclude_layers=["@output_head", "@router", *exclude])
+        left = {key: value for key, value in quantized.state_dict().items() if "experts" in key and key in fused}
+        assert bool(left) == bool(exclude) and all(torch.equal(value, fused[key]) for key, value in left.items())
+        export_safetensors(quantized, tmp_path / folder)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "apart" / file).read_bytes() == (tmp_path / "fused" / file).read_bytes()
 
 
 def names_in(folder: Path) -> set[str]:

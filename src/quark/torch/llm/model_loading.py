@@ -19,6 +19,7 @@ from quark.torch.formats import FORMATS
 from quark.torch.model.batches import evaluating, input_device, named_device
 from quark.torch.model.meta_model import build_skeleton, fill_buffers
 from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
+from quark.torch.model.passes.unfuse_experts import unfuse_known
 
 __all__ = [
     "check_compatibility_before_quantization",
@@ -193,16 +194,21 @@ def _fault(model: nn.Module) -> str | None:
 
 
 def preprocess_for_quantization(model: nn.Module, reload: bool = False) -> None:
-    """Nothing is left to do here: `quantize_model` and the loaders take fused experts apart themselves.
+    """Take the fused experts of a mixture-of-experts model apart: each projection of each expert is a linear layer.
 
-    They do it for the experts that the config quantizes; the others stay fused, and are stored as they were.
+    `quantize_model` and the loaders do it too, for the experts that a config quantizes, so no call is needed; and they
+    put those together again of which nothing is quantized, as checkpoints hold them.
 
     Args:
-        model: Checked to be a module.
+        model: Changed in place; its outputs and the memory of its weights stay the same.
         reload: Whether the model is about to be filled from a quantized checkpoint; no difference.
+
+    Raises:
+        ConfigError: It is no module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"A model is a torch.nn.Module, got {model!r:.60}.")
+    unfuse_known(model)
 
 
 prepare_for_moe_quant = preprocess_for_quantization
@@ -211,7 +217,8 @@ prepare_for_moe_quant = preprocess_for_quantization
 
 def revert_model_patching(model: nn.Module) -> None:
     """Nothing is left to do here: transformers is not patched, so there is nothing to put back."""
-    preprocess_for_quantization(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"A model is a torch.nn.Module, got {model!r:.60}.")
 
 
 def move_model_to_device_if_it_fits(model: nn.Module, device: torch.device | str) -> nn.Module:

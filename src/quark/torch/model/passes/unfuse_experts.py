@@ -14,12 +14,13 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from quark.errors import NotSupportedError
+from quark.log import logger
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Wanted, linear_of
@@ -114,9 +115,30 @@ class UnfusedExperts(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.count} experts of {type(self.origin[0]).__name__}"
 
+    def fused(self) -> nn.Module:
+        """The block with all experts in one tensor again, of the weights that are here now."""
+        origin: Any = self.origin[0]
+        merged: dict[str, nn.Parameter] = {}
+        inner = "gate_up_proj" if self.names[0] else "up_proj"
+        for target, leaves in ((inner, self.names[:2]), ("down_proj", self.names[2:])):
+            layers = [[self.get_submodule(f"{i}.{leaf}") for leaf in leaves if leaf] for i in range(self.count)]
+            for suffix, kind in (("", "weight"), ("_bias", "bias")):
+                if getattr(layers[0][0], kind) is None:
+                    continue
+                parts = [[cast(torch.Tensor, getattr(layer, kind)).detach() for layer in expert] for expert in layers]
+                rows = [torch.cat(p) if _concatenated(origin) else torch.stack(p, 1).flatten(0, 1) for p in parts]
+                if kind == "weight" and getattr(origin, "is_transposed", False):
+                    rows = [weight.t() for weight in rows]
+                grad = cast(nn.Parameter, getattr(layers[0][0], kind)).requires_grad
+                merged[target + suffix] = nn.Parameter(torch.stack(rows), grad)
+        return _shell(origin, merged).train(self.training)
+
 
 def unfuse_experts(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     """Replace the fused experts of which a layer is to be quantized.
+
+    Experts that were taken apart before, and of which nothing is to be quantized, become one tensor again: that is how
+    their checkpoints hold them, and how loaders expect them.
 
     Raises:
         NotSupportedError: A block is to be quantized whose form is not known; names it.
@@ -124,13 +146,32 @@ def unfuse_experts(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     blocks = fused_blocks(model)
     chosen = {name: names for name, names in blocks.items() if any(map(wanted, layer_names(model, name, names)))}
     _refuse_others(model, wanted)
-    originals = {name: model.get_submodule(name) for name in chosen}
-    unfused = {name: UnfusedExperts(originals[name], names) for name, names in chosen.items()}
-    for name, block in unfused.items():
-        _prove(name, originals[name], block)
+    unfused: dict[str, nn.Module] = {name: _unfused(name, model.get_submodule(name), chosen[name]) for name in chosen}
+    for name, block in model.named_modules():
+        layers = [f"{name}.{leaf}" for leaf, layer in block.named_modules() if layer_class(layer)]
+        if isinstance(block, UnfusedExperts) and not any(map(wanted, layers)):
+            unfused[name] = block.fused()
+    originals = {name: model.get_submodule(name) for name in unfused}
     for name, block in unfused.items():
         set_submodule(model, name, block)
     return originals
+
+
+def unfuse_known(model: nn.Module) -> None:
+    """Replace all fused experts of a known form; the others stay, and are said."""
+    for name, names in fused_blocks(model).items():
+        try:
+            block = _unfused(name, model.get_submodule(name), names)
+        except NotSupportedError as error:
+            logger.warning("%s", error)
+        else:
+            set_submodule(model, name, block)
+
+
+def _unfused(name: str, fused: nn.Module, names: Names) -> UnfusedExperts:
+    block = UnfusedExperts(fused, names)
+    _prove(name, fused, block)
+    return block
 
 
 def fused_blocks(model: nn.Module) -> dict[str, Names]:
