@@ -21,6 +21,7 @@ from quark.torch.utils.llm import (
     create_model_skeleton,
     get_model,
     get_tokenizer,
+    maybe_save_preprocessors,
     move_model_to_device_if_it_fits,
     prepare_for_moe_quant,
     preprocess_for_quantization,
@@ -144,6 +145,14 @@ def test_compatibility_is_a_forward_of_eight_tokens(capsys: pytest.CaptureFixtur
     assert "gives NaN or infinity" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="Linear cannot run on eight tokens"):
         check_compatibility_before_quantization(nn.Linear(3, 3), raise_on_error=True)
+
+
+def test_what_a_model_brings_for_its_inputs_is_saved(tmp_path: Path) -> None:
+    maybe_save_preprocessors(MODEL, tmp_path / "out")
+    assert get_tokenizer(tmp_path / "out")("a text")["input_ids"] == get_tokenizer(MODEL)("a text")["input_ids"]
+    (tmp_path / "empty").mkdir()
+    maybe_save_preprocessors(tmp_path / "empty", tmp_path / "none")
+    assert not (tmp_path / "none").exists(), "what is not there is not saved"
 
 
 def test_preprocessing_shows_the_layers_of_fused_experts() -> None:

@@ -20,13 +20,13 @@ class NamedDataset:
     Attributes:
         path: For `datasets.load_dataset`.
         split: Of the dataset.
-        column: That holds the text, or the messages of a conversation.
+        column: That holds the text, or the messages of a conversation; of several, their texts are joined.
         options: For `load_dataset`.
     """
 
     path: str
     split: str
-    column: str = "text"
+    column: str | tuple[str, ...] = "text"
     options: dict[str, str] = field(default_factory=dict)
 
 
@@ -74,4 +74,4 @@ def texts_of(source: NamedDataset, shuffled: bool = False) -> Iterator[Any]:
             f"The dataset {source.path} cannot be loaded: {one_line(error)[:300]} A text file can stand in its place."
         ) from error
     for row in rows.shuffle(seed=SHUFFLE_SEED) if shuffled else rows:
-        yield row[source.column]
+        yield row[source.column] if isinstance(source.column, str) else "".join(row[name] for name in source.column)
