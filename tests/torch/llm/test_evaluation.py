@@ -155,7 +155,7 @@ def test_without_the_harness_its_line_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_a_script_gets_what_its_arguments_ask_for(
-    harness: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    harness: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = get_model(MODEL, "float32", device="cpu")
     args = Namespace(
@@ -175,7 +175,15 @@ def test_a_script_gets_what_its_arguments_ask_for(
     assert eval_model(Namespace(model_dir=MODEL), model, "cpu") == {}
     for wrong, message in (
         ({"use_mlperf_rouge": True}, "--use_mlperf_rouge"),
-        ({"use_ppl_eval_model": True, "evaluation_dataset": "wikitext_gpt_oss_20b"}, "wikitext_gpt_oss_20b"),
+        ({"use_ppl_eval_model": True, "evaluation_dataset": "wikitext_gpt_oss"}, "'wikitext_gpt_oss'"),
     ):
         with pytest.raises(NotSupportedError, match=message):
             eval_model(Namespace(model_dir=MODEL, **wrong), model, "cpu")
+    monkeypatch.setattr(
+        "quark.torch.llm.evaluation.ppl_eval_with_synthetic_dataset", lambda *given: torch.tensor(float(len(given[3])))
+    )
+    answers = Namespace(model_dir=MODEL, use_ppl_eval_model=True, evaluation_dataset="wikitext_gpt_oss_20b")
+    assert eval_model(answers, model, "cpu") == {"perplexity": 20.0}
+    answers.num_eval_data = 3
+    with pytest.raises(ConfigError, match="wikitext_gpt_oss_20b is evaluated whole"):
+        eval_model(answers, model, "cpu")

@@ -147,6 +147,7 @@ def test_compatibility_is_a_forward_of_eight_tokens(capsys: pytest.CaptureFixtur
         check_compatibility_before_quantization(nn.Linear(3, 3), raise_on_error=True)
 
 
+@pytest.mark.slow
 def test_what_a_model_brings_for_its_inputs_is_saved(tmp_path: Path) -> None:
     maybe_save_preprocessors(MODEL, tmp_path / "out")
     assert get_tokenizer(tmp_path / "out")("a text")["input_ids"] == get_tokenizer(MODEL)("a text")["input_ids"]

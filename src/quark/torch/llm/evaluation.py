@@ -21,6 +21,7 @@ from torch import nn
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.files import atomic_file
 from quark.log import logger
+from quark.torch.llm.generated_text import ANSWERS, mlperf_rouge_eval, ppl_eval_with_synthetic_dataset
 from quark.torch.llm.model_loading import get_tokenizer
 from quark.torch.llm.named_datasets import NamedDataset, dataset_text
 from quark.torch.llm.other_packages import other_package
@@ -110,7 +111,8 @@ def _read_one_by_one(model: nn.Module, ids: torch.Tensor, context: int) -> float
     """The negative log likelihood of the tokens after the context, in nats; ids: (1, tokens)."""
     total = 0.0
     done = model(ids[:, :context], use_cache=True)
-    for token in ids[:, context:].split(1, dim=1):
+    for index in range(context, ids.shape[1]):
+        token = ids[:, index : index + 1]
         total += float(nn.functional.cross_entropy(done.logits[:, -1].float(), token[0]))
         done = model(token, past_key_values=done.past_key_values, use_cache=True)
     return total
@@ -223,16 +225,23 @@ def eval_model(
         return getattr(args, name, default)
 
     if given("use_mlperf_rouge", False):
-        raise NotSupportedError("--use_mlperf_rouge is not part of this version. Possible: perplexity, and --tasks.")
+        mlperf_rouge_eval()
     tokenizer = get_tokenizer(
         args.model_dir, given("seq_len", WINDOW), trust_remote_code=given("trust_remote_code", True)
     )
     metrics: dict[str, float] = {}
-    if given("use_ppl_eval_model", False) or given("use_ppl_eval_for_kv_cache", False):
-        encoded = tokenizer(_text(given("evaluation_dataset", "wikitext"), given("num_eval_data", -1)),
-                            return_tensors="pt", verbose=False)  # fmt: skip
+    dataset = given("evaluation_dataset", "wikitext")
+    synthetic = dataset in ANSWERS and not given("use_ppl_eval_for_kv_cache", False)
+    if synthetic and given("num_eval_data", -1) != -1:
+        raise ConfigError(f"num_eval_data counts the texts of wikitext; {dataset} is evaluated whole.")
+    if not synthetic and (given("use_ppl_eval_model", False) or given("use_ppl_eval_for_kv_cache", False)):
+        encoded = tokenizer(_text(dataset, given("num_eval_data", -1)), return_tensors="pt", verbose=False)
     if given("use_ppl_eval_model", False):
-        metrics["perplexity"] = ppl_eval(model, encoded, main_device).item()
+        metrics["perplexity"] = (
+            ppl_eval_with_synthetic_dataset(tokenizer, model, main_device, dataset)
+            if synthetic
+            else ppl_eval(model, encoded, main_device)
+        ).item()
         _say(f"Perplexity: {metrics['perplexity']}")
     if given("use_ppl_eval_for_kv_cache", False):
         context, sample, patches = (

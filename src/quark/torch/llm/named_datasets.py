@@ -53,6 +53,11 @@ def dataset_text(source: NamedDataset, limit: int | None = None) -> str:
     return "\n\n".join(itertools.islice(texts_of(source), limit))
 
 
+def rows_of(source: NamedDataset, limit: int | None = None) -> Iterator[dict[str, Any]]:
+    """The first rows of a dataset, all columns; None: all of them. Raises as `texts_of` does."""
+    yield from map(dict, itertools.islice(_loaded(source), limit))
+
+
 def texts_of(source: NamedDataset, shuffled: bool = False) -> Iterator[Any]:
     """The texts, or the conversations, one after another.
 
@@ -64,14 +69,18 @@ def texts_of(source: NamedDataset, shuffled: bool = False) -> Iterator[Any]:
         MissingDependencyError: The package datasets is not installed.
         CalibrationError: It does not give the dataset.
     """
+    rows = _loaded(source)
+    for row in rows.shuffle(seed=SHUFFLE_SEED) if shuffled else rows:
+        yield row[source.column] if isinstance(source.column, str) else "".join(row[name] for name in source.column)
+
+
+def _loaded(source: NamedDataset) -> Any:
     datasets = other_package(
         "datasets", f"The dataset {source.path}", "A text file can be given in place of a dataset's name."
     )
     try:
-        rows = datasets.load_dataset(source.path, split=source.split, **source.options)
+        return datasets.load_dataset(source.path, split=source.split, **source.options)
     except Exception as error:
         raise CalibrationError(
             f"The dataset {source.path} cannot be loaded: {one_line(error)[:300]} A text file can stand in its place."
         ) from error
-    for row in rows.shuffle(seed=SHUFFLE_SEED) if shuffled else rows:
-        yield row[source.column] if isinstance(source.column, str) else "".join(row[name] for name in source.column)
