@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from quark.errors import QuarkError
 from tests.models.torch_zoo import ROOT
 
 pytestmark = pytest.mark.slow
@@ -56,3 +58,68 @@ def test_a_scheme_is_quantized_exported_and_evaluated(
 def test_files_are_quantized_from_folder_to_folder(script: ModuleType, tmp_path: Path) -> None:
     assert script.main(words(tmp_path, "--quant_scheme mxfp4 --file2file_quantization --skip_evaluation")) == {}
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_model_is_compiled_after_it_is_exported(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def compiled(model: torch.nn.Module) -> torch.nn.Module:
+        seen.append((tmp_path / "out" / "model.safetensors").exists())
+        return model
+
+    monkeypatch.setattr(torch, "compile", compiled)  # the compiler itself needs a minute
+    script.main(words(tmp_path, "--quant_scheme fp8 --model_export hf_format --torch_compile --skip_evaluation"))
+    assert seen == [True]
+
+
+def test_parameters_are_saved_and_loaded(script: ModuleType, tmp_path: Path) -> None:
+    saved = script.main(words(tmp_path, f"--quant_scheme int8 --params_save --save_dir {tmp_path / 'params'}"))
+    files = [f"--{kind}_path {tmp_path / 'params' / 'llama'}.{kind}" for kind in ("json", "safetensors")]
+    assert script.main(words(tmp_path, f"--params_load {' '.join(files)}")) == saved
+
+
+@pytest.mark.parametrize("algorithm", ["awq", "gptq", "gptaq", "qronos", "smoothquant", "autosmoothquant", "rotation"])
+def test_every_algorithm_runs_from_end_to_end(script: ModuleType, tmp_path: Path, algorithm: str) -> None:
+    scheme = "int8" if "smooth" in algorithm else "uint4_wo_32"
+    before = script.main(words(tmp_path, "--skip_quantization"))["perplexity"]
+    options = f"--quant_scheme {scheme} --quant_algo {algorithm} --model_export hf_format --model_export onnx"
+    found = script.main(words(tmp_path, f"{options} --model_export gguf" if "uint4" in scheme else options))
+    assert found["perplexity"] != before and found["perplexity"] < 1.2 * before, "a broken model has hundreds"
+    assert {"model.safetensors", "tokenizer.json", "quark_model.onnx"} <= {f.name for f in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--use_tp", "tensor parallelism"),
+        ("--quant_scheme fp8 --enable_native_inference", "native kernels"),
+        ("--quant_scheme fp8 --no_keep_prequantized_layers", "keep_prequantized_layers"),
+        ("--skip_quantization --use_mlperf_rouge", "Python pickles"),
+        ("--skip_quantization --model_attn_implementation flash_attention_2", "FlashAttention2"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_in_one_line(
+    script: ModuleType, tmp_path: Path, more: str, message: str
+) -> None:
+    with pytest.raises(QuarkError, match=message) as refused:
+        script.main(words(tmp_path, more))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--group_size 32", "uint4_wo_32"),
+        ("--params_load", "--json_path"),
+        ("--revision main", "of a model on the hub"),
+        ("--custom_mode awq --export_weight_format fake_quantized", "--custom_mode quark only"),
+    ],
+)
+def test_arguments_that_say_nothing_together_are_refused(
+    script: ModuleType, tmp_path: Path, more: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(words(tmp_path, more))
+    assert message in capsys.readouterr().err

@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 import torch
 
 from quark.common.profiler import GlobalProfiler, ProfileStep
 from quark.contrib.llm_eval import eval_model
+from quark.errors import QuarkError
 from quark.torch import (
     LLMTemplate,
     ModelQuantizer,
+    RuntimeOptions,
     export_gguf,
     export_onnx,
     export_safetensors,
     import_model_from_safetensors,
+    load_params,
+    save_params,
 )
 from quark.torch.quantization.config.config import QConfig, load_quant_algo_config_from_file
+from quark.torch.utils import TPDeviceManager
 from quark.torch.utils.llm import (
     check_compatibility_before_quantization,
     get_calib_dataloader,
     get_model,
     get_tokenizer,
+    preprocess_for_quantization,
 )
 
 
@@ -37,10 +43,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model_dir", required=True, help="a folder, or a name on the hub")
+    add("--revision", help="branch, tag or commit of a model on the hub")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--multi_gpu", nargs="?", const="auto", default=None, choices=["auto", "balanced"])
     add("--multi_device", action="store_true")
-    add("--model_attn_implementation", default="eager", choices=["eager", "sdpa"])
+    add("--model_attn_implementation", default="eager", choices=["eager", "sdpa", "flash_attention_2"])
     add("--data_type", default="auto", choices=["auto", "float16", "bfloat16", "float32"])
     add("--trust_remote_code", action=argparse.BooleanOptionalAction, default=True)
     add("--no_trust_remote_code", dest="trust_remote_code", action="store_false")
@@ -50,6 +57,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--num_calib_data", type=int, default=512)
     add("--skip_quantization", action="store_true")
     add("--file2file_quantization", action="store_true")
+    add("--group_size", type=int, help="of older scripts: part of a scheme's name now, as in uint4_wo_128")
     add("--quant_scheme", choices=LLMTemplate.get_supported_schemes())
     add("--layer_quant_scheme", action="append", nargs=2, metavar=("PATTERN", "SCHEME"))
     add("--kv_cache_dtype", "--kv_cache_quant_scheme", choices=["fp8"])
@@ -59,6 +67,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--quant_algo", type=lambda names: names.split(","), metavar="alg1,alg2")
     add("--quant_algo_config_file", action="append", nargs=2, metavar=("ALGORITHM", "FILE"))
     add("--exclude_layers", nargs="*", default=None, help="patterns; without any, nothing is excluded")
+    add("--no_keep_prequantized_layers", action="store_true")
+    add("--enable_native_inference", action="store_true")
+    add("--native_linear_mode", default="auto", choices=["auto", "fp8_per_tensor"])
+    add("--params_load", action="store_true", help="load what --params_save wrote: --json_path, --safetensors_path")
+    add("--json_path")
+    add("--safetensors_path")
     add("--model_reload", action="store_true", help="evaluate a quantized folder")
     add("--import_model_dir", help="the quantized folder, where it is not --model_dir")
     add("--model_export", action="append", choices=["hf_format", "onnx", "gguf"])
@@ -66,9 +80,16 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--pack_method", default="reorder", choices=["order", "reorder"])
     add("--export_weight_format", default="real_quantized", choices=["fake_quantized", "real_quantized"])
     add("--output_dir", default="exported_model")
+    add("--torch_compile", action="store_true", help="compile the model before it is evaluated")
+    add("--params_save", action="store_true", help="write config and tensors of any module into --save_dir")
+    add("--save_dir", default="model_params")
     add("--skip_evaluation", action="store_true")
     add("--evaluation_dataset", default="wikitext", help="a text file, or wikitext")
     add("--num_eval_data", type=int, default=-1)
+    add("--use_ppl_eval_model", action="store_true", help="always on, unless --skip_evaluation")
+    add("--use_mlperf_rouge", action="store_true")
+    add("--eval_data_dir")
+    add("--use_tp", action="store_true")
     add("--save_metrics_to_csv", action="store_true")
     add("--metrics_output_dir", default="metrics_output_dir")
     add("--tasks", metavar="task1,task2", help="of the package lm_eval")
@@ -79,7 +100,16 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--use_ppl_eval_for_kv_cache", action="store_true")
     for name, size in (("context", 1024), ("sample", 512), ("patch", None)):
         add(f"--ppl_eval_for_kv_cache_{name}_size", type=int, default=size)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.group_size is not None:
+        parser.error(f"--group_size: name the size in the scheme, as --quant_scheme uint4_wo_{args.group_size}")
+    if args.params_load and not (args.json_path and args.safetensors_path):
+        parser.error("--params_load needs --json_path and --safetensors_path")
+    if args.revision is not None and Path(args.model_dir).is_dir():
+        parser.error(f"--revision {args.revision} is of a model on the hub; {args.model_dir} is a folder")
+    if args.custom_mode != "quark" and args.export_weight_format == "fake_quantized":
+        parser.error("--export_weight_format fake_quantized goes with --custom_mode quark only")
+    return args
 
 
 def quant_config(args: argparse.Namespace, model_type: str) -> QConfig:
@@ -94,12 +124,22 @@ def quant_config(args: argparse.Namespace, model_type: str) -> QConfig:
         exclude_layers=args.exclude_layers,
         algo_configs={name: load_quant_algo_config_from_file(file) for name, file in files},
     )
-    return replace(config, kv_cache_post_rope=args.kv_cache_post_rope)
+    config.keep_prequantized_layers = not args.no_keep_prequantized_layers
+    config.kv_cache_post_rope = args.kv_cache_post_rope
+    return config
 
 
 def quantized_model(args: argparse.Namespace, profiler: GlobalProfiler) -> torch.nn.Module:
     if args.model_reload:
-        return import_model_from_safetensors(None, args.import_model_dir or args.model_dir, device=args.device)
+        return import_model_from_safetensors(
+            None,
+            args.import_model_dir or args.model_dir,
+            args.multi_device,
+            args.trust_remote_code,
+            args.model_attn_implementation,
+            args.device,
+            args.multi_gpu,
+        )
     with profiler.scope(ProfileStep.MODEL_LOADING):
         model, _ = get_model(
             args.model_dir,
@@ -110,11 +150,16 @@ def quantized_model(args: argparse.Namespace, profiler: GlobalProfiler) -> torch
             args.model_attn_implementation,
             args.trust_remote_code,
         )
+    check_compatibility_before_quantization(model)
+    if args.params_load:
+        return load_params(model, json_path=args.json_path, safetensors_path=args.safetensors_path)
     if args.skip_quantization:
         return model
-    check_compatibility_before_quantization(model, raise_on_error=True)
+    preprocess_for_quantization(model)
     quantizer = ModelQuantizer(quant_config(args, model.config.model_type), args.multi_device)
-    return quantizer.freeze(quantizer.quantize_model(model, calibration_data(args)))
+    model = quantizer.quantize_model(model, calibration_data(args))
+    options = RuntimeOptions(native_linear_mode=args.native_linear_mode) if args.enable_native_inference else None
+    return quantizer.freeze(model, runtime_options=options)
 
 
 def calibration_data(args: argparse.Namespace):
@@ -133,10 +178,11 @@ def export(args: argparse.Namespace, model: torch.nn.Module, profiler: GlobalPro
     if "hf_format" in formats:
         with profiler.scope(ProfileStep.EXPORT_HF_SAFETENSORS):
             export_safetensors(model, args.output_dir, args.custom_mode, args.export_weight_format, args.pack_method)
+            get_tokenizer(args.model_dir, args.seq_len).save_pretrained(args.output_dir)
     if "onnx" in formats:
         with profiler.scope(ProfileStep.EXPORT_ONNX):
             batch = next(iter(calibration_data(args)))
-            export_onnx(model, args.output_dir, batch, uint4_int4_flag="int4" in args.quant_scheme)
+            export_onnx(model, args.output_dir, batch, uint4_int4_flag="int4" in (args.quant_scheme or ""))
     if "gguf" in formats:
         with profiler.scope(ProfileStep.EXPORT_GGUF):
             export_gguf(model, args.output_dir, model.config.model_type, args.model_dir)
@@ -144,14 +190,25 @@ def export(args: argparse.Namespace, model: torch.nn.Module, profiler: GlobalPro
 
 def main(words: list[str] | None = None) -> dict[str, float]:
     args = arguments(words)
+    if args.use_tp:
+        TPDeviceManager.tp_mesh_init()
+    if args.revision is not None:
+        import huggingface_hub
+
+        args.model_dir = huggingface_hub.snapshot_download(args.model_dir, revision=args.revision)
     profiler = GlobalProfiler(Path(args.output_dir).with_name("quark_profile.yaml"))
     if args.file2file_quantization:
         stored = json.loads((Path(args.model_dir) / "config.json").read_text(encoding="utf-8"))
         quantizer = ModelQuantizer(quant_config(args, stored["model_type"]))
-        quantizer.direct_quantize_checkpoint(args.model_dir, args.output_dir)
+        converters = LLMTemplate.get(stored["model_type"]).f2f_weight_converters
+        quantizer.direct_quantize_checkpoint(args.model_dir, args.output_dir, weight_converters=converters)
         return {}
     model = quantized_model(args, profiler)
     export(args, model, profiler)
+    if args.params_save:
+        save_params(model, model_type=model.config.model_type, export_dir=args.save_dir)
+    if args.torch_compile:
+        model = torch.compile(model)
     if args.skip_evaluation:
         return {}
     args.use_ppl_eval_model = True
@@ -160,4 +217,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except QuarkError as error:
+        sys.exit(f"quantize_quark.py: {error}")
