@@ -1,0 +1,3 @@
+"""Address of the questions about packages, for older scripts. The code is in quark.installed_packages."""
+
+from quark.installed_packages import *
