@@ -49,7 +49,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--multi_device", action="store_true")
     add("--model_attn_implementation", default="eager", choices=["eager", "sdpa", "flash_attention_2"])
     add("--data_type", default="auto", choices=["auto", "float16", "bfloat16", "float32"])
-    add("--trust_remote_code", action=argparse.BooleanOptionalAction, default=True)
+    add("--trust_remote_code", action=argparse.BooleanOptionalAction, default=False)
     add("--no_trust_remote_code", dest="trust_remote_code", action="store_false")
     add("--dataset", default="pileval", help="a text file, or the name of a dataset")
     add("--seq_len", type=int, default=512)

@@ -227,7 +227,7 @@ def eval_model(
     if given("use_mlperf_rouge", False):
         mlperf_rouge_eval()
     tokenizer = get_tokenizer(
-        args.model_dir, given("seq_len", WINDOW), trust_remote_code=given("trust_remote_code", True)
+        args.model_dir, given("seq_len", WINDOW), trust_remote_code=given("trust_remote_code", False)
     )
     metrics: dict[str, float] = {}
     dataset = given("evaluation_dataset", "wikitext")

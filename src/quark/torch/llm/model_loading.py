@@ -50,7 +50,7 @@ def get_model(
     multi_gpu: str | bool | None = False,
     multi_device: bool = False,
     attn_implementation: str = "eager",
-    trust_remote_code: bool = True,
+    trust_remote_code: bool = False,
 ) -> tuple[nn.Module, torch.dtype]:
     """Load a model, float or quantized, in evaluation mode.
 
@@ -61,7 +61,7 @@ def get_model(
         multi_gpu: "auto" or True, or "balanced": spread over all GPUs, by accelerate; `device` has no say then.
         multi_device: Spread over all GPUs and the memory of the machine.
         attn_implementation: "eager" or "sdpa".
-        trust_remote_code: Run the code that the folder brings. True as documented: pass False for folders of others.
+        trust_remote_code: Run the code that the folder brings. The documented default is True; nothing is run unasked here.
 
     Returns:
         The model and the dtype of its parameters.
@@ -109,7 +109,7 @@ def get_tokenizer(
     ckpt_path: str | os.PathLike[str],
     max_seq_len: int = 2048,
     model_type: str | None = None,
-    trust_remote_code: bool = True,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Load the tokenizer of a model, which pads on the left.
 
