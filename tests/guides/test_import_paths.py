@@ -36,6 +36,10 @@ PATHS = {
         "PerTensorMSEObserver PerTensorPercentileObserver PerTensorHistogramObserverPro "
         "PerGroupMinMaxObserver PerChannelMinMaxObserver PerBlockMXObserver "
     ),
+    "quark.torch.quantization.nn.modules": (
+        "QuantLinear QuantConv2d QuantConvTranspose2d QuantEmbedding QuantEmbeddingBag "
+    ),
+    "quark.torch.quantization.nn.modules.quantize_linear": ("QuantLinear "),
     "quark.torch.quantization.observer.tqt_observer": ("TQTObserver "),
     "quark.torch.quantization.observer.lsq_observer": ("LSQObserver "),
     "quark.torch.quantization.utils": ("RuntimeOptions "),

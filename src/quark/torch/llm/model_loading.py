@@ -61,7 +61,7 @@ def get_model(
         multi_gpu: "auto" or True, or "balanced": spread over all GPUs, by accelerate; `device` has no say then.
         multi_device: Spread over all GPUs and the memory of the machine.
         attn_implementation: "eager" or "sdpa".
-        trust_remote_code: Run the code that the folder brings. The documented default is True; nothing is run unasked here.
+        trust_remote_code: Run the code that the folder brings. The documented default is True; here none runs unasked.
 
     Returns:
         The model and the dtype of its parameters.

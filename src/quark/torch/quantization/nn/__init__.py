@@ -1,0 +1,1 @@
+"""Address of the quantized modules. The code is in quark.torch.layers."""
