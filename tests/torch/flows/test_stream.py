@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
@@ -125,6 +126,20 @@ def test_a_killed_run_goes_on(
     first = blocks - before_manifest
     assert done == [f"model.layers.{i}" for i in range(first, 3)]
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_of_a_damaged_checkpoint_nothing_stays(tmp_path: Path) -> None:
+    """The first block is finished, and a run that goes on would meet the same."""
+    source = save_float(tmp_path / "float", torch.float32)
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("layers.1.input_layernorm.weight"):
+                tensors[name][3] = torch.nan
+        save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(FormatError, match=r"layers\.1\.input_layernorm\.weight cannot be read"):
+        stream(scheme("int8"), source, tmp_path / "out", token_batches(), max_shard_size="60KB")
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
 @pytest.fixture

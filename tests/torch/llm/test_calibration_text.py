@@ -14,6 +14,7 @@ import torch
 
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, NotSupportedError
 from quark.torch.llm.calibration_text import get_calib_dataloader, get_wikitext2
+from quark.torch.llm.text import read_text
 
 TEXT = Path(__file__).parents[3] / "examples" / "models" / "text" / "calibration.txt"
 
@@ -162,3 +163,9 @@ def test_a_dataset_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "datasets", module)
     with pytest.raises(CalibrationError, match="abisee/cnn_dailymail cannot be loaded: .* text file"):
         load("cnn_dailymail")
+
+
+def test_a_device_is_no_text() -> None:
+    """It would be read for ever."""
+    with pytest.raises(CalibrationError, match="/dev/zero is a folder, a pipe or a device"):
+        read_text(Path("/dev/zero"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.errors import FormatError
 from quark.files import check_apart, check_folder, check_place, move_folder
 from quark.log import logger, severity
 from quark.torch.algorithms import algorithms_of
@@ -99,11 +100,13 @@ def stream(
 
 @contextmanager
 def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
-    """Remove the folder of a run that fails before a block is finished: there is nothing to go on from."""
+    """Remove the folder of a run that fails before a block is finished, or of which the files are damaged: nothing can
+    go on from there.
+    """
     try:
         yield
-    except Exception:
-        if rank() == 0 and not manifest.begun:
+    except Exception as error:
+        if rank() == 0 and (not manifest.begun or isinstance(error, FormatError)):
             manifest.remove()
         raise
 

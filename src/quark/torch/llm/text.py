@@ -36,6 +36,8 @@ def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = N
 
 def read_text(file: Path) -> str:
     """The text of a file. Raises CalibrationError where it cannot be read, or is no UTF-8."""
+    if file.exists() and not file.is_file():
+        raise CalibrationError(f"{file} is a folder, a pipe or a device; a text file is needed.")
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
