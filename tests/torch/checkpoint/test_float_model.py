@@ -82,6 +82,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "many layers": ("qwen3", configured(num_hidden_layers=10**5), "num_hidden_layers is 100000"),
     "many heads": ("qwen3", configured(num_key_value_heads=10**9), "num_key_value_heads is 1000000000"),
     "many labels": ("classifier", configured(num_labels=10**9), "num_labels is 1000000000"),
+    "more experts than there are": ("qwen3", configured(num_experts_per_tok=9, num_experts=8), "is 9, of 8 experts"),
     "experts below none": ("qwen3", configured(num_experts_per_tok=-1), "num_experts_per_tok is -1"),
     "no heads": ("qwen3", configured(num_attention_heads=0), "cannot be loaded"),
     "quantization as a number": ("qwen3", configured(quantization_config=5), "quantization_config is 5"),

@@ -84,8 +84,12 @@ UNKNOWN = re.compile(r"Fatal error: (?!ai\.onnx:)[^\s:]+:\S* is not a registered
 """An operator of a domain of its own: a library that is loaded at run time may have it."""
 
 
+SMALL = 1 << 20
+"""Bytes of a model that is optimised in no time."""
+
+
 def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str) -> None:
-    """Ask ONNX Runtime whether a model of `split_weights` is valid. Nothing is run, and nothing optimised but branches.
+    """Ask ONNX Runtime whether a model of `split_weights` is valid. Nothing is run, and no large graph optimised.
 
     Raises:
         FormatError: It is not.
@@ -95,10 +99,11 @@ def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str)
 
     options = session_options()
     options.log_severity_level = 4
-    # Whether the shapes of a body agree with those around it is seen when it is inlined.
+    # Some contradictions of shapes are seen only when bodies are inlined and constants folded.
     levels = onnxruntime.GraphOptimizationLevel
     bodies = any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute)
-    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if bodies else levels.ORT_DISABLE_ALL
+    small = sum(array.nbytes for array in weights.values()) + proto.ByteSize() < SMALL
+    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if bodies or small else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = 1
     try:

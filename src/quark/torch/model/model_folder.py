@@ -78,6 +78,12 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
     Raises:
         FormatError: A number calls for more modules, or longer tensors, than the files can hold.
     """
+    for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
+        chosen, there = stored.get("num_experts_per_tok"), stored.get(experts)
+        if isinstance(chosen, int) and isinstance(there, int) and chosen > there:
+            raise FormatError(
+                f"{folder / 'config.json'}: num_experts_per_tok is {chosen}, of {there} experts ({experts})."
+            )
     longest = max((size for shape in shapes.values() for size in shape), default=0)
     for name, value in _leaves(stored):
         leaf = name.rpartition(".")[2]
