@@ -37,9 +37,6 @@ LINEAR = {"UINT8_DYNAMIC_QUANT": {"Conv", "Gemm", "MatMul"}, "MATMUL_NBITS": {"M
 LINEAR |= {f"INT{bits}_TRANSFORMER_DEFAULT": {"Gemm", "MatMul"} for bits in (8, 16)}
 """Presets that quantize these op types only: a model without them has nothing to quantize."""
 
-OPEN_MEAN = {"branches", "branches11"}
-"""Models that average over an open batch, which the NPU's operators, simulated by XINT8, cannot."""
-
 
 @cache
 def case(model: str) -> tuple[onnx.ModelProto, dict[str, Array], list[Array]]:
@@ -57,7 +54,7 @@ def refusal(preset: str, model: str, float_model: onnx.ModelProto) -> str | None
     """What the error says where a preset cannot serve a model."""
     if preset in LINEAR and not LINEAR[preset] & {node.op_type for node in float_model.graph.node}:
         return "Nothing to quantize"
-    return "is not fixed" if preset.startswith("XINT8") and model in OPEN_MEAN else None
+    return None
 
 
 def check(model: onnx.ModelProto) -> None:
