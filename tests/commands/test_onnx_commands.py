@@ -232,7 +232,7 @@ QUANTIZE = "quantize {cnn} -o {out} "
 BAD = {
     "output like a folder": ("quantize {cnn} --config A8W8 --calib {samples} -o {out}/", "ends like a folder"),
     "output is the data": ("quantize {cnn} --config A8W8 --calib {samples} --force -o {samples}", "which is read"),
-    "no config": (QUANTIZE + "--calib {samples}", "Missing option --config"),
+    "an NPU without config": (QUANTIZE + "--calib {samples} --target npu", "Missing option --config"),
     "misspelled config": (QUANTIZE + "--config A8W7 --calib {samples}", "Did you mean 'A8W8'"),
     "scheme": (QUANTIZE + "--config A8W8 --calib {samples} --scheme int8", "--scheme does not apply to"),
     "device": (QUANTIZE + "--config A8W8 --calib {samples} --device cuda", "--device does not apply to"),

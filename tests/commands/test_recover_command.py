@@ -15,6 +15,7 @@ from tests.commands.program import Done, quark
 from tests.commands.test_onnx_commands import cells
 from tests.models.onnx_zoo import cnn, images, mlp, run, vectors
 
+INT8 = onnx.TensorProto.INT8
 LINE = "quantize {0}/cnn.onnx --config A8W8 --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"
 
 
@@ -61,6 +62,32 @@ def test_a_target_that_the_config_reaches_ends_at_once(folder: Path) -> None:
     done = command(folder, "--recover --metric cosine --target 0.5")
     assert done.code == 0 and len(cells(done.out)) == 1
     assert "the target of 0.5 is reached" in done.out
+
+
+@pytest.mark.slow
+def test_without_a_configuration_the_file_is_the_best_of_quick_steps_for_a_cpu(folder: Path) -> None:
+    line = "quantize {0}/cnn.onnx --calib {0}/samples.npz -o {0}/out.onnx --force"
+    plain = command(folder, "--config INT8_CPU", line)
+    assert plain.code == 0 and "Recovery" not in plain.out
+    before = sqnr(folder)
+    done = command(folder, "--batch-size 4", line)
+    assert done.code == 0 and "INT8_CPU: " in done.out
+    steps = [row[0] for row in cells(done.out)]
+    assert "ranges: MinMSE" in steps and "AdaRound, 100 iterations" not in steps
+    assert sqnr(folder) > before - 0.01
+    weights = [tensor for tensor in onnx.load(folder / "out.onnx").graph.initializer if tensor.data_type == INT8]
+    scales = {tensor.name: tensor for tensor in onnx.load(folder / "out.onnx").graph.initializer}
+    assert any(list(scales[tensor.name.replace("_quantized", "_scale")].dims) for tensor in weights)
+
+
+@pytest.mark.slow
+def test_without_a_configuration_three_samples_and_none_are_enough(folder: Path) -> None:
+    line = "quantize {0}/cnn.onnx -o {0}/out.onnx --force"
+    few = command(folder, f"--calib {folder}/samples.npz --batch-size 4 --samples 3", line)
+    assert few.code == 0 and "of 3 held-out samples, calibrated on 3" in " ".join(few.out.split())
+    none = command(folder, "", line)
+    assert none.code == 0 and "UINT8_DYNAMIC_QUANT: " in none.out
+    assert "DynamicQuantizeLinear" in {node.op_type for node in onnx.load(folder / "out.onnx").graph.node}
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,16 @@ from quark.onnx.config.config import QConfig
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.evaluation.damage import LEAST
+from quark.onnx.operators.targets import TARGETS
+
+CPU_TARGET = "ort_x64"
+QUICK_BUDGET = "60s"
 
 
 def quantize_onnx(
     model: Path,
     output: str,
-    config: str,
+    config: str | None,
     reader: PathDataReader | None,
     samples: int | None,
     exclude: list[str] | None,
@@ -33,8 +37,14 @@ def quantize_onnx(
     allow_damage: bool = False,
     recovery: Recovering | None = None,
 ) -> None:
-    """Quantize, write, and say what it took."""
+    """Quantize, write, and say what it took.
+
+    Without a configuration: for ONNX Runtime on this CPU; with data, the quick steps of recovery for at most a minute.
+    """
     check_file(output, force)
+    if config is None:
+        config = default_config(reader, target)
+        recovery = recovery or (Recovering(QUICK_BUDGET, "sqnr", None, quick=True) if reader else None)
     quantizer = ModelQuantizer(named_config(config))
     settings = quantizer.settings
     specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
@@ -60,6 +70,16 @@ def quantize_onnx(
         f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
+
+
+def default_config(reader: PathDataReader | None, target: str | None) -> str:
+    """The preset for a CPU with or without data. Raises ConfigError for a target that has a choice of presets."""
+    if target is not None and TARGETS[target].activation != TARGETS[CPU_TARGET].activation:
+        raise ConfigError(
+            f"Missing option --config, which --target {target} needs: A8W8, XINT8, A16W8, BF16 ... "
+            f"Without it, quantization is for ONNX Runtime on a CPU (--target {CPU_TARGET})."
+        )
+    return "UINT8_DYNAMIC_QUANT" if reader is None else "INT8_CPU"
 
 
 def named_config(name: str) -> Any:

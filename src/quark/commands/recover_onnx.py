@@ -22,10 +22,13 @@ class Recovering:
     budget: str
     metric: str
     target: float | None
+    quick: bool = False
 
     def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> None:
         """Quantize the model, write the best that was found, and print what each step gave."""
-        found = quantizer.recover(model, output, reader, budget=self.budget, metric=self.metric, target=self.target)
+        found = quantizer.recover(
+            model, output, reader, budget=self.budget, metric=self.metric, target=self.target, quick=self.quick
+        )
         console = results()
         console.print(_table(found))
         console.print(_summary(found), highlight=False)

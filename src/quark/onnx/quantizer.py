@@ -28,6 +28,7 @@ from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.damage import Damage, FirstSamples, damage, refuse_damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
+from quark.onnx.evaluation.recovery.steps import STEPS
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.qdq.value_infos import fill_value_infos
@@ -113,6 +114,7 @@ class ModelQuantizer:
         budget: str | float | None = "10m",
         metric: str = "sqnr",
         target: float | None = None,
+        quick: bool = False,
     ) -> Recovery:
         """Quantize a model, and better it by other ranges and by algorithms as long as there is time.
 
@@ -129,19 +131,22 @@ class ModelQuantizer:
             metric: "sqnr", "psnr", "cosine" or "l2", between the outputs of the float model and of the quantized one;
                 of several outputs the worst counts.
             target: The value of the metric that is enough.
+            quick: Try only the steps that gain most for their seconds. Fewer than four samples are then calibrated
+                with and judged by alike.
 
         Raises:
-            CalibrationError: Fewer than four samples.
+            CalibrationError: Fewer than four samples, or none.
             QuarkError: See its children; no file is written then.
         """
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, self.settings, reader)
+        steps = [step for step in STEPS if step.quick or not quick]
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
         with custom_libraries(self.settings.custom_libraries):
             with discreet(self.settings):
                 model = load(model_input)
                 first = None if reader is None else FirstSamples(reader, model)
-                found, model = recover(model, self.settings, first, measure, target, seconds)
+                found, model = recover(model, self.settings, first, measure, target, seconds, steps, any_count=quick)
             return replace(found, model=self._written(model, model_output, model_input, first))
 
     def _written(

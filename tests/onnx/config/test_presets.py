@@ -32,8 +32,8 @@ def test_the_documented_names() -> None:
     ]
     names = {*alone, *tuned, *with_adaquant}
     names |= {f"{name}_ADAROUND" for name in tuned} | {f"{name}_ADAQUANT" for name in (*tuned, *with_adaquant)}
-    assert names == {*ROWS}
-    assert len(ROWS) == 65
+    assert names == {*ROWS} - {"INT8_CPU"}  # which is this package's own
+    assert len(names) == 65
 
 
 def test_a8w8_and_a16w8() -> None:

@@ -218,6 +218,7 @@ LEGACY: dict[str, Row] = {
     "INT16_TRANSFORMER_DEFAULT": _extended("QUInt16", "QInt16", MOVING_AVERAGE, **TRANSFORMER),
     "INT16_CNN_ACCURATE": _extended("QUInt16", "QInt16", {**OUTLIERS, **FORCE}, PERCENTILE).learned(ADAROUND),
     "INT16_TRANSFORMER_ACCURATE": _extended("QUInt16", "QInt16", OUTLIERS, PERCENTILE, **TRANSFORMER).learned(ADAROUND),
+    "INT8_CPU": _onnx("QUInt8", "QInt8", {"Target": "ort_x64"}, PERCENTILE, per_channel=True),
     "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": NBITS}),
 }
 WITH_ADAROUND = ("XINT8", "S8S8_AAWS", "U8S8_AAWS", "S16S8_ASWS", "U16S8_AAWS", "A8W8", "A16W8")

@@ -135,6 +135,7 @@ def recover(
     target: float | None = None,
     budget: float | None = None,
     steps: Iterable[Step] = STEPS,
+    any_count: bool = False,
 ) -> tuple[Recovery, ir.Model]:
     """Find the best model; see `ModelQuantizer.recover`.
 
@@ -146,6 +147,7 @@ def recover(
         target: The value at which the search ends.
         budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
         steps: What to try.
+        any_count: Where there are too few samples to hold some out, judge by all of them.
     """
     start = time.monotonic()
     if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
@@ -154,7 +156,8 @@ def recover(
         raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
     check_algorithms(settings.algorithms)
     settings = prepare(model, settings)
-    fit, held_out = split(repeatable(reader, model, settings))
+    data = repeatable(reader, model, settings)
+    fit, held_out = (data, data) if any_count and data is not None and 0 < len(data) < EVERY else split(data)
     scorer = Scorer(model, held_out, metric, settings)
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.quantize_plain(settings)

@@ -34,6 +34,7 @@ class Step:
         like: Name of the step before that tells what this one costs; "" for none.
         factor: How many times the work of that one.
         last_resort: Whether time is kept for it, where there is a target.
+        quick: Whether it is one of the few that gain most for their seconds.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Step:
     like: str = ""
     factor: float = 1
     last_resort: bool = False
+    quick: bool = False
 
 
 RANGES = {
@@ -55,9 +57,9 @@ OFTEN = 10
 """Iterations after which training looks at the clock."""
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 STEPS = (
-    *(Step(f"ranges: {name}", change) for name, change in RANGES.items()),
+    *(Step(f"ranges: {name}", change, quick=name != "Entropy") for name, change in RANGES.items()),
     Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
-    Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
+    Step("BiasCorrection", algorithm(BiasCorrectionConfig()), quick=True),
     Step("CLE", EQUALIZE),
     Step("CLE, ranges of the config", with_plain_ranges(EQUALIZE)),
     Step("SmoothQuant", SMOOTH),
