@@ -42,7 +42,12 @@ class Decision:
 
 
 def decide(
-    model: ir.Model, settings: Settings, reader: Any, identity: str = "", statistics: Statistics | None = None
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    identity: str = "",
+    statistics: Statistics | None = None,
+    fold: bool = True,
 ) -> Decision:
     """Placement and qparams of a float model, which is not changed but for Relus that the range makes needless.
 
@@ -52,6 +57,7 @@ def decide(
         reader: Calibration data; None where nothing needs any.
         identity: Fingerprint of the model, for the statistics file of the settings.
         statistics: Statistics in memory, read and completed instead of a file.
+        fold: Whether needless Relus are dropped; without it the model still computes in float what it did.
     """
     placement = place(model, settings)
     override_specs(placement, settings)
@@ -59,7 +65,7 @@ def decide(
     widen_softmax(placement, activations)
     qparams = ModelQParams(activations, weight_params(placement, settings))
     override_params(placement, qparams, settings)
-    if settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu:
+    if fold and (settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu):
         fold_relu(model, placement, qparams.activations)
     qparams = adjust(placement, qparams, settings)
     if settings.qdq.fit_int32_bias and not settings.qdq.int16_bias:

@@ -42,7 +42,7 @@ class ActivationWriter:
     def write(self, value: ir.Value, spec: TensorSpec) -> None:
         """Put Q/DQ between a tensor and its readers."""
         name = value.name or ""
-        uses, is_output = self._reads(value)
+        uses, is_output = self.reads(value)
         params = CAST if spec.is_cast or spec.is_block else self.qparams[self.placement.root(value)]
         codes: ir.Value | None = None
         for suffix, readers in self._pairs(uses, is_output):
@@ -58,7 +58,7 @@ class ActivationWriter:
                 value.name, result.name = f"{name}_QuantizeLinear_Input", name
                 replace_output(self.writer.graph, value, result)
 
-    def _reads(self, value: ir.Value) -> tuple[list[Operand], bool]:
+    def reads(self, value: ir.Value) -> tuple[list[Operand], bool]:
         """What reads the quantized tensor: uses, and whether it is an output of the graph."""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         graph = self.writer.graph

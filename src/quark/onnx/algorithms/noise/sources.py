@@ -1,0 +1,232 @@
+"""Sources of noise: every quantized tensor of a decision, with what quantizing it alone adds where it stands.
+
+    activation v       n = Q(v) - v
+    constant w of f    n = f(x, Q(w)) - f(x, w), at the output of its node
+
+x, v: of the float model. The float model is built twice. `observed` gives v, and f(x, Q(w)) beside f(x, w); `injected`
+reads n as an input of its own behind each source, and adds it:
+
+    v' = v + n                                          the outputs under any sum of noises, in one run of one session
+
+Nothing about a source changes the graph, so no trial quantizes a model or loads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+
+from quark.core.array import NumpyArray
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.errors import NotSupportedError
+from quark.onnx.algorithms.quantized_layers import decoded
+from quark.onnx.calibration.calibrate import model_session
+from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.calibration.qparams import CAST
+from quark.onnx.decide import Decision
+from quark.onnx.graph.edit import replace_output
+from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.sessions import run_sample
+from quark.onnx.placement.dual_pairs import source_name
+from quark.onnx.qdq.activations import ActivationWriter
+from quark.onnx_ops.graph_writer import GraphWriter, add_constant, free_name
+
+NONE = np.zeros(1, np.float32)
+"""No noise, whatever the shape of the tensor."""
+
+
+@dataclass(frozen=True)
+class NoiseSource:
+    """One quantized tensor.
+
+    Attributes:
+        name: Of the activation, or of the constant.
+        node: Name of the node that reads the constant; "" of an activation.
+        holders: The quantized nodes that all have to be in float before it is not quantized any more.
+    """
+
+    name: str
+    node: str
+    holders: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where the noise of a source is added.
+
+    Attributes:
+        input: Name of the input that is added.
+        before: Name of the float tensor.
+        after: Name of the same tensor with the constant quantized; "" of an activation, which is quantized here.
+        spec, params: Of the activation.
+    """
+
+    input: str
+    before: str
+    after: str = ""
+    spec: TensorSpec | None = None
+    params: QParams = CAST
+
+    def noise(self, seen: Mapping[str, NumpyArray]) -> NumpyArray:
+        """What quantizing adds to the tensor, of what `observed` gave."""
+        x = np.asarray(seen[self.before], np.float32)
+        y = decoded(x, self.params, self.spec) if self.spec is not None else seen[self.after]
+        return np.asarray(y - x, np.float32)
+
+
+class NoiseModel:
+    """The float model, with the noise of each source as it is seen and as it is injected.
+
+    Args:
+        decision: What is quantized; nothing is folded or written. Its model becomes the one that is injected.
+
+    Attributes:
+        sources: In the order of the graph.
+
+    Raises:
+        NotSupportedError: Inputs of layers are quantized as they come, so that there are no scales to look at.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        placement = decision.placement
+        if placement.dynamic:
+            raise NotSupportedError("The noise of dynamic quantization is not measured: possible: static scales.")
+        self._settings = decision.settings
+        self._observed, self._injected = decision.model.clone(), decision.model
+        self._outputs = [value.name or "" for value in self._injected.graph.outputs]
+        self._inject_writer = GraphWriter(self._injected)
+        self._taken = {value.name for value in self._injected.graph.inputs}
+        order = {node: position for position, node in enumerate(self._injected.graph)}
+        twins = dict(zip(self._injected.graph, self._observed.graph, strict=True))
+        # The nodes that read constants keep what they write until all activations have their input.
+        written = {node: list(node.outputs) for node, _ in placement.weights}
+        found = list(self._activations(decision, order))
+        for (node, index), spec in placement.weights.items():
+            sites = self._constant_sites(
+                node, index, twins[node], written[node], decision.qparams.weights[node, index], spec
+            )
+            weight, name = node.inputs[index], node.name or ""
+            found.append(
+                (order[node], NoiseSource((weight.name if weight else None) or "", name, frozenset([name])), sites)
+            )
+        found.sort(key=lambda entry: entry[0])
+        self.sources = [source for _, source, _ in found]
+        self._sites = [sites for _, _, sites in found]
+
+    def _activations(
+        self, decision: Decision, order: Mapping[ir.Node, int]
+    ) -> Iterator[tuple[int, NoiseSource, list[_Site]]]:
+        """(position of its producer, source, sites) of each activation; each gets its input."""
+        placement, quantized = decision.placement, set(decision.placement.nodes)
+        readers = ActivationWriter(self._inject_writer, decision.settings, placement, {})
+        for value, spec in placement.activations.items():
+            uses, is_output = readers.reads(value)
+            if not uses and not is_output:
+                continue
+            # Before the input is added: an output of the graph gives its name away.
+            name, producer = source_name(value), value.producer()
+            around = {node for node, _ in uses} | ({producer} if producer is not None else set())
+            holders = frozenset(node.name or "" for node in around & quantized)
+            params = CAST if spec.is_cast or spec.is_block else decision.qparams.activations[placement.root(value)]
+            site = _Site(self._inject(value, uses, is_output), name, spec=spec, params=params)
+            position = -1 if producer is None else order[producer]
+            yield position, NoiseSource(name, "", holders), [site]
+
+    def _constant_sites(
+        self, node: ir.Node, index: int, twin: ir.Node, outputs: list[ir.Value], params: QParams, spec: TensorSpec
+    ) -> list[_Site]:
+        """Compute the node a second time, with the constant quantized; add the difference behind the node."""
+        graph = self._observed.graph
+        weight = twin.inputs[index]
+        array = decoded(np.asarray(constant(weight), np.float32), params, spec)
+        inputs = list(twin.inputs)
+        inputs[index] = add_constant(graph, free_name(f"{twin.name}_{index}_quantized", graph.initializers), array)
+        again = ir.node(
+            twin.op_type, inputs, dict(twin.attributes), domain=twin.domain, num_outputs=len(outputs),
+            name=f"{twin.name}_{index}_quantized",
+        )  # fmt: skip
+        sites = []
+        for position, (output, copy) in enumerate(zip(outputs, again.outputs, strict=True)):
+            copy.name = f"{twin.name}_{index}_quantized_{position}"
+            uses = [(use.node, use.idx) for use in output.uses()]
+            if not output.name or not (uses or output.is_graph_output()):
+                continue
+            before = twin.outputs[position].name or ""
+            sites.append(_Site(self._inject(output, uses, output.is_graph_output()), before, copy.name))
+        graph.insert_after(twin, [again])
+        return sites
+
+    def _inject(self, value: ir.Value, uses: Sequence[tuple[ir.Node, int]], is_output: bool) -> str:
+        """Add an input to what these nodes read of a tensor; its name."""
+        graph, writer = self._injected.graph, self._inject_writer
+        noise = ir.val(free_name(f"{value.name}_noise", self._taken), ir.DataType.FLOAT)
+        self._taken.add(noise.name)
+        graph.inputs.append(noise)
+        result = writer.node("Add", [value, noise], f"{noise.name}_Add")
+        writer.insert_after(value.producer())
+        result.type, result.shape = value.type, value.shape
+        for node, index in uses:
+            node.replace_input_with(index, result)
+        if is_output:
+            name = value.name
+            value.name, result.name = f"{name}_before_noise", name
+            replace_output(graph, value, result)
+        return noise.name or ""
+
+    @contextmanager
+    def open(self) -> Iterator[NoiseRun]:
+        """Sessions of both models."""
+        self._injected.graph.sort()
+        wanted = list(dict.fromkeys(n for sites in self._sites for s in sites for n in (s.before, s.after) if n))
+        inputs = {value.name for value in self._observed.graph.inputs}
+        wanted = [name for name in wanted if name not in inputs]
+        with (
+            model_session(self._observed, wanted, self._settings) as observed,
+            model_session(self._injected, [], self._settings) as injected,
+        ):
+            yield NoiseRun(self._sites, observed, injected, wanted, self._outputs)
+
+
+class NoiseRun:
+    """Runs one sample after another; see `NoiseModel.open`.
+
+    Args:
+        sites: Of each source.
+        observed, injected: The sessions.
+        wanted: What the first gives.
+        outputs: Names of those that count.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Sequence[_Site]],
+        observed: onnxruntime.InferenceSession,
+        injected: onnxruntime.InferenceSession,
+        wanted: Sequence[str],
+        outputs: Sequence[str],
+    ) -> None:
+        self._sites, self._observed, self._injected = sites, observed, injected
+        self._wanted, self._outputs = wanted, outputs
+        self._silent = {site.input: NONE for each in sites for site in each}
+
+    def look(self, feed: Feed) -> list[dict[str, NumpyArray]]:
+        """The noise of each source for a sample: input -> what is added."""
+        seen = dict(feed) | dict(zip(self._wanted, run_sample(self._observed, self._wanted, feed), strict=True))
+        return [{site.input: site.noise(seen) for site in sites} for sites in self._sites]
+
+    def outputs(
+        self, feed: Feed, noises: Sequence[Mapping[str, NumpyArray]], factors: Sequence[float] | NumpyArray
+    ) -> list[NumpyArray]:
+        """The outputs with a sum of noises."""
+        added: dict[str, NumpyArray] = dict(self._silent)
+        for factor, noise in zip(factors, noises, strict=True):
+            for name, array in noise.items():
+                added[name] = np.asarray(added[name] + np.float32(factor) * array)
+        found = run_sample(self._injected, self._outputs, {**feed, **added})
+        return [np.asarray(x) for x in found]
