@@ -10,12 +10,8 @@ from quark.torch.checkpoint.importer import ModelImporter, import_model_from_saf
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.enums import QuantFlow
 from quark.torch.config.llm_template import LLMTemplate
-from quark.torch.config.not_supported import (
-    ModelPruner,
-    RuntimeOptions,
-    disable_native_inference,
-    enable_native_inference,
-)
+from quark.torch.config.not_supported import ModelPruner
+from quark.torch.kernels import RuntimeOptions, accelerate, disable_native_inference, enable_native_inference
 from quark.torch.quantizer import ModelQuantizer
 from quark.torch.writers.gguf.reader import import_model_from_gguf
 from quark.torch.writers.onnx.export import export_onnx
@@ -29,6 +25,7 @@ __all__ = [
     "ModelQuantizer",
     "QuantFlow",
     "RuntimeOptions",
+    "accelerate",
     "disable_native_inference",
     "enable_native_inference",
     "export_gguf",

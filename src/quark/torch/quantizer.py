@@ -21,6 +21,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantFlow, QuantizationMode
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.graph.quantize import freeze_graph, quantize_graph
+from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
@@ -127,20 +128,24 @@ class ModelQuantizer:
 
     @staticmethod
     @profile_scope(ProfileStep.FREEZE_MODEL)
-    def freeze(model: nn.Module, quantize: bool | None = None, runtime_options: object | None = None) -> nn.Module:
+    def freeze(
+        model: nn.Module, quantize: bool | None = None, runtime_options: RuntimeOptions | None = None
+    ) -> nn.Module:
         """End training, and write the quantized values into the weights and biases: a forward no longer quantizes them.
 
         Args:
             model: A model from `quantize_model`.
             quantize: None or True: write them. False: keep the float weights and quantize in each forward. Learned
                 scales (LSQ, TQT) stay as they are from now on, either way.
-            runtime_options: Native kernels; not in this version.
+            runtime_options: Which kernels then take the place of frozen linear layers, see `accelerate`; None: none.
 
         Returns:
             The same model. Freezing twice changes nothing.
         """
         if runtime_options is not None:
-            raise NotSupportedError("freeze(runtime_options=...): native kernels are not part of this version.")
+            check_runtime_options(runtime_options)
+            if isinstance(model, fx.GraphModule):
+                raise NotSupportedError("freeze(runtime_options=...) takes no graph: kernels replace layers. Leave it.")
         if isinstance(model, fx.GraphModule):
             return freeze_graph(model, quantize is not False)
         layers = quantized_layers(model)
@@ -150,11 +155,17 @@ class ModelQuantizer:
             if isinstance(module, FakeQuantize):
                 module.stop_learning()
         if quantize is False:
+            if runtime_options is not None:
+                raise ConfigError(
+                    "freeze(quantize=False, runtime_options=...): kernels compute with quantized weights."
+                )
             return model
         shared = overlapping(x for m in model.modules() for x in (*m.parameters(False), *m.buffers(False)))
         for layer in layers.values():
             for role in ("weight", "bias"):
                 _freeze(layer, role, shared)
+        if runtime_options is not None:
+            enable_native_inference(model, runtime_options=runtime_options)
         return model
 
     @profile_scope(ProfileStep.FILE_TO_FILE_QUANTIZATION)

@@ -5,11 +5,21 @@ from __future__ import annotations
 from torch import nn
 
 from quark.core.spec import LayerSpec
+from quark.errors import ConfigError
 from quark.torch.layers import QuantLayer, layer_class
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """Full name -> quantized layer."""
+    """Full name -> quantized layer.
+
+    Raises:
+        ConfigError: Layers hold their codes in the layout of a kernel, which only `accelerate` knows to undo.
+    """
+    if any(getattr(module, "is_packed", False) for module in model.modules()):
+        raise ConfigError(
+            "The layers of this model were packed for the kernels of this machine by accelerate. Possible: "
+            "disable_native_inference(model), which makes frozen layers of them, and then this."
+        )
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
 
 

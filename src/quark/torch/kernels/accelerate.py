@@ -1,0 +1,240 @@
+"""accelerate: quantized linear layers multiply with their codes, where that is measured to be faster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.quantize import dequantize, quantize, recover_codes
+from quark.core.scales import QParams
+from quark.errors import ConfigError, NotSupportedError
+from quark.log import logger
+from quark.torch.checkpoint.loading import StoredTensor
+from quark.torch.kernels.fp8 import ScaledMm
+from quark.torch.kernels.int4 import Int4Groups
+from quark.torch.kernels.int8 import Int8Weights
+from quark.torch.kernels.int8_int8 import IntMm, OneDnnInt8
+from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed
+from quark.torch.kernels.measure import Clock, seconds_of
+from quark.torch.kernels.packed_linear import ROWS, PackedLinear
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.linear import QuantLinear
+from quark.torch.layers.replace import set_submodule
+
+KERNELS: tuple[Kernel, ...] = (Int4Groups(), Int8Weights(), OneDnnInt8(), IntMm(), ScaledMm())
+"""All kernels. A new one is a file and an entry here."""
+
+Choice = tuple[Kernel, tuple[str, ...]]
+"""A kernel and its way for each of ROWS."""
+
+_CHOICES: dict[Hashable, Choice | None] = {}
+"""What was measured in this process; None where the float layer is fastest."""
+
+AGREEMENT = 2.0**-7
+"""A kernel is wrong on this device if it differs from the formula by more than this share of sum |x| |w|: two roundings
+to bfloat16, each 2^-9 of what is rounded, twice over. Saturated integer sums differ by far more."""
+
+
+def accelerate(
+    model: nn.Module,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    kernels: tuple[Kernel, ...] = KERNELS,
+    clock: Clock = time.perf_counter,
+) -> nn.Module:
+    """Let quantized linear layers multiply with their codes by the kernels that torch brings.
+
+    Each shape of layer is measured once in a process, at 1, 8 and 64 rows. A layer whose float product is as fast for a
+    single row stays a frozen layer. The results are those of the frozen model but for the order of summation and for
+    roundings to the dtype of the model: a kernel does not round the decoded weight to it.
+
+    Args:
+        model: A model from `quantize_model`, frozen or not, or one loaded from a quantized folder; changed in place.
+        compute_dtype: None: kernels that round inputs and scales to bfloat16 (4-bit groups, int8 weights) run only in
+            bfloat16 models with such scales. torch.bfloat16: they run in float32 and float16 models too.
+        kernels: Kernels to choose from.
+        clock: What tells the time, in seconds.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: The model has no quantized layer, or compute_dtype is neither None nor torch.bfloat16.
+    """
+    if compute_dtype not in (None, torch.bfloat16):
+        raise ConfigError(f"compute_dtype={compute_dtype}; possible: None or torch.bfloat16.")
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    layers = {name: module for name, module in modules.items() if isinstance(module, QuantLinear)}
+    if not layers and count_packed(model) == 0:
+        raise ConfigError("accelerate needs a model from quantize_model or a loaded one; this has no quantized linear.")
+    changed = 0
+    with torch.no_grad():
+        for name, layer in layers.items():
+            faster = _faster(layer, compute_dtype is not None, kernels, clock)
+            if faster is not None and name:
+                set_submodule(model, name, faster)
+                changed += isinstance(faster, PackedLinear)
+    logger.info("%d of %d quantized linear layers multiply with their codes.", changed, len(layers))
+    return model
+
+
+def count_packed(model: nn.Module) -> int:
+    """How many layers multiply with their codes."""
+    return sum(isinstance(module, PackedLinear) for module in model.modules()) if isinstance(model, nn.Module) else 0
+
+
+def undo_acceleration(model: nn.Module) -> int:
+    """Put frozen layers back in the place of packed ones; how many there were."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    for name, module in packed.items():
+        set_submodule(model, name, module.unpacked())
+    return len(packed)
+
+
+def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight | None:
+    """The codes of a layer's weight; None where one scale is not of a tensor, a row or a group of a row's inputs."""
+    quantizer = layer.weight_quantizer
+    if not isinstance(quantizer, (FakeQuantize, StoredTensor)) or quantizer.spec.is_cast:
+        return None
+    spec = quantizer.spec
+    plain = spec.scale_spec is None and spec.code_spec is None and not spec.dynamic and not spec.dtype.is_block
+    rows = spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
+    if not plain or not (rows or isinstance(spec.granularity, PerGroup)):
+        return None
+    if isinstance(quantizer, StoredTensor):
+        try:
+            params, codes = quantizer.params(layer.extras("weight")), quantizer.codes(layer.weight.detach())
+        except NotSupportedError:
+            return None  # float values, or the layout of another program
+        dtype = quantizer.layout.model_dtype
+    else:
+        params, dtype = quantizer.params, layer.weight.dtype
+        if params is None or quantizer.mode not in (Mode.quantize, Mode.frozen) or quantizer.learned is not None:
+            return None
+        weight = layer.weight.detach()
+        codes = quantize(weight, params, spec)
+        if quantizer.mode is Mode.frozen:
+            codes = recover_codes(weight, codes, params, spec)
+            if not torch.equal(dequantize(codes, params, spec).to(dtype), weight):
+                return None  # the weight was changed after it was frozen
+    assert params is not None
+    return _by_rows(codes, params, layer, dtype, any_rounding, quantizer)
+
+
+def _by_rows(
+    codes: torch.Tensor,
+    params: QParams,
+    layer: QuantLinear,
+    dtype: torch.dtype,
+    any_rounding: bool,
+    quantizer: FakeQuantize | StoredTensor,
+) -> CodedWeight | None:
+    spec = quantizer.spec
+    n, k = codes.shape
+    if isinstance(spec.granularity, PerGroup) and (spec.granularity.axis % 2 != 1 or k % spec.granularity.size):
+        return None
+
+    def each_row(parameter: torch.Tensor) -> torch.Tensor:
+        rows = parameter.float().reshape(-1, 1) if parameter.ndim < 2 else parameter.float()
+        return rows.expand(n, -1).contiguous()
+
+    zero = None if params.zero_point is None else each_row(params.zero_point)
+    if zero is not None and ((spec.symmetric and spec.dtype.signed) or not bool(zero.any())):
+        zero = None
+    return CodedWeight(codes.float(), each_row(params.scale), zero, spec, layer.input_quantizer, dtype, any_rounding)
+
+
+def _faster(
+    layer: QuantLinear, any_rounding: bool, kernels: tuple[Kernel, ...], clock: Clock
+) -> PackedLinear | QuantLinear | None:
+    """What takes the layer's place; None if it stays."""
+    # Other packages wrap the forward of a module; their wrapper would go on calling the old one.
+    if "forward" in layer.__dict__ or layer.weight.is_meta:
+        return None
+    weight = coded_weight(layer, any_rounding)
+    if weight is None:
+        return None
+    fitting = [kernel for kernel in kernels if kernel.fits(weight)]
+    choice = None
+    if fitting:
+        key = _key(weight, fitting)
+        if key not in _CHOICES or clock is not time.perf_counter:
+            _CHOICES[key] = _measured(weight, fitting, clock)
+        choice = _CHOICES[key]
+    if choice is not None:
+        return PackedLinear(layer, *choice, weight)
+    return _decoded(layer) if isinstance(layer.weight_quantizer, StoredTensor) else None
+
+
+def _decoded(layer: QuantLinear) -> QuantLinear:
+    """A loaded layer that decodes its weight once, and not in each forward."""
+    weight = layer.quantized("weight", layer.weight).detach()
+    layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    layer.weight_quantizer = None
+    return layer
+
+
+def _key(weight: CodedWeight, fitting: list[Kernel]) -> Hashable:
+    names = tuple(kernel.name for kernel in fitting)
+    activation = weight.input_quantizer.spec if isinstance(weight.input_quantizer, FakeQuantize) else None
+    asymmetric = weight.zero is not None
+    place = (weight.codes.device, torch.get_num_threads())
+    return names, weight.shape, weight.group, asymmetric, weight.dtype, activation, place
+
+
+def _measured(weight: CodedWeight, fitting: list[Kernel], clock: Clock) -> Choice | None:
+    """The kernel that is fastest for one row, with its fastest way for each of ROWS; None if the float product is."""
+    decoded = weight.decoded().to(weight.dtype)
+    packed = {kernel.name: kernel.pack(weight) for kernel in fitting}
+    by_name = {kernel.name: kernel for kernel in fitting}
+    ways = {(k.name, way): run for k in fitting for way, run in k.ways(weight.input_quantizer).items()}
+    right = {
+        key: run for key, run in ways.items() if _agrees(weight, by_name[key[0]], partial(_run, run, packed[key[0]]))
+    }
+    seconds: list[dict[Hashable, float]] = []
+    for rows in ROWS:
+        x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
+        x = x.to(weight.codes.device, weight.dtype)
+        runs: dict[Hashable, Callable[[], object]] = {k: partial(r, x, packed[k[0]]) for k, r in right.items()}
+        runs["float"] = partial(_float_product, x, decoded, None if not right else weight, by_name)
+        seconds.append(seconds_of(runs, x.device, clock))
+    first = min(seconds[0], key=lambda key: seconds[0][key])
+    if first == "float" or not isinstance(first, tuple):
+        return None
+    kernel = by_name[first[0]]
+    mine = [
+        {key[1]: t for key, t in each.items() if isinstance(key, tuple) and key[0] == kernel.name} for each in seconds
+    ]
+    return kernel, tuple(min(each, key=lambda way: each[way]) for each in mine)
+
+
+def _float_product(
+    x: torch.Tensor, decoded: torch.Tensor, weight: CodedWeight | None, kernels: dict[str, Kernel]
+) -> torch.Tensor:
+    """What the frozen layer computes: with its input quantizer, if the kernels do that work too."""
+    quantizer = weight.input_quantizer if weight is not None else None
+    if quantizer is not None and any(kernel.takes_codes for kernel in kernels.values()):
+        x = quantizer(x)
+    return F.linear(x, decoded)
+
+
+def _run(way: Multiply, packed: Packed, x: torch.Tensor) -> torch.Tensor:
+    return way(x, packed)
+
+
+def _agrees(weight: CodedWeight, kernel: Kernel, run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether a way computes the formula on this device, extreme inputs included, on which integer sums saturate."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randn(2, weight.shape[1], generator=generator).sign()
+    x = torch.cat([torch.randn(3, weight.shape[1], generator=generator), 4 * signs, torch.full_like(signs[:1], 4.0)])
+    x = x.to(weight.codes.device, weight.dtype)
+    read = x if weight.input_quantizer is None else weight.input_quantizer(x)
+    decoded = weight.decoded()
+    expected, most = F.linear(read.float(), decoded), F.linear(read.float().abs(), decoded.abs())
+    return bool(((run(x if kernel.takes_codes else read).float() - expected).abs() <= AGREEMENT * most).all())

@@ -1,0 +1,141 @@
+"""int8 weights and inputs: integer products with exact sums, by oneDNN or by torch's `_int_mm`.
+
+    y[m, n] = scale_x[m] * scale_w[n] * (sum over k of a[m, k] * q[n, k]  -  zero_x[m] * (sum over k of q[n, k]))
+
+a are the codes that the layer's input quantizer makes, moved by -128 where they are unsigned, and zero_x with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.granularity import PerTensor, PerToken
+from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed, input_codes
+from quark.torch.layers.fake_quant import FakeQuantize
+
+
+class _Int8Int8(Kernel):
+    """Symmetric int8 weights per channel or tensor; inputs int8 or uint8 per tensor or token, static or dynamic."""
+
+    takes_codes = True
+
+    def fits(self, weight: CodedWeight) -> bool:
+        quantizer = weight.input_quantizer
+        if not isinstance(quantizer, FakeQuantize) or weight.codes.dtype.is_complex:
+            return False
+        spec = quantizer.spec
+        plain = spec.scale_spec is None and spec.code_spec is None and quantizer.learned is None
+        return (
+            weight.spec.dtype.name == "int8"
+            and weight.scale.shape[1] == 1
+            and weight.zero is None
+            and spec.dtype.name in ("int8", "uint8")
+            and plain
+            and not spec.float_zero_point
+            and isinstance(spec.granularity, (PerTensor, PerToken))
+            and (spec.dynamic or isinstance(spec.granularity, PerTensor))
+            # Sums stay within int32.
+            and weight.shape[1] < (1 << 31) // (128 * 128)
+        )
+
+    def pack(self, weight: CodedWeight) -> dict[str, Any]:
+        codes, scale = weight.codes.to(torch.int8), weight.scale[:, 0].contiguous()
+        return {
+            "weight": self.pack_codes(codes),
+            "scale": scale,
+            "sums": weight.codes.sum(1, dtype=torch.float64).float(),
+        }
+
+    def pack_codes(self, codes: torch.Tensor) -> Any:
+        """The weight as the product takes it."""
+        return codes
+
+    def product(self, a: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """The exact integer sums times scale_w, float32."""
+        raise NotImplementedError
+
+    def ways(self, input_quantizer: nn.Module | None) -> dict[str, Multiply]:
+        assert isinstance(input_quantizer, FakeQuantize)
+        return {"integers": _quantized(input_quantizer, self.product)}
+
+
+def _quantized(quantizer: FakeQuantize, product: Callable[[torch.Tensor, Packed], torch.Tensor]) -> Multiply:
+    shift = 0.0 if quantizer.spec.dtype.signed else 128.0
+    centered = quantizer.spec.dtype.signed and quantizer.spec.symmetric
+
+    def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        codes, params = input_codes(x, quantizer)
+        y = product((codes - shift if shift else codes).to(torch.int8), packed)
+        if not centered:
+            zero = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
+            y = y - (zero.float() - shift).reshape(-1, 1) * (packed["sums"] * packed["scale"])
+        return y.mul_(params.scale.float().reshape(-1, 1)).to(x.dtype)
+
+    return multiply
+
+
+class OneDnnInt8(_Int8Int8):
+    """oneDNN's int8 matrix product, on CPUs."""
+
+    name = "onednn_int8"
+
+    def fits(self, weight: CodedWeight) -> bool:
+        return weight.codes.device.type == "cpu" and torch.backends.mkldnn.is_available() and super().fits(weight)
+
+    def pack_codes(self, codes: torch.Tensor) -> Prepacked:
+        return Prepacked(codes)
+
+    def codes(self, packed: Packed, shape: tuple[int, int]) -> torch.Tensor:
+        codes: torch.Tensor = packed["weight"].codes().float()
+        return codes
+
+    def product(self, a: torch.Tensor, packed: Packed) -> torch.Tensor:
+        scale = packed["scale"]
+        zero = torch.zeros(len(scale), dtype=torch.int32)
+        y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            a, 1.0, 0, packed["weight"].tensor, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return y
+
+
+class IntMm(_Int8Int8):
+    """torch's `_int_mm`, on CPUs and CUDA; CUDA takes 17 rows or more, and multiples of 8."""
+
+    name = "int_mm"
+
+    def fits(self, weight: CodedWeight) -> bool:
+        n, k = weight.shape
+        return (weight.codes.device.type == "cpu" or (n % 8 == 0 and k % 8 == 0)) and super().fits(weight)
+
+    def codes(self, packed: Packed, shape: tuple[int, int]) -> torch.Tensor:
+        codes: torch.Tensor = packed["weight"].float()
+        return codes
+
+    def product(self, a: torch.Tensor, packed: Packed) -> torch.Tensor:
+        rows = a.shape[0]
+        if a.device.type == "cuda" and rows < 17:
+            a = torch.nn.functional.pad(a, (0, 0, 0, 17 - rows))
+        return torch._int_mm(a.contiguous(), packed["weight"].t())[:rows].float() * packed["scale"]
+
+
+class Prepacked:
+    """An int8 weight in oneDNN's own layout. Copies and pickles through the plain codes: torch's cannot.
+
+    Args:
+        codes: int8 (out_features, in_features).
+    """
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.tensor = torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
+
+    def codes(self) -> torch.Tensor:
+        """The plain codes."""
+        dense: torch.Tensor = self.tensor.to_dense()
+        return dense.t().contiguous()
+
+    def __reduce__(self) -> tuple[type[Prepacked], tuple[torch.Tensor]]:
+        return Prepacked, (self.codes(),)
