@@ -10,6 +10,7 @@ LISTS = {
 }
 FULL_FOLDERS = {
     ".": "what both flows stand on, in files of their own, beside the rooms",
+    "torch": "the rooms of the flow, its four files and the documented addresses",
     "onnx": "the files that are the flow, beside the rooms that it leads through",
 }
 

@@ -94,7 +94,6 @@ def test_every_algorithm_runs_from_end_to_end(script: ModuleType, tmp_path: Path
     ("more", "message"),
     [
         ("--use_tp", "tensor parallelism"),
-        ("--quant_scheme fp8 --enable_native_inference", "native kernels"),
         ("--quant_scheme fp8 --no_keep_prequantized_layers", "keep_prequantized_layers"),
         ("--skip_quantization --use_mlperf_rouge", "Python pickles"),
         ("--skip_quantization --model_attn_implementation flash_attention_2", "FlashAttention2"),

@@ -21,6 +21,8 @@ from quark.torch import (
     LLMTemplate,
     ModelQuantizer,
     RuntimeOptions,
+    disable_native_inference,
+    enable_native_inference,
     export_gguf,
     export_onnx,
     export_safetensors,
@@ -175,6 +177,7 @@ def calibration_data(args: argparse.Namespace):
 
 def export(args: argparse.Namespace, model: torch.nn.Module, profiler: GlobalProfiler) -> None:
     formats = args.model_export or []
+    native = disable_native_inference(model) if formats else 0  # a file holds codes, not the layout of a kernel
     if "hf_format" in formats:
         with profiler.scope(ProfileStep.EXPORT_HF_SAFETENSORS):
             export_safetensors(model, args.output_dir, args.custom_mode, args.export_weight_format, args.pack_method)
@@ -186,6 +189,8 @@ def export(args: argparse.Namespace, model: torch.nn.Module, profiler: GlobalPro
     if "gguf" in formats:
         with profiler.scope(ProfileStep.EXPORT_GGUF):
             export_gguf(model, args.output_dir, model.config.model_type, args.model_dir)
+    if native:
+        enable_native_inference(model, runtime_options=RuntimeOptions(native_linear_mode=args.native_linear_mode))
 
 
 def main(words: list[str] | None = None) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -21,8 +22,8 @@ from quark.torch.kernels.int4 import Int4Groups
 from quark.torch.kernels.int8 import Int8Weights
 from quark.torch.kernels.int8_int8 import IntMm, OneDnnInt8
 from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed
-from quark.torch.kernels.measure import Clock, seconds_of
 from quark.torch.kernels.packed_linear import ROWS, PackedLinear
+from quark.torch.kernels.seconds import Clock, seconds_of
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.replace import set_submodule
@@ -147,7 +148,7 @@ def _by_rows(
     zero = None if params.zero_point is None else each_row(params.zero_point)
     if zero is not None and ((spec.symmetric and spec.dtype.signed) or not bool(zero.any())):
         zero = None
-    return CodedWeight(codes.float(), each_row(params.scale), zero, spec, layer.input_quantizer, dtype, any_rounding)
+    return CodedWeight(codes.float(), each_row(params.scale), zero, spec, layer.quantizer("input"), dtype, any_rounding)
 
 
 def _faster(
@@ -176,7 +177,7 @@ def _decoded(layer: QuantLinear) -> QuantLinear:
     """A loaded layer that decodes its weight once, and not in each forward."""
     weight = layer.quantized("weight", layer.weight).detach()
     layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    layer.weight_quantizer = None
+    layer.add_module("weight_quantizer", None)
     return layer
 
 
@@ -189,46 +190,51 @@ def _key(weight: CodedWeight, fitting: list[Kernel]) -> Hashable:
 
 
 def _measured(weight: CodedWeight, fitting: list[Kernel], clock: Clock) -> Choice | None:
-    """The kernel that is fastest for one row, with its fastest way for each of ROWS; None if the float product is."""
+    """The kernel whose times have the smallest product over ROWS, of those that beat the float product for one row,
+    with its fastest way for each of ROWS; None if no kernel does.
+    """
     decoded = weight.decoded().to(weight.dtype)
     packed = {kernel.name: kernel.pack(weight) for kernel in fitting}
     by_name = {kernel.name: kernel for kernel in fitting}
     ways = {(k.name, way): run for k in fitting for way, run in k.ways(weight.input_quantizer).items()}
-    right = {
-        key: run for key, run in ways.items() if _agrees(weight, by_name[key[0]], partial(_run, run, packed[key[0]]))
-    }
+    runs = {key: partial(_layer, weight, by_name[key[0]], run, packed[key[0]]) for key, run in ways.items()}
+    right = {key: run for key, run in runs.items() if _agrees(weight, run)}
     seconds: list[dict[Hashable, float]] = []
     for rows in ROWS:
         x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
         x = x.to(weight.codes.device, weight.dtype)
-        runs: dict[Hashable, Callable[[], object]] = {k: partial(r, x, packed[k[0]]) for k, r in right.items()}
-        runs["float"] = partial(_float_product, x, decoded, None if not right else weight, by_name)
-        seconds.append(seconds_of(runs, x.device, clock))
-    first = min(seconds[0], key=lambda key: seconds[0][key])
-    if first == "float" or not isinstance(first, tuple):
+        timed: dict[Hashable, Callable[[], object]] = {key: partial(run, x) for key, run in right.items()}
+        timed["float"] = partial(_float_layer, weight, decoded, x)
+        seconds.append(seconds_of(timed, x.device, clock))
+    best = [_fastest_ways(each) for each in seconds]
+    faster = [name for name, (_, shortest) in best[0].items() if shortest < seconds[0]["float"]]
+    if not faster:
         return None
-    kernel = by_name[first[0]]
-    mine = [
-        {key[1]: t for key, t in each.items() if isinstance(key, tuple) and key[0] == kernel.name} for each in seconds
-    ]
-    return kernel, tuple(min(each, key=lambda way: each[way]) for each in mine)
+    name = min(faster, key=lambda name: math.prod(each[name][1] for each in best))
+    return by_name[name], tuple(each[name][0] for each in best)
 
 
-def _float_product(
-    x: torch.Tensor, decoded: torch.Tensor, weight: CodedWeight | None, kernels: dict[str, Kernel]
-) -> torch.Tensor:
-    """What the frozen layer computes: with its input quantizer, if the kernels do that work too."""
-    quantizer = weight.input_quantizer if weight is not None else None
-    if quantizer is not None and any(kernel.takes_codes for kernel in kernels.values()):
-        x = quantizer(x)
-    return F.linear(x, decoded)
+def _fastest_ways(seconds: dict[Hashable, float]) -> dict[str, tuple[str, float]]:
+    """Kernel -> its fastest way, and the seconds of that."""
+    best: dict[str, tuple[str, float]] = {}
+    for key, time_of_way in seconds.items():
+        if isinstance(key, tuple) and time_of_way < best.get(key[0], ("", math.inf))[1]:
+            best[key[0]] = key[1], time_of_way
+    return best
 
 
-def _run(way: Multiply, packed: Packed, x: torch.Tensor) -> torch.Tensor:
-    return way(x, packed)
+def _layer(weight: CodedWeight, kernel: Kernel, way: Multiply, packed: Packed, x: torch.Tensor) -> torch.Tensor:
+    """What a packed layer computes, without bias and output quantizer."""
+    quantizer = None if kernel.takes_codes else weight.input_quantizer
+    return way(x if quantizer is None else quantizer(x), packed)
 
 
-def _agrees(weight: CodedWeight, kernel: Kernel, run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _float_layer(weight: CodedWeight, decoded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The same of the frozen layer."""
+    return F.linear(x if weight.input_quantizer is None else weight.input_quantizer(x), decoded)
+
+
+def _agrees(weight: CodedWeight, run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Whether a way computes the formula on this device, extreme inputs included, on which integer sums saturate."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randn(2, weight.shape[1], generator=generator).sign()
@@ -237,4 +243,4 @@ def _agrees(weight: CodedWeight, kernel: Kernel, run: Callable[[torch.Tensor], t
     read = x if weight.input_quantizer is None else weight.input_quantizer(x)
     decoded = weight.decoded()
     expected, most = F.linear(read.float(), decoded), F.linear(read.float().abs(), decoded.abs())
-    return bool(((run(x if kernel.takes_codes else read).float() - expected).abs() <= AGREEMENT * most).all())
+    return bool(((run(x).float() - expected).abs() <= AGREEMENT * most).all())

@@ -148,7 +148,7 @@ def _order() -> _Order:
     halves = [torch.stack([digit & 15, digit >> 4], -1).flatten().long() for digit in digits]
     rows = halves[0] + 16 * halves[1]
     # The first quarter of all codes holds every row of the first block, and of no other.
-    length = len(rows[: ROWS * inputs // 4].unique())
+    length = len(torch.unique(rows[: ROWS * inputs // 4]))
     order = rows[:length].clone()
     return _Order(length, order, order.argsort())
 

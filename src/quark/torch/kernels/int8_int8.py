@@ -84,7 +84,7 @@ class OneDnnInt8(_Int8Int8):
     name = "onednn_int8"
 
     def fits(self, weight: CodedWeight) -> bool:
-        return weight.codes.device.type == "cpu" and torch.backends.mkldnn.is_available() and super().fits(weight)
+        return weight.codes.device.type == "cpu" and torch._C._has_mkldnn and super().fits(weight)
 
     def pack_codes(self, codes: torch.Tensor) -> Prepacked:
         return Prepacked(codes)

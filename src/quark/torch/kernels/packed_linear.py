@@ -33,6 +33,11 @@ class PackedLinear(nn.Module):
     """
 
     is_packed = True
+    input_quantizer: nn.Module | None
+    output_quantizer: nn.Module | None
+    bias_quantizer: nn.Module | None
+    weight_quantizer: nn.Module
+    bias: nn.Parameter | None
 
     def __init__(self, layer: QuantLinear, kernel: Kernel, ways: tuple[str, ...], weight: CodedWeight) -> None:
         super().__init__()
@@ -82,6 +87,7 @@ class PackedLinear(nn.Module):
         quantizer: Any = self.weight_quantizer
         params = quantizer.params if isinstance(quantizer, FakeQuantize) else quantizer.params(self._extras())
         codes = self.kernel.codes(self.packed, self.shape)
+        assert params is not None
         decoded: torch.Tensor = dequantize(codes, params, quantizer.spec)
         return decoded.clamp(-65504, 65504).half() if self.dtype == torch.float16 else decoded.to(self.dtype)
 
@@ -100,7 +106,7 @@ class PackedLinear(nn.Module):
         if isinstance(layer.weight_quantizer, FakeQuantize):
             layer.weight_quantizer.mode = Mode.frozen
         else:
-            layer.weight_quantizer = None  # what decoded the stored tensors
+            layer.add_module("weight_quantizer", None)  # what decoded the stored tensors
         return layer
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
