@@ -107,6 +107,21 @@ def vectors(count: int = 4, seed: int = 1) -> list[dict[str, Array]]:
     return [{"x": random.normal(size=(256, 32)).astype(np.float32)} for _ in range(count)]
 
 
+def stored(model: onnx.ModelProto) -> dict[str, Array]:
+    """Name -> array of every initializer, and of scales and zero points by the tensors whose Q/DQ read them.
+
+    Those of the same bits are one constant, which has one of the names.
+    """
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        tensor, _, role = node.name.rpartition("_")
+        if role in ("QuantizeLinear", "DequantizeLinear"):
+            for suffix, name in zip(("scale", "zero_point"), node.input[1:], strict=False):
+                if name in found:
+                    found.setdefault(f"{tensor}_{suffix}", found[name])
+    return found
+
+
 def run(model: onnx.ModelProto | str, feed: dict[str, Array], optimise: bool = True) -> Array:
     """First output of a model in stock ONNX Runtime."""
     options = onnxruntime.SessionOptions()

@@ -31,7 +31,9 @@ from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import STEPS
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
+from quark.onnx.passes.copy_shared_init import copy_shared_init
 from quark.onnx.qdq.value_infos import fill_value_infos
+from quark.onnx_ops.compact import drop_inferable, share_constants
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import model_files, save
 
@@ -154,8 +156,14 @@ class ModelQuantizer:
     ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""
         self.damage = None
+        # A model whose nodes are to have initializers of their own keeps those of the same bits apart.
+        unique = self.settings.passes.get(copy_shared_init.__name__) not in (None, False)
+        if not unique:
+            share_constants(model)
         if self.settings.value_infos:
             fill_value_infos(model, lambda names: run_random(model, names, self.settings))
+        else:
+            drop_inferable(model)
         if output is None:
             proto = checked_proto(model)
             if not self.settings.crypto:

@@ -78,6 +78,25 @@ def weight_bytes(model: ir.Model) -> int:
     return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
 
 
+def message_without_weights(model: ir.Model) -> onnx.ModelProto:
+    """The model as a message that names its large weights as external: for what looks at the graph alone."""
+    large = {
+        value: tensor
+        for value in model.graph.initializers.values()
+        if (tensor := value.const_value) is not None and tensor.nbytes >= SMALL
+    }
+    try:
+        for value, tensor in large.items():
+            shape = ir.Shape(tensor.shape.numpy())
+            value.const_value = ir.ExternalTensor(
+                "memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=tensor.name or ""
+            )
+        return ir.to_proto(model)
+    finally:
+        for value, tensor in large.items():
+            value.const_value = tensor
+
+
 def files_read(model: ir.Model) -> set[Path]:
     """The files that hold initializers of the model."""
     tensors = (value.const_value for value in model.graph.initializers.values())

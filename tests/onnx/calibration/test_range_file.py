@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 from quark.errors import CalibrationError, FormatError, OutputExistsError
 from quark.onnx import CalibMethod, ModelQuantizer, QConfig, QLayerConfig, ScaleType, UInt8Spec, XInt8Spec
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
-from tests.models.onnx_zoo import Reader, cnn, images
+from tests.models.onnx_zoo import Reader, cnn, images, stored
 
 METHODS = [(method, ScaleType.Float32) for method in CalibMethod]
 METHODS += [(CalibMethod.MinMax, ScaleType.PowerOf2), (CalibMethod.MinMSE, ScaleType.PowerOf2)]
@@ -29,7 +28,7 @@ def quantized(
     config = QConfig(QLayerConfig(spec, weight=XInt8Spec()), extra_options={"SaveAndRestore": str(file), **options})
     model = ModelQuantizer(config).quantize_model(cnn(), None, data)
     assert isinstance(model, onnx.ModelProto)
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith(("_scale", "_point"))}
+    return {name: array for name, array in stored(model).items() if name.endswith(("_scale", "_point"))}
 
 
 @pytest.mark.slow
@@ -73,7 +72,7 @@ def test_the_older_name_and_the_file_of_the_documented_system(
     config.extra_options["TensorsRangeFile"] = str(file)
     model = ModelQuantizer(config).quantize_model(cnn(), None, None)
     assert model is not None
-    scales = {t.name: numpy_helper.to_array(t).tolist() for t in model.graph.initializer if t.name.endswith("_scale")}
+    scales = {name: array.tolist() for name, array in stored(model).items() if name.endswith("_scale")}
     assert scales == {name: array.tolist() for name, array in first.items() if name.endswith("_scale")}
     assert "fine-tuning, if any, begins with the float weights" in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ from quark.onnx.custom_ops import get_library_path
 from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import ModelQuantizer
 from quark.onnx_ops.operators import ATTRIBUTES, DOMAIN
-from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, stored, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
 # Least output SQNR in dB: about six for each bit of the mantissa.
@@ -61,10 +61,6 @@ def named(name: str) -> Config:
 
 def of(spec: Any, **options: Any) -> QConfig:
     return QConfig(QLayerConfig(input_tensors=spec(), weight=spec()), **options)
-
-
-def initializers(model: onnx.ModelProto) -> dict[str, Any]:
-    return {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
 
 
 def axes(model: onnx.ModelProto) -> dict[str, int]:
@@ -109,8 +105,8 @@ def test_wide_types_are_nearly_exact(spec: Any, compiled: str) -> None:
         (feed,) = feeds(1)
         assert sqnr(run(source(), feed), run(model, feed)) > (55 if spec is Float16Spec else 100)
         assert sqnr(run(model, feed), run_compiled(model, feed, compiled)) > 100
-        stored = initializers(model)
-        weight = stored["fc_w_quantized" if source is cnn else "w1_quantized"]
+        held = stored(model)
+        weight = held["fc_w_quantized" if source is cnn else "w1_quantized"]
         assert weight.dtype == {Int32Spec: np.int32, UInt32Spec: np.uint32, Float16Spec: np.float16}[spec]
 
 
@@ -119,7 +115,7 @@ def test_wide_weights_may_have_one_scale_per_channel(compiled: str) -> None:
     weight = Int32Spec(quant_granularity=QuantGranularity.Channel)
     model = make(QConfig(QLayerConfig(input_tensors=Int32Spec(), weight=weight)), cnn(), images)
     (feed,) = images(1)
-    assert initializers(model)["depth_w_scale"].shape == (16,)
+    assert stored(model)["depth_w_scale"].shape == (16,)
     assert sqnr(run(cnn(), feed), run(model, feed)) > 100
     assert sqnr(run(model, feed), run_compiled(model, feed, compiled)) > 100
 
@@ -128,10 +124,11 @@ def test_names_and_stored_types() -> None:
     model = make(of(BFloat16Spec), mlp())
     nodes = {node.name: node for node in model.graph.node}
     assert nodes["x_QuantizeLinear"].op_type == "ExtendedQuantizeLinear"
-    assert list(nodes["x_QuantizeLinear"].input) == ["x", "x_scale", "x_zero_point"]
+    # Both have the scale 1 and the zero point 0, which are written once.
     assert list(nodes["w1_DequantizeLinear"].input) == ["w1_quantized", "w1_scale", "w1_zero_point"]
-    stored = initializers(model)
-    assert stored["x_scale"] == 1 and str(stored["w1_quantized"].dtype) == "bfloat16" and "w1" not in stored
+    assert list(nodes["x_QuantizeLinear"].input) == ["x", "w1_scale", "w1_zero_point"]
+    held = stored(model)
+    assert held["x_scale"] == 1 and str(held["w1_quantized"].dtype) == "bfloat16" and "w1" not in held
     with pytest.raises(ConfigError, match="quantized already"):
         load(model)
 
@@ -141,10 +138,10 @@ def test_scaled_bfloat16_fills_the_range_of_two(cast: bool, compiled: str) -> No
     config = of(BFloat16Spec, WeightScaled=True, ActivationScaled=True, BF16QDQToCast=cast)
     feeds = vectors(2)
     model = make(config, mlp(), lambda: feeds)
-    stored, weight = initializers(model), initializers(mlp())["w1"]
-    assert stored["w1_scale"] == np.abs(weight).max() / 2
-    assert stored["x_scale"] == max(np.abs(feed["x"]).max() for feed in feeds) / 2
-    assert np.abs(stored["w1_quantized"].astype(np.float32)).max() == 2
+    held, weight = stored(model), stored(mlp())["w1"]
+    assert held["w1_scale"] == np.abs(weight).max() / 2
+    assert held["x_scale"] == max(np.abs(feed["x"]).max() for feed in feeds) / 2
+    assert np.abs(held["w1_quantized"].astype(np.float32)).max() == 2
     assert sqnr(run(mlp(), feeds[0]), run(model, feeds[0])) > 40
     types = {node.op_type for node in model.graph.node}
     if cast:
@@ -221,7 +218,7 @@ def test_the_runtime_computes_what_the_core_says() -> None:
         return replace(spec, granularity=replace(spec.granularity, axis=axis))
 
     x = fake_quantize(feed["x"], None, along(layer.input, -1))
-    product = x @ fake_quantize(initializers(mlp())["w1"], None, along(layer.weight, -2))
+    product = x @ fake_quantize(stored(mlp())["w1"], None, along(layer.weight, -2))
     model.graph.output.append(onnx.ValueInfoProto(name="hidden_DequantizeLinear_Output"))
     found = onnxruntime.InferenceSession(model.SerializeToString()).run(["hidden_DequantizeLinear_Output"], feed)[0]
     expected = fake_quantize(product, None, along(layer.input, -1))

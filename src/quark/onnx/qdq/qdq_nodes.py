@@ -5,7 +5,7 @@
     bfloat16          extended Q/DQ, or Clip, Mul and Cast, as the settings say
 
 Names are the documented ones: `{t}_QuantizeLinear`, `{t}_DequantizeLinear`, outputs with `_Output`, `{t}_scale`,
-`{t}_zero_point`.
+`{t}_zero_point`; of constants with the same bits, a file that is written keeps the first.
 """
 
 from __future__ import annotations

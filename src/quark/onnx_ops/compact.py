@@ -1,0 +1,147 @@
+"""compact: what a file need not say twice, or at all.
+
+Constants of the same bits are written once. Types and shapes within a graph are left out where ONNX's shape inference,
+which every runtime does as it loads, gives them back from the inputs; behind operators that it does not know they stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from quark.onnx_ops.saving import message_without_weights
+
+LARGEST_COMPUTED = 2**20
+"""Bytes of a constant that is still computed to be compared: larger ones are weights, shared where their source is."""
+INFERRED_BY_RUNTIME = ("QuantizeLinear", "DequantizeLinear")
+"""Operators of com.microsoft of which the runtime infers what ONNX does of those of its own of these names."""
+ROUNDS = 4
+"""How often what inference misses is told it, bit by bit; after these, all of it stays."""
+
+Infos = dict[str, onnx.ValueInfoProto]
+
+
+def share_constants(model: ir.Model) -> int:
+    """Let all readers of constants of the same type, shape and bits in a graph read the first one.
+
+    Returns:
+        How many constants are gone.
+    """
+    return sum(_share(graph) for graph in _parts(model.graph))
+
+
+def _share(graph: ir.Graph) -> int:
+    alike: dict[tuple[object, ...], list[ir.Value]] = {}
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        # An input with a default may get another value; what is an output has a name that is asked for.
+        if tensor is None or value.is_graph_input() or value.is_graph_output() or tensor.dtype is ir.DataType.STRING:
+            continue
+        if tensor.nbytes <= LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor):
+            alike.setdefault((tensor.dtype, *tensor.shape.numpy()), []).append(value)
+    count = 0
+    for values in alike.values():
+        first: dict[bytes, ir.Value] = {}
+        for value in values if len(values) > 1 else ():
+            assert value.const_value is not None
+            kept = first.setdefault(hashlib.sha256(value.const_value.tobytes()).digest(), value)
+            if kept is not value:
+                value.replace_all_uses_with(kept)
+                del graph.initializers[value.name or ""]
+                count += 1
+    return count
+
+
+def drop_inferable(model: ir.Model) -> int:
+    """Take their types and shapes from the tensors within a model of which shape inference gives them back.
+
+    Sizes that only have a name count as open: inference gives them names of its own.
+
+    Returns:
+        How many tensors have none any more.
+    """
+    count, needed = 0, _not_inferred(message_without_weights(model))
+    for graph, kept in zip(_parts(model.graph), needed, strict=True):
+        made = (value for node in graph for value in node.outputs if not value.is_graph_output())
+        for value in (*made, *(constant for constant in graph.initializers.values() if not constant.is_graph_input())):
+            if value.name not in kept and (value.type is not None or value.shape is not None):
+                value.type = value.shape = None
+                count += 1
+    return count
+
+
+def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
+    """The tensors of each graph of a model whose types and shapes do not follow; the message is changed."""
+    for graph in _graphs(proto.graph):
+        for node in graph.node:
+            if node.domain == "com.microsoft" and node.op_type in INFERRED_BY_RUNTIME:
+                node.domain = ""
+    constants = [{tensor.name for tensor in graph.initializer} for graph in _graphs(proto.graph)]
+    declared = [
+        {info.name: info for info in graph.value_info if info.name not in known}
+        for graph, known in zip(_graphs(proto.graph), constants, strict=True)
+    ]
+    kept: list[set[str]] = [set() for _ in declared]
+    for _ in range(ROUNDS):
+        missing = _missing(proto, declared, kept)
+        if not any(missing):
+            return kept
+        anywhere = set().union(*missing)
+        for graph, names, stays in zip(_graphs(proto.graph), missing, kept, strict=True):
+            # Told the first that it misses, inference finds those behind it.
+            for node in graph.node:
+                if not anywhere.intersection(node.input):
+                    stays |= names.intersection(node.output)
+    return [stays | names for stays, names in zip(kept, _missing(proto, declared, kept), strict=True)]
+
+
+def _missing(proto: onnx.ModelProto, declared: list[Infos], kept: list[set[str]]) -> list[set[str]]:
+    """The names in each graph of which inference, told those that are kept, does not say what was declared."""
+    for graph, infos, names in zip(_graphs(proto.graph), declared, kept, strict=True):
+        del graph.value_info[:]
+        graph.value_info.extend(info for name, info in infos.items() if name in names)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto)
+    except Exception:  # noqa: BLE001 - an operator that it cannot take apart: then it infers nothing
+        return [set(infos) for infos in declared]
+    result = []
+    for graph, infos in zip(_graphs(inferred.graph), declared, strict=True):
+        found = {info.name: info for info in graph.value_info}
+        result.append({name for name, info in infos.items() if name not in found or not _says(found[name], info)})
+    return result
+
+
+def _says(found: onnx.ValueInfoProto, declared: onnx.ValueInfoProto) -> bool:
+    """Whether one says all that the other does, names of open sizes apart."""
+    if not declared.type.HasField("tensor_type"):
+        return found.type == declared.type
+    tensor, wanted = found.type.tensor_type, declared.type.tensor_type
+    if wanted.elem_type not in (onnx.TensorProto.UNDEFINED, tensor.elem_type):
+        return False
+    if not wanted.HasField("shape"):
+        return True
+    if not tensor.HasField("shape") or len(tensor.shape.dim) != len(wanted.shape.dim):
+        return False
+    pairs = zip(tensor.shape.dim, wanted.shape.dim, strict=True)
+    return all(not size.HasField("dim_value") or one.dim_value == size.dim_value for one, size in pairs)
+
+
+def _parts(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """A graph and the bodies within it, each before those within it."""
+    yield graph
+    for node in graph:
+        for attribute in node.attributes.values():
+            if attribute.type is ir.AttributeType.GRAPH:
+                yield from _parts(attribute.as_graph())
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The same of a message, in the same order."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
