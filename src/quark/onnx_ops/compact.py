@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
-from quark.onnx_ops.saving import message_without_weights
+from quark.onnx_ops.graph_writer import add_constant, free_name
+from quark.onnx_ops.saving import SMALL, message_without_weights
 
 LARGEST_COMPUTED = 2**20
 """Bytes of a constant that is still computed to be compared: larger ones are weights, shared where their source is."""
@@ -27,32 +28,59 @@ Infos = dict[str, onnx.ValueInfoProto]
 def share_constants(model: ir.Model) -> int:
     """Let all readers of constants of the same type, shape and bits in a graph read the first one.
 
+    So do bodies of If, Loop and Scan with the large ones of each other, which move into the graph around them. Small
+    ones may be shapes, which inference looks for beside their readers.
+
     Returns:
         How many constants are gone.
     """
-    return sum(_share(graph) for graph in _parts(model.graph))
+    count = sum(_share(graph) for graph in _parts(model.graph))
+    bodies = list(_parts(model.graph))[1:]
+    taken = {value.name for graph in _parts(model.graph) for node in graph for value in node.outputs}
+    taken |= {value.name for graph in _parts(model.graph) for value in (*graph.inputs, *graph.initializers.values())}
+    for values in _alike([model.graph, *bodies] if bodies else [], SMALL):
+        inside = [value for value in values if value.graph is not model.graph]
+        if len(values) < 2 or not inside:
+            continue
+        kept = next((value for value in values if value.graph is model.graph), None)
+        if kept is None:
+            assert values[0].const_value is not None
+            kept = add_constant(model.graph, free_name(values[0].name or "", taken), values[0].const_value)
+            taken.add(kept.name)
+        count += _read_instead(inside, kept)
+    return count
 
 
 def _share(graph: ir.Graph) -> int:
-    alike: dict[tuple[object, ...], list[ir.Value]] = {}
-    for value in graph.initializers.values():
+    return sum(_read_instead(values[1:], values[0]) for values in _alike([graph]))
+
+
+def _alike(graphs: list[ir.Graph], at_least: int = 0) -> Iterator[list[ir.Value]]:
+    """The constants of these graphs, of so many bytes at least, in groups of the same type, shape and bits."""
+    similar: dict[tuple[object, ...], list[ir.Value]] = {}
+    for value in (value for graph in graphs for value in graph.initializers.values()):
         tensor = value.const_value
         # An input with a default may get another value; what is an output has a name that is asked for.
         if tensor is None or value.is_graph_input() or value.is_graph_output() or tensor.dtype is ir.DataType.STRING:
             continue
-        if tensor.nbytes <= LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor):
-            alike.setdefault((tensor.dtype, *tensor.shape.numpy()), []).append(value)
-    count = 0
-    for values in alike.values():
-        first: dict[bytes, ir.Value] = {}
-        for value in values if len(values) > 1 else ():
+        compared = tensor.nbytes <= LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor)
+        if compared and tensor.nbytes >= at_least:
+            similar.setdefault((tensor.dtype, *tensor.shape.numpy()), []).append(value)
+    for values in (values for values in similar.values() if len(values) > 1):
+        same: dict[bytes, list[ir.Value]] = {}
+        for value in values:
             assert value.const_value is not None
-            kept = first.setdefault(hashlib.sha256(value.const_value.tobytes()).digest(), value)
-            if kept is not value:
-                value.replace_all_uses_with(kept)
-                del graph.initializers[value.name or ""]
-                count += 1
-    return count
+            same.setdefault(hashlib.sha256(value.const_value.tobytes()).digest(), []).append(value)
+        yield from same.values()
+
+
+def _read_instead(values: list[ir.Value], kept: ir.Value) -> int:
+    """Let the readers of constants read another, and drop them; return how many."""
+    for value in values:
+        value.replace_all_uses_with(kept)
+        assert value.graph is not None
+        del value.graph.initializers[value.name or ""]
+    return len(values)
 
 
 def drop_inferable(model: ir.Model) -> int:

@@ -26,6 +26,7 @@ from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, check_valid, files_read
 
 QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
+QUANTIZED_OPS |= {"DynamicQuantizeLSTM", "GatherBlockQuantized"}
 QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
 PLAIN = {ir.DataType[name] for name in ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "INT16", "INT8", "UINT8")}
 """The element types that numpy has itself."""

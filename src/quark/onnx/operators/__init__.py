@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {
     "InstanceNormalization": ONE_INPUT,
     "LayerNormalization": Rule(data=(0,), data_axis=-1),
     "Softmax": Rule(data=(0,), data_axis=-1),
-    "Gather": MOVES_DATA,
+    "Gather": Rule(data=(0,), shares_scale=True, stored=(0,)),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Min", "Max", "Concat", "PRelu"), ELEMENTWISE),
     "Where": Rule(data=(1, 2)),
     **dict.fromkeys(("AveragePool", "GlobalAveragePool", "ReduceMean", "Sigmoid", "Tanh", "Gelu", "Erf"), ONE_INPUT),
@@ -45,12 +45,16 @@ ON_REQUEST: dict[str, Rule] = {
     **dict.fromkeys(("Sum", "Mean", "Einsum"), ELEMENTWISE),
     **dict.fromkeys(("GatherElements", "GatherND", "ReverseSequence", "Trilu", "Compress"), MOVES_DATA),
 }
+RECURRENT: dict[str, Rule] = dict.fromkeys(
+    ("LSTM", "GRU", "RNN"), Rule(data=(), output_axis=1, input_axis=2, constants=False, stored=(1, 2))
+)
+"""Recurrent layers, whose states no Q/DQ reaches: their weights alone are quantized, beside float activations."""
 NEVER = frozenset(
     {"If", "Loop", "Scan", "Constant", "ConstantOfShape", "Shape", "Size", "Cast", "CastLike", "NonMaxSuppression"}
     | {"Range", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
-    | {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "LSTM", "GRU", "RNN"}
+    | {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", *RECURRENT}
 )
-"""Control flow, what makes shapes and constants, and recurrent layers, whose states no Q/DQ reaches."""
+"""Control flow, what makes shapes and constants, and recurrent layers where activations are to have Q/DQ."""
 
 
 SIMULATED = {DPU_SOFTMAX: "Softmax", DPU_INSTANCE_NORM: "InstanceNormalization"}
@@ -60,7 +64,7 @@ SIMULATED = {DPU_SOFTMAX: "Softmax", DPU_INSTANCE_NORM: "InstanceNormalization"}
 def rule_of(op_type: str) -> Rule:
     """The rule of an op type; a plain one where it has no row."""
     op_type = SIMULATED.get(op_type, op_type)
-    return RULES.get(op_type) or ON_REQUEST.get(op_type) or Rule(constants=False)
+    return RULES.get(op_type) or ON_REQUEST.get(op_type) or RECURRENT.get(op_type) or Rule(constants=False)
 
 
 CONCAT, POOL, PAD, SLICE = ("Concat",), ("AveragePool", "GlobalAveragePool"), ("Pad",), ("Slice", "Split")
@@ -83,6 +87,7 @@ __all__ = [
     "FUSE_ACTIVATIONS",
     "NEVER",
     "ON_REQUEST",
+    "RECURRENT",
     "RULES",
     "SIMULATED",
     "Rule",

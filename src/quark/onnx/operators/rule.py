@@ -24,6 +24,8 @@ class Rule:
         result_axis: Axis of the output along which the output channels lie; None where it is the data axis.
         bias: Index of the bias.
         constants: Whether constants among the inputs are quantized too.
+        stored: Indices of constants that are kept as codes where activations stay in float or are quantized as they
+            come: the matrices of a recurrent layer, a table whose rows are picked.
         shares_scale: The output holds values of the input only: both have one scale; see `moves`.
     """
 
@@ -36,6 +38,7 @@ class Rule:
     bias: int | None = None
     shares_scale: bool = False
     constants: bool = True
+    stored: tuple[int, ...] = ()
 
     def inputs(self, node: ir.Node) -> list[int]:
         """Indices of the inputs of this node that are tensors to quantize."""

@@ -30,8 +30,12 @@ def fits_nbits(node: ir.Node, spec: TensorSpec) -> bool:
     """Whether a node can become a MatMulNBits: blocks of 16, 32, 64 ... along the sum of a 2-D constant."""
     if node.op_type != "MatMul" or not isinstance(spec.granularity, PerGroup) or spec.dtype.bits not in (2, 4, 8):
         return False
-    size = spec.granularity.size
-    return constant(node.inputs[1]).ndim == 2 and size >= 16 and size & (size - 1) == 0
+    return constant(node.inputs[1]).ndim == 2 and fits_block_kernel(spec.granularity.size)
+
+
+def fits_block_kernel(size: int) -> bool:
+    """Whether the kernels of com.microsoft take blocks of this many values: 16, 32, 64 ..."""
+    return size >= 16 and size & (size - 1) == 0
 
 
 def gains(node: ir.Node, target: Target, placement: Placement) -> bool:

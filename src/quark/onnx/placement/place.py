@@ -28,6 +28,7 @@ from quark.onnx.placement.kernels import fits_dynamic, gains
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx.placement.shared_scales import free_relu_zero, remove_fused, share_scales
+from quark.onnx.placement.stored_weights import fits_lstm_kernel, stored_specs
 from quark.onnx.placement.weight_spec import weight_spec
 
 
@@ -62,6 +63,13 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     """Quantize one selected node, unless it computes in floats all the same."""
     target = TARGETS[settings.qdq.target]
     if placement.computes_other_float(node) or not gains(node, target, placement):
+        return
+    stored = stored_specs(node, layer, settings, placement)
+    if stored:
+        placement.nodes.append(node)
+        placement.weights.update({(node, index): spec for index, spec in stored.items()})
+        if layer.input is not None and fits_lstm_kernel(node, stored[1 if 1 in stored else 0]):
+            placement.dynamic.append(node)
         return
     if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
         _place_dynamic(node, layer, settings, placement)

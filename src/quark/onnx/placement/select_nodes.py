@@ -9,7 +9,7 @@ from quark.errors import ConfigError, did_you_mean
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import KNOWN_DOMAINS
 from quark.onnx.graph.scopes import nodes_of, require_names
-from quark.onnx.operators import NEVER, ON_REQUEST, RULES, SIMULATED
+from quark.onnx.operators import NEVER, ON_REQUEST, RECURRENT, RULES, SIMULATED
 from quark.onnx.placement.placement import FACTOR
 
 
@@ -67,15 +67,17 @@ def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     present = {op_type for node in model.graph if (op_type := _op_type(node)) is not None}
     requested = {*settings.specs.op_types, *settings.specs.extra_op_types}
     named = {name for names, _ in settings.specs.by_type for name in names}
-    if requested & NEVER:
-        raise ConfigError(f"{', '.join(sorted(requested & NEVER))} cannot be quantized; they stay in float.")
+    floats = settings.specs.layer.input is None or settings.specs.layer.input.dynamic
+    rules, never = ({**RULES, **RECURRENT}, NEVER - set(RECURRENT)) if floats else (RULES, NEVER)
+    if requested & never:
+        raise ConfigError(f"{', '.join(sorted(requested & never))} cannot be quantized; they stay in float.")
     known = {*RULES, *ON_REQUEST, *present}
     inner = {node.op_type for node in model.graph.all_nodes()} if settings.specs.bodies else set[str]()
     unknown = set[str]() if settings.specs.is_body else (requested | named) - known - inner - NEVER
     for name in sorted(unknown):
         raise ConfigError(f"There is no op type {name!r} in the model, nor a rule for it. {did_you_mean(name, known)}")
     return (
-        present - NEVER
+        present - never
         if settings.specs.all_op_types
-        else {*(settings.specs.op_types or RULES), *settings.specs.extra_op_types}
+        else {*(settings.specs.op_types or rules), *settings.specs.extra_op_types}
     )

@@ -52,14 +52,14 @@ class ConstantStore:
         Args:
             operand: Which.
             spec: Of the constant.
-            transpose: Store the codes of a matrix with its axes swapped.
+            transpose: Store the codes with their last two axes swapped.
         """
         source, name, dtype = _source(operand), self.name(operand, spec, transpose), onnx_type(spec)
         shape = constant(source).shape
 
         def codes() -> NumpyArray:
             array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
-            return array.T if transpose else array
+            return array.swapaxes(-1, -2) if transpose else array
 
         def stored() -> tuple[NumpyArray, NumpyArray]:
             return stored_qparams(self.qparams[operand], spec, self.settings)
@@ -67,7 +67,7 @@ class ConstantStore:
         scale, zero_point = stored()
         scale_dtype = ir.DataType.from_numpy(scale.dtype)
         return (
-            self.writer.shared(f"{name}_quantized", codes, dtype, shape[::-1] if transpose else shape),
+            self.writer.shared(f"{name}_quantized", codes, dtype, _swapped(shape) if transpose else shape),
             self.writer.shared(f"{name}_scale", lambda: stored()[0], scale_dtype, scale.shape),
             self.writer.shared(f"{name}_zero_point", lambda: stored()[1], dtype, zero_point.shape),
         )
@@ -129,6 +129,10 @@ class ConstantStore:
         decoded = nodes.standard("DequantizeLinear", inputs, replace(weight_spec, dtype=dtype), axis)
         self.writer.insert_before(node)
         node.replace_input_with(index, decoded)
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _source(operand: Operand) -> ir.Value:

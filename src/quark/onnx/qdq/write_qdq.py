@@ -6,12 +6,14 @@ import onnx_ir as ir
 
 from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op
 from quark.onnx.placement.dual_pairs import drop_identities
 from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import ConstantStore
 from quark.onnx.qdq.dynamic_quantize import write_dynamic
 from quark.onnx.qdq.matmul_nbits import write_nbits
+from quark.onnx.qdq.stored_weights import LSTM_KERNEL, write_lstm, write_table
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 
 
@@ -34,7 +36,13 @@ def write_qdq(
     dynamic, replaced = set(placement.dynamic), dict[ir.Node, ir.Node]()
     for operand, spec in placement.weights.items():
         node = operand[0]
-        if node in dynamic:
+        if is_op(node, "LSTM") and node in dynamic:
+            write_lstm(writer, store, node, {index: placement.weights[node, index] for index in (1, 2)})
+        elif node.op_type == LSTM_KERNEL:
+            continue  # written with its other matrix
+        elif is_op(node, "Gather"):
+            replaced[node] = producer_of(write_table(writer, store, node, spec))
+        elif node in dynamic:
             replaced[node] = producer_of(write_dynamic(writer, store, node, spec))
         elif settings.qdq.matmul_nbits is not None:
             replaced[node] = producer_of(write_nbits(writer, store, node, spec, settings.qdq.matmul_nbits))

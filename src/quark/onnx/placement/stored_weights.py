@@ -1,0 +1,84 @@
+"""Weights that are stored as codes beside float activations, though Q/DQ cannot reach what the node computes.
+
+LSTM, GRU, RNN    W (directions, gates * hidden, inputs), R (directions, gates * hidden, hidden)
+Gather            a table (rows, columns) of which rows are picked, as an embedding
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import RECURRENT, rule_of
+from quark.onnx.placement.kernels import fits_block_kernel
+from quark.onnx.placement.placement import Placement
+
+SMALLEST_TABLE = 1024
+"""Values of a table below which two more nodes weigh as much as what they save."""
+
+
+def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> dict[int, TensorSpec]:
+    """Index -> spec of the constants of a node that are stored as codes; none where activations have Q/DQ."""
+    dynamic, spec = layer.input is not None and layer.input.dynamic, layer.weight
+    if not (settings.specs.weights_only or dynamic) or settings.qdq.matmul_nbits is not None:
+        return {}
+    if spec is None or spec.is_block or spec.is_cast or not spec.has_zero_point:
+        return {}
+    indices = rule_of(node.op_type).stored
+    values = [node.inputs[index] for index in indices]
+    if not values or any(v is None or not is_constant(v) or not placement.is_float(v) for v in values):
+        return {}
+    if is_op(node, *RECURRENT):
+        return {index: _recurrent(node, index, spec, is_op(node, "LSTM") and dynamic) for index in indices}
+    if dynamic and isinstance(spec.granularity, PerTensor):
+        # What is picked is an activation, whose zero point costs nothing.
+        assert layer.input is not None
+        spec = replace(layer.input, dynamic=False)
+    return _table(node, spec) if is_op(node, "Gather") else {}
+
+
+def fits_lstm_kernel(node: ir.Node, spec: TensorSpec) -> bool:
+    """Whether ONNX Runtime's DynamicQuantizeLSTM computes a node: 8 bits, time before batch."""
+    return is_op(node, "LSTM") and spec.dtype.bits == 8 and node.attributes.get_int("layout", 0) == 0
+
+
+def _recurrent(node: ir.Node, index: int, spec: TensorSpec, in_kernel: bool) -> TensorSpec:
+    """The spec of W or R.
+
+    Directions are different layers: the kernel takes a scale for each output of each of them. DequantizeLinear takes
+    scales along one axis.
+    """
+    directions, _, columns = constant(node.inputs[index]).shape
+    granularity, to_kernel = spec.granularity, in_kernel and fits_lstm_kernel(node, spec)
+    if isinstance(granularity, PerGroup):
+        granularity = PerGroup(2, granularity.size, pad=True)
+    elif isinstance(granularity, PerChannel) and not to_kernel:
+        granularity = PerChannel(1)
+    elif isinstance(granularity, PerChannel) and spec.symmetric:
+        granularity = PerBlock((1, columns))
+    elif to_kernel or directions > 1:
+        # The kernel has one zero point for all outputs of a direction.
+        granularity = PerChannel(0)
+    return replace(spec, granularity=granularity)
+
+
+def _table(node: ir.Node, spec: TensorSpec) -> dict[int, TensorSpec]:
+    """The spec of a table that only Gathers read: of 8 bits with a scale for each row or for all, or of 4 in blocks."""
+    table = node.inputs[0]
+    array = constant(table)
+    if array.ndim != 2 or array.size < SMALLEST_TABLE or node.attributes.get_int("axis", 0):
+        return {}
+    assert table is not None
+    if not all(is_op(use.node, "Gather") and use.idx == 0 for use in table.uses()):
+        return {}
+    if spec.dtype.bits == 4 and isinstance(spec.granularity, PerGroup) and fits_block_kernel(spec.granularity.size):
+        return {0: replace(spec, granularity=PerGroup(1, spec.granularity.size, pad=True))}
+    if spec.dtype.bits != 8:
+        return {}
+    return {0: replace(spec, granularity=PerTensor() if isinstance(spec.granularity, PerTensor) else PerChannel(0))}
