@@ -21,7 +21,7 @@ from quark.onnx.passes.convert_float import convert_fp16_to_fp32
 from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.fix_shapes import fix_shapes
-from quark.onnx.passes.simplify import simplify
+from quark.onnx.passes.simplify import join_constants, simplify
 from quark.onnx.qdq.qdq_nodes import EXTENDED
 from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
 from quark.onnx_ops.operators import BLOCK_OPSET
@@ -39,6 +39,7 @@ def prepare(model: ir.Model, settings: Settings) -> Settings:
     _require_tensors(settings, model)
     infer_shapes(model)
     run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
+    _join_weights(model, settings)
     check_float_type(model, settings)
     return _drop_removed(settings, model)
 
@@ -51,6 +52,14 @@ def prepare_body(model: ir.Model, settings: Settings) -> None:
         passes[SIMPLIFY] = True
     infer_shapes(model)
     run_passes(model, passes)
+    _join_weights(model, settings)
+
+
+def _join_weights(model: ir.Model, settings: Settings) -> None:
+    """Make weights that are constants in parts whole, where they get codes."""
+    simplifies = settings.passes.get(SIMPLIFY, True) not in (None, False)
+    if simplifies and settings.specs.weights_apart and settings.qdq.matmul_nbits is None:
+        join_constants(model)
 
 
 def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:

@@ -86,6 +86,11 @@ class SpecSettings:
     bodies: bool = False
     is_body: bool = False
 
+    @property
+    def weights_apart(self) -> bool:
+        """Whether weights have codes beside activations in float, or quantized as they come: no activation has Q/DQ."""
+        return self.layer.input is None or self.layer.input.dynamic
+
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> SpecSettings:
         """With the specs of every layer changed, but for those of mixed precision."""
         return replace(

@@ -72,13 +72,25 @@ def _bypass(node: ir.Node) -> None:
         prune(node)
 
 
-def _fold(model: ir.Model, node: ir.Node) -> None:
-    """Compute a node of constants, or of fixed dimensions of a shape."""
+def join_constants(model: ir.Model) -> None:
+    """Compute each Concat of constants, and what then has none but constants: it is as large as its parts together.
+
+    So PyTorch writes an LSTM, whose gates ONNX has in another order. Where its weights stay in float a file may
+    grow by that, as other bodies may read the parts, too.
+    """
+    for node in list(model.graph):
+        if node.graph is not None and is_op(node, *FOLDED):
+            _fold(model, node, joins=is_op(node, "Concat"))
+    remove_unused(model)
+
+
+def _fold(model: ir.Model, node: ir.Node, joins: bool = False) -> None:
+    """Compute a node of constants, or of fixed dimensions of a shape; `joins`: a result as large as all inputs."""
     if is_op(node, "Shape"):
         result = _shape(node)
     elif all(value is None or _is_known(value, node) for value in node.inputs):
         inputs = {value.name or "": _known(value) for value in node.inputs if value is not None}
-        result = _evaluate(model, node, inputs) if inputs else None
+        result = _evaluate(model, node, inputs, joins) if inputs else None
     else:
         return
     if result is not None and not np.any(result == OPEN):
@@ -105,11 +117,10 @@ def _shape(node: ir.Node) -> Any:
     return np.array([OPEN if size is None else size for size in part], np.int64)
 
 
-def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> Any:
+def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any], joins: bool = False) -> Any:
     """The output of a node of constants by the reference evaluator of onnx; None where it is large or fails."""
     sizes = [array.size for array in inputs.values()]
-    # The parts of a Concat are its result: as LSTMs are exported, with the gates in another order.
-    largest = max(LARGEST_GROWTH, sum(sizes) if is_op(node, "Concat") else max(sizes))
+    largest = max(LARGEST_GROWTH, sum(sizes) if joins else max(sizes))
     if _result_size(node, [inputs[value.name or ""] for value in node.inputs if value is not None]) > largest:
         return None
     proto = ir.to_proto(node)

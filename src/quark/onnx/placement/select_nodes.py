@@ -67,8 +67,7 @@ def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     present = {op_type for node in model.graph if (op_type := _op_type(node)) is not None}
     requested = {*settings.specs.op_types, *settings.specs.extra_op_types}
     named = {name for names, _ in settings.specs.by_type for name in names}
-    floats = settings.specs.layer.input is None or settings.specs.layer.input.dynamic
-    rules, never = ({**RULES, **RECURRENT}, NEVER - set(RECURRENT)) if floats else (RULES, NEVER)
+    rules, never = ({**RULES, **RECURRENT}, NEVER - set(RECURRENT)) if settings.specs.weights_apart else (RULES, NEVER)
     if requested & never:
         raise ConfigError(f"{', '.join(sorted(requested & never))} cannot be quantized; they stay in float.")
     known = {*RULES, *ON_REQUEST, *present}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import onnx_ir as ir
 
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
@@ -44,8 +45,10 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
 
 
 def fits_lstm_kernel(node: ir.Node, spec: TensorSpec) -> bool:
-    """Whether ONNX Runtime's DynamicQuantizeLSTM computes a node: 8 bits, time before batch."""
-    return is_op(node, "LSTM") and spec.dtype.bits == 8 and node.attributes.get_int("layout", 0) == 0
+    """Whether ONNX Runtime's DynamicQuantizeLSTM computes a node: 8 bits, float32, time before batch."""
+    if not is_op(node, "LSTM") or spec.dtype.bits != 8 or constant(node.inputs[1]).dtype != np.float32:
+        return False
+    return node.attributes.get_int("layout", 0) == 0
 
 
 def _recurrent(node: ir.Node, index: int, spec: TensorSpec, in_kernel: bool) -> TensorSpec:
