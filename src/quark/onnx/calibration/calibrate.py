@@ -19,6 +19,7 @@ import onnxruntime
 from quark.core.observers import Observer
 from quark.core.observers.min_max import MinMaxObserver
 from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
 from quark.log import logger, progress
 from quark.onnx.calibration.data.inputs import model_inputs
@@ -62,12 +63,12 @@ def activation_params(
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
         NonFiniteError: A tensor held NaN or Inf.
     """
-    classes = _classes(placement)
+    classes = range_classes(placement)
     if not classes:
         return {}
     # A search that has its statistics in memory compares schemes, of which each has ranges of its own.
     range_file = settings.calibration.range_file if statistics is None else None
-    restored = _restored(range_file, classes, placement)
+    restored = _restored(_given_ranges(settings, range_file), classes, placement)
     observers = {root: restored.get(root) or make_observer(placement.activations[root], settings) for root in classes}
     if settings.calibration.figures:
         check_figures({root.name or "": observer for root, observer in observers.items() if root not in restored})
@@ -82,11 +83,9 @@ def activation_params(
         collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
     else:
         statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
-        for name, root in tensors:
-            if name in statistics.states:
-                part = make_observer(observers[root].spec, settings)
-                part.restore(statistics.states[name])
-                observers[root].merge(part)
+        observers |= {
+            root: observer_of(names, observers[root].spec, settings, statistics) for root, names in classes.items()
+        }
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
@@ -100,13 +99,29 @@ def activation_params(
     return params
 
 
+def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
+    """The statistic that a spec asks for, of all values of these tensors; those without any count for nothing."""
+    observer = make_observer(spec, settings)
+    for name in names:
+        if name in statistics.states:
+            part = make_observer(spec, settings)
+            part.restore(statistics.states[name])
+            observer.merge(part)
+    return observer
+
+
+def _given_ranges(settings: Settings, path: str | None) -> dict[str, tuple[float, float]]:
+    """The ranges of the file, if there is one, and those that a search chose."""
+    ranges = dict(read_ranges(path)) if path is not None and Path(path).exists() else {}
+    if ranges:
+        logger.info(f"{len(ranges)} ranges are those of {path}; other tensors are calibrated.")
+    return ranges | dict(settings.calibration.ranges)
+
+
 def _restored(
-    path: str | None, classes: Mapping[ir.Value, list[str]], placement: Placement
+    ranges: Mapping[str, tuple[float, float]], classes: Mapping[ir.Value, list[str]], placement: Placement
 ) -> dict[ir.Value, Observer]:
-    """Observers with the ranges of a file, of the classes that it has."""
-    if path is None or not Path(path).exists():
-        return {}
-    ranges = read_ranges(path)
+    """Observers with known ranges, of the classes that have one."""
     found: dict[ir.Value, Observer] = {}
     for root, members in classes.items():
         names = [root.name or ""] if root.name in ranges else members
@@ -115,8 +130,6 @@ def _restored(
             low = np.float32(min(ranges[name][0] for name in names))
             high = np.float32(max(ranges[name][1] for name in names))
             found[root].restore({"count": np.asarray(1), "low": np.asarray(low), "high": np.asarray(high)})
-    lacking = [root.name for root in classes if root not in found]
-    logger.info(f"{len(found)} ranges are those of {path}" + (f"; {len(lacking)} are calibrated." if lacking else "."))
     return found
 
 
@@ -133,7 +146,7 @@ def _is_mask(observer: Observer, half: bool) -> bool:
     return any(bool(np.isfinite(side).all() and (abs(side) > largest).any()) for side in extremes)
 
 
-def _classes(placement: Placement) -> dict[ir.Value, list[str]]:
+def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:
     """The tensor that stands for a class -> names of the tensors whose values count."""
     classes: dict[ir.Value, list[str]] = {}
     for value, spec in placement.activations.items():

@@ -157,6 +157,8 @@ class CalibrationSettings:
         samples: Most samples read; None for all.
         statistics: File of calibration statistics: read if it exists, completed and written; None for no file.
         range_file: JSON file of the ranges: used if it exists, else written; None for no file.
+        ranges: (tensor, (low, high)) that a search chose for it and all that share its scale; tensors that are not
+            quantized are passed over.
         figures: Write a figure of the histogram of each tensor.
         percentile: For the percentile observer.
         percentile_candidates: For the layerwise percentile observer, with `percentile_metric` ("mae" or "mse").
@@ -172,6 +174,7 @@ class CalibrationSettings:
     samples: int | None = None
     statistics: str | None = None
     range_file: str | None = None
+    ranges: tuple[tuple[str, tuple[float, float]], ...] = ()
     figures: bool = False
     percentile: float = 99.999
     percentile_candidates: tuple[float, ...] = (99.99, 99.999, 99.99999)

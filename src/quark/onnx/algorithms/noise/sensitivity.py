@@ -24,6 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
+from quark.core.scales import QParams
 from quark.errors import ConfigError
 from quark.onnx.algorithms.noise.sources import NoiseModel, NoiseRun, NoiseSource
 from quark.onnx.calibration.data.inputs import Feed
@@ -116,12 +117,12 @@ def sensitivity(
     copy = model.clone()
     noise = NoiseModel(decide(copy, settings, data, statistics=statistics or Statistics(""), fold=False))
     with noise.open() as run:
-        probes = [_Probe(run, data[sample]) for sample in range(min(count, len(data)))]
-        powers = _halved(len(noise.sources), runs, probes)
+        probes = [Probe(run, data[sample]) for sample in range(min(count, len(data)))]
+        powers = halved(len(noise.sources), runs, probes)
     return OutputNoise(dict(zip(noise.sources, powers, strict=True)))
 
 
-class _Probe:
+class Probe:
     """One sample: the noise of each source, and the outputs of the float model.
 
     Args:
@@ -138,7 +139,19 @@ class _Probe:
         """The power of the noise of a group."""
         # A tensor alone has the sign that it has in the quantized model.
         factors = self._signs[list(group)] if len(group) > 1 else [1.0]
-        found = self._run.outputs(self._feed, [self._noises[i] for i in group], factors)
+        return self._power([self._noises[i] for i in group], factors)
+
+    def look(self, given: Mapping[str, QParams]) -> None:
+        """Take the noise of activations under other qparams than were decided."""
+        self._noises = self._run.look(self._feed, given)
+
+    def power_of_all(self, group: Sequence[int]) -> float:
+        """The power of a group with the signs that its tensors have in the quantized model."""
+        return self._power([self._noises[i] for i in group], [1.0] * len(group))
+
+    def _power(self, noises: Sequence[Mapping[str, NumpyArray]], factors: Sequence[float] | NumpyArray) -> float:
+        """The power of a sum of noises."""
+        found = self._run.outputs(self._feed, noises, factors)
         pairs = zip(self._expected, found, strict=True)
         return sum(_relative(x, y) for x, y in pairs if x.dtype.kind == "f")
 
@@ -155,7 +168,7 @@ def _relative(x: NumpyArray, y: NumpyArray) -> float:
     return float((y - x) @ (y - x)) / signal if signal else 0.0
 
 
-def _halved(number: int, runs: int | None, probes: Sequence[_Probe]) -> list[float]:
+def halved(number: int, runs: int | None, probes: Sequence[Probe]) -> list[float]:
     """The power of each of `number` sources, by at most `runs` runs of groups."""
     left = number if runs is None else runs
     size = 1 if left >= number else -(-number // min(left, FIRST_GROUPS))

@@ -73,10 +73,11 @@ class _Site:
     spec: TensorSpec | None = None
     params: QParams = CAST
 
-    def noise(self, seen: Mapping[str, NumpyArray]) -> NumpyArray:
-        """What quantizing adds to the tensor, of what `observed` gave."""
+    def noise(self, seen: Mapping[str, NumpyArray], given: Mapping[str, QParams]) -> NumpyArray:
+        """What quantizing adds to the tensor, of what `observed` gave; under the qparams that are given for it."""
         x = np.asarray(seen[self.before], np.float32)
-        y = decoded(x, self.params, self.spec) if self.spec is not None else seen[self.after]
+        params = given.get(self.before, self.params)
+        y = decoded(x, params, self.spec) if self.spec is not None else seen[self.after]
         return np.asarray(y - x, np.float32)
 
 
@@ -215,10 +216,15 @@ class NoiseRun:
         self._wanted, self._outputs = wanted, outputs
         self._silent = {site.input: NONE for each in sites for site in each}
 
-    def look(self, feed: Feed) -> list[dict[str, NumpyArray]]:
-        """The noise of each source for a sample: input -> what is added."""
+    def look(self, feed: Feed, given: Mapping[str, QParams] | None = None) -> list[dict[str, NumpyArray]]:
+        """The noise of each source for a sample: input -> what is added.
+
+        Args:
+            feed: The sample.
+            given: Activation -> other qparams than those that were decided.
+        """
         seen = dict(feed) | dict(zip(self._wanted, run_sample(self._observed, self._wanted, feed), strict=True))
-        return [{site.input: site.noise(seen) for site in sites} for sites in self._sites]
+        return [{site.input: site.noise(seen, given or {}) for site in sites} for sites in self._sites]
 
     def outputs(
         self, feed: Feed, noises: Sequence[Mapping[str, NumpyArray]], factors: Sequence[float] | NumpyArray

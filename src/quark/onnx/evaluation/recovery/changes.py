@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import onnx_ir as ir
+
 from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
@@ -15,9 +17,12 @@ from quark.core.metrics import Comparison, Metric
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
+from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges, choose_ranges
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
+from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -54,11 +59,17 @@ class Situation:
         plain: The settings that recovery began with.
         share: Of the layers, for which there is time.
         goal: What is to be reached.
+        model: The float model, after its passes.
+        data: The samples to calibrate with.
+        statistics: Of the float model on these; read, and completed.
     """
 
     plain: Settings
     share: float = 1.0
     goal: Goal = field(default_factory=Goal)
+    model: ir.Model | None = None
+    data: Samples | None = None
+    statistics: Statistics | None = None
 
 
 Change = Callable[[Settings, Situation], Settings | str | None]
@@ -76,9 +87,23 @@ def ranges(observer: str, percentile: float | None = None, of: tuple[str, ...] =
 
     def change(settings: Settings, _: Situation) -> Settings | None:
         changed = _each_spec(settings, of, lambda spec: _observed(spec, observer))
+        calibration = changed.calibration
         if percentile is not None and changed != settings:
-            changed = replace(changed, calibration=replace(changed.calibration, percentile=percentile))
+            calibration = replace(calibration, percentile=percentile)
+        if "input" in of:
+            calibration = replace(calibration, ranges=())
+        changed = replace(changed, calibration=calibration)
         return None if changed == settings else changed
+
+    return change
+
+
+def tensor_ranges(config: TensorRanges) -> Change:
+    """The range of each loud activation by the statistic that serves it best."""
+
+    def change(settings: Settings, situation: Situation) -> Settings | str | None:
+        assert situation.model is not None
+        return choose_ranges(situation.model, config, settings, situation.data, situation.statistics)
 
     return change
 
@@ -111,7 +136,11 @@ def with_plain_ranges(other: Change) -> Change:
         before = replace(
             settings,
             specs=replace(settings.specs, layer=plain.layer, by_name=plain.by_name, by_type=plain.by_type),
-            calibration=replace(settings.calibration, percentile=situation.plain.calibration.percentile),
+            calibration=replace(
+                settings.calibration,
+                percentile=situation.plain.calibration.percentile,
+                ranges=situation.plain.calibration.ranges,
+            ),
         )
         return None if before == settings else other(before, situation)
 

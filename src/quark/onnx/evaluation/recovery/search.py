@@ -25,7 +25,7 @@ from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
 from quark.onnx.evaluation.recovery.steps import STEPS, Step
@@ -286,4 +286,6 @@ class _Search:
         share = 1.0 if work <= left else left / work
         outputs = [value.name for value in self.model.graph.outputs]
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
-        return Situation(self.plain.settings, share, goal)
+        # Of the float model: those of a model that an algorithm changed have another fingerprint.
+        statistics = self._known.get(fingerprint(self.model))
+        return Situation(self.plain.settings, share, goal, self.model, self.fit, statistics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -19,6 +20,7 @@ from quark.onnx.evaluation.recovery.changes import (
     raise_all_bits,
     raise_bits,
     ranges,
+    tensor_ranges,
     tuning,
     with_plain_ranges,
 )
@@ -58,6 +60,7 @@ OFTEN = 10
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 STEPS = (
     *(Step(f"ranges: {name}", change, quick=name != "Entropy") for name, change in RANGES.items()),
+    Step("ranges of each tensor", tensor_ranges(TensorRanges()), quick=True),
     Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
     Step("BiasCorrection", algorithm(BiasCorrectionConfig()), quick=True),
     Step("CLE", EQUALIZE),

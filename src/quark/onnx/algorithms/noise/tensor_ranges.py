@@ -1,0 +1,120 @@
+"""The range of each loud tensor by the statistic whose noise weighs least in the outputs.
+
+    observer(t) = argmin over candidates c of  power( Q_c(x_t) - x_t )        power: `sensitivity.py`
+
+No statistic is the best for all tensors: one that is cut off costs its outliers, one that is not costs the digits of
+all others, and what either does to the outputs follows from the layers behind. So each tensor (with all that share its
+scale) is quantized alone under each candidate, as a noise in the float model, and the outputs decide. Quiet tensors
+keep the range that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.errors import NothingQualifiesError
+from quark.log import logger
+from quark.onnx.algorithms.noise.sensitivity import Probe, halved
+from quark.onnx.algorithms.noise.sources import NoiseModel
+from quark.onnx.calibration.calibrate import observer_of, range_classes
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
+from quark.onnx.decide import Decision, decide
+from quark.onnx.placement.dual_pairs import source_name
+
+GAIN = 0.9
+"""A range is changed where this share of its noise is not left: less is chance, with few samples."""
+
+
+@dataclass(frozen=True)
+class TensorRanges:
+    """What recovery asks for.
+
+    Attributes:
+        candidates: (observer, percentile) whose ranges are tried.
+        count: How many of the loudest tensors.
+        runs: Float forwards of each sample to find these.
+        samples: How many samples are run.
+    """
+
+    candidates: tuple[tuple[str, float], ...] = (("min_max", 0), ("mse", 0), ("percentile", 99.99), ("entropy", 0))
+    count: int = 16
+    runs: int = 32
+    samples: int = 1
+
+
+def choose_ranges(
+    model: ir.Model,
+    config: TensorRanges,
+    settings: Settings,
+    data: Samples | None,
+    statistics: Statistics | None = None,
+) -> Settings:
+    """Settings with the ranges of the loudest tensors.
+
+    Args:
+        model: The float model, after `prepare`; not changed.
+        config: What to try.
+        settings: What is quantized.
+        data: Calibration data.
+        statistics: Of the model on these; read, and completed.
+
+    Raises:
+        NothingQualifiesError: No other range is better for any of them.
+    """
+    samples = required(data, config)
+    statistics = Statistics("") if statistics is None else statistics
+    decision = decide(model.clone(), settings, samples, statistics=statistics, fold=False)
+    tried = [_ranges(decision, observer, percentile, statistics) for observer, percentile in config.candidates]
+    placement = decision.placement
+    roots = {source_name(value): placement.root(value).name or "" for value in placement.activations}
+    noise = NoiseModel(decision)
+    members: dict[str, list[int]] = {}
+    for index, source in enumerate(noise.sources):
+        root = None if source.node else roots.get(source.name)
+        if root:
+            members.setdefault(root, []).append(index)
+    chosen: dict[str, tuple[float, float]] = {}
+    with noise.open() as run:
+        probes = [Probe(run, samples[i]) for i in range(min(config.samples, len(samples)))]
+        powers = halved(len(noise.sources), config.runs, probes)
+        loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
+        least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}
+        for ranges in tried:
+            given = {name: ranges[root][1] for name, root in roots.items() if root in ranges}
+            for probe in probes:
+                probe.look(given)
+            for root in [root for root in loud if root in ranges]:
+                power = sum(probe.power_of_all(members[root]) for probe in probes)
+                if power < least[root]:
+                    least[root], chosen[root] = power, ranges[root][0]
+    if not chosen:
+        raise NothingQualifiesError(f"TensorRanges: none of the {len(loud)} loudest tensors has a better range.")
+    logger.info(
+        "%d of the %d loudest tensors have other ranges, for what they add to the outputs.", len(chosen), len(loud)
+    )
+    known = dict(settings.calibration.ranges) | chosen
+    return replace(settings, calibration=replace(settings.calibration, ranges=tuple(known.items())))
+
+
+def _ranges(
+    decision: Decision, observer: str, percentile: float, statistics: Statistics
+) -> Mapping[str, tuple[tuple[float, float], QParams]]:
+    """The tensor that stands for a class -> its range by a statistic, and the qparams of that."""
+    settings = decision.settings
+    asked = replace(settings, calibration=replace(settings.calibration, percentile=percentile or 100.0))
+    found = {}
+    for root, names in range_classes(decision.placement).items():
+        spec: TensorSpec = decision.placement.activations[root]
+        if spec.is_cast or spec.is_block or not spec.has_zero_point:
+            continue
+        seen = observer_of(names, replace(spec, observer=observer), asked, statistics)
+        low, high = seen.range()
+        found[root.name or ""] = (float(low), float(high)), seen.qparams()
+    return found
