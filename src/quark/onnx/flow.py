@@ -15,6 +15,7 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
+from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.npu.averaged_sizes import measure_sizes, needs_samples
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
@@ -82,6 +83,9 @@ def _convert_graph(
         # Statistics of simulated operators, or rescaled layers, are not those of the float model.
         identity = fingerprint(model)
     settings = run_precision(model, settings, data)
+    if settings.measurement.enabled:
+        reader = repeatable(reader, model, settings)
+        settings = leave_slower_in_float(model, settings, reader)
     statistics = None
     if known is not None:
         identity = fingerprint(model)

@@ -211,20 +211,23 @@ def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) ->
         check_crypto(source, output, settings)
         return
     statistics, ranges = settings.calibration.statistics, settings.calibration.range_file
+    profile = settings.measurement.profile
     read = [*model_files(source), *getattr(reader, "files", ())]
     if settings.prepared_file is not None:
         check_file(settings.prepared_file, overwrite=True)
-        check_apart(settings.prepared_file, *read, statistics, ranges, output)
+        check_apart(settings.prepared_file, *read, statistics, ranges, profile, output)
     if output is not None:
         check_file(output, overwrite=True)
-        check_apart(output, *read, statistics, ranges)
-    for file in (statistics, ranges):
+        check_apart(output, *read, statistics, ranges, profile)
+    for file in (statistics, ranges, profile):
         if file and not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises for a name too long
             check_file(file, overwrite=True)
         if file:
             check_apart(file, *read)
     if ranges and statistics:
         check_apart(ranges, statistics)
+    if profile:
+        check_apart(profile, statistics, ranges)
 
 
 def quantize_static(

@@ -97,6 +97,13 @@ _obeyed("EnableSubgraph", BOOL, False, "quantize the bodies of If, Loop and Scan
 _obeyed("InputNodes", LIST, [], "nodes that quantization begins with: all before them stay in float")
 _obeyed("OutputNodes", LIST, [], "nodes that quantization ends with: all after them stay in float")
 _obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
+_obeyed(
+    "MeasurePlacement",
+    (bool, str),
+    False,
+    "time kernels, and leave in float what is faster there; a path: of the profile (an option of this package)",
+)
+_obeyed("MeasureThreads", INT, 1, "threads of a timed operator (an option of this package)")
 
 # Where Q/DQ stand.
 _obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float behind a pair of Q/DQ, not as integers")

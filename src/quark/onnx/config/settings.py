@@ -1,6 +1,6 @@
 """Settings: what the ONNX flow is asked to do. Every config and option is lowered to one, once; frozen.
 
-Nothing after lowering reads a config or an option by name. The five parts are lowered by a file each in lowering/.
+Nothing after lowering reads a config or an option by name. The six parts are lowered by a file each in lowering/.
 """
 
 from __future__ import annotations
@@ -205,6 +205,22 @@ class NPUSettings:
 
 
 @dataclass(frozen=True)
+class MeasurementSettings:
+    """Whether kernels are timed, so that what is faster in float stays there.
+
+    Attributes:
+        enabled: Whether they are.
+        profile: JSON file of the times: used, and completed on the machine that it is of; None for one in the user's
+            cache folder.
+        threads: Within an operator.
+    """
+
+    enabled: bool = False
+    profile: str | None = None
+    threads: int = 1
+
+
+@dataclass(frozen=True)
 class Settings:
     """What happens to a model.
 
@@ -215,6 +231,7 @@ class Settings:
         qdq: Where Q/DQ stand, and how they are written.
         calibration: How the ranges of activations are found.
         npu: The NPU's operators and rules.
+        measurement: Whether kernels are timed.
         algorithms: Algorithm configs in their order.
         allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
         least_sqnr: In dB, what the outputs must keep on calibration samples; None: it is logged only.
@@ -233,6 +250,7 @@ class Settings:
     qdq: QDQSettings = QDQSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     npu: NPUSettings = NPUSettings()
+    measurement: MeasurementSettings = MeasurementSettings()
     algorithms: tuple[object, ...] = ()
     allow_noop: bool = True
     least_sqnr: float | None = None

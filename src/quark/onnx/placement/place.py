@@ -88,7 +88,7 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
         if layer.input != settings.specs.layer.input or layer.output != settings.specs.layer.output:
             placement.specific.add(node)
         _place_inputs(node, layer, live, placement, settings.qdq.dual_pairs)
-        if not _writes_float(node, target, settings):
+        if not writes_float(node, target, settings):
             _place_outputs(node, layer, placement)
     place_constants(node, layer, settings, placement)
     if target.bias_after_matmul:
@@ -107,7 +107,7 @@ def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placemen
     placement.weights[node, 1] = replace(spec, granularity=PerTensor()) if one_scale else spec
 
 
-def _writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
+def writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
     """Whether the output of a quantized node stays in float."""
     return (
         node.op_type in (*target.float_output, *settings.qdq.float_output_types)

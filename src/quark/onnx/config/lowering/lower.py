@@ -11,6 +11,7 @@ from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.extra_options import check_options, refuse_unsupported, value_of
 from quark.onnx.config.lowering.algorithms import with_preference
 from quark.onnx.config.lowering.calibration import lower_calibration
+from quark.onnx.config.lowering.measurement import lower_measurement
 from quark.onnx.config.lowering.npu import lower_npu
 from quark.onnx.config.lowering.passes import lower_passes
 from quark.onnx.config.lowering.qdq import lower_qdq
@@ -47,6 +48,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         qdq=lower_qdq(request, layer),
         calibration=lower_calibration(request.options),
         npu=lower_npu(request, layer),
+        measurement=lower_measurement(request.options),
         algorithms=request.algorithms,
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
