@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import weakref
 from collections.abc import Iterator
@@ -313,3 +314,41 @@ def test_mean_and_std_are_for_images(tmp_path: Path, places: dict[str, Path]) ->
     arguments = ("quantize", str(places["cnn"]), "--config", "A8W8", "--calib", str(tmp_path / "x.npz"))
     done = quark(*arguments, "--mean", "0.5", "--std", "0.5", "-o", str(tmp_path / "out.onnx"))
     assert done.code == 1 and "mean and std are for images" in done.err and not (tmp_path / "out.onnx").exists()
+
+
+@pytest.mark.slow
+def test_quantize_measures_into_the_profile_that_is_named(places: dict[str, Path], tmp_path: Path) -> None:
+    """Its times decide: once they say that integers are slow, the same command finds nothing to quantize."""
+    line = "quantize {cnn} --config U8S8_AAWS --target ort_x64 --calib {samples} --batch-size 4 -o {out} --force"
+    profile = tmp_path / "profile.json"
+    command(f"{line} --measure --profile {profile}", places, out=tmp_path / "q.onnx")
+    content = json.loads(profile.read_text())
+    assert any("QLinear" in name for name in content["kernels"])
+    content["kernels"] = {name: float("QLinear" in name) for name in content["kernels"]}
+    profile.write_text(json.dumps(content))
+    done = command(f"{line} --measure --profile {profile}", places, out=tmp_path / "none.onnx")
+    assert done.code == 1 and "No choice of integer kernels is faster than float" in done.err
+    content["kernels"] = {name: float(":Conv(" in name) for name in content["kernels"]}
+    profile.write_text(json.dumps(content))
+    succeed(f"{line} --measure --profile {profile}", places, out=tmp_path / "all.onnx")
+    succeed(f"{line} --no-measure", places, out=tmp_path / "rule.onnx")
+    kernels = [[row.kernel for row in inspect_fusion(tmp_path / name)] for name in ("all.onnx", "rule.onnx")]
+    assert kernels[0] == kernels[1] and "QLinearConv" in kernels[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--profile {out}.json", "--profile is the file of the times that --measure takes"),
+        ("--measure", "the target is 'npu'"),
+        ("--measure --target ort_x64 --config U8S8_AAWS --profile {broken}", "is no profile"),
+    ],
+)
+def test_quantize_refuses_what_it_cannot_measure(
+    places: dict[str, Path], tmp_path: Path, options: str, message: str
+) -> None:
+    config = "" if "--config" in options else "--config A8W8"
+    line = f"quantize {{cnn}} {config} --calib {{samples}} --batch-size 4 -o {{out}} {options}"
+    done = command(line, places, out=tmp_path / "q.onnx")
+    assert done.code == 1 and message in done.err
+    assert not (tmp_path / "q.onnx").exists()

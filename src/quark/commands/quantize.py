@@ -87,6 +87,15 @@ Recover = Annotated[
 Budget = Annotated[str | None, onnx_option(help="Time for --recover: 90s, 10m (default), 1h ...")]
 Metric = Annotated[str | None, onnx_option(help="Of --recover: sqnr (default), psnr, cosine or l2.")]
 
+Measure = Annotated[
+    bool | None,
+    onnx_option(
+        "--measure/--no-measure",
+        help="Time the kernels of this processor, and leave in float what is faster so; for --target ort_x64.",
+    ),
+]
+Profile = Annotated[Path | None, onnx_option(help="File of these times, written or reused; with --measure.")]
+
 
 def quantize(
     context: typer.Context,
@@ -121,6 +130,8 @@ def quantize(
     recover: Recover = False,
     budget: Budget = None,
     metric: Metric = None,
+    measure: Measure = None,
+    profile: Profile = None,
 ) -> None:
     """Quantize a model folder for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
@@ -137,15 +148,16 @@ def quantize(
         raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
-        from quark.commands.quantize_onnx import calibration_reader, quantize_onnx
+        from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
         from quark.commands.recover_onnx import asked, split_targets
 
         reader = calibration_reader(model, calib, batch_size, mean, std)
         runtime, goal = split_targets(target or [])
         recovery = asked(recover, budget, metric, goal)
+        timing = Timing(measure, profile)
         quantize_onnx(
             model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
-            allow_damage=allow_damage, recovery=recovery,
+            allow_damage=allow_damage, recovery=recovery, timing=timing,
         )  # fmt: skip
         return
     from quark.commands.export_torch import Export

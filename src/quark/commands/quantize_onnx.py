@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,32 @@ from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
+from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.evaluation.damage import LEAST
 from quark.onnx.operators.targets import TARGETS
 
 CPU_TARGET = "ort_x64"
 QUICK_BUDGET = "60s"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the command line says about the times of kernels.
+
+    Attributes:
+        measure: Whether they are taken; None as the configuration says.
+        profile: Their file; None as the configuration says.
+    """
+
+    measure: bool | None = None
+    profile: Path | None = None
+
+    def apply(self, settings: MeasurementSettings) -> MeasurementSettings:
+        """The settings with what was given. Raises ConfigError for a file without times."""
+        enabled = settings.enabled if self.measure is None else self.measure
+        if self.profile is not None and not enabled:
+            raise ConfigError("--profile is the file of the times that --measure takes.")
+        return replace(settings, enabled=enabled, profile=str(self.profile) if self.profile else settings.profile)
 
 
 def quantize_onnx(
@@ -36,6 +57,7 @@ def quantize_onnx(
     allow_noop: bool | None = None,
     allow_damage: bool = False,
     recovery: Recovering | None = None,
+    timing: Timing = Timing(),
 ) -> None:
     """Quantize, write, and say what it took.
 
@@ -57,6 +79,7 @@ def quantize_onnx(
             samples=calibration.samples if samples is None else samples,
             statistics=str(statistics) if statistics else calibration.statistics,
         ),
+        measurement=timing.apply(settings.measurement),
         least_sqnr=None if allow_damage else LEAST,
         allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
     )
