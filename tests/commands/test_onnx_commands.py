@@ -352,3 +352,10 @@ def test_quantize_refuses_what_it_cannot_measure(
     done = command(line, places, out=tmp_path / "q.onnx")
     assert done.code == 1 and message in done.err
     assert not (tmp_path / "q.onnx").exists()
+
+
+@pytest.mark.slow
+def test_inspect_shows_the_times_of_the_quantized_nodes(places: dict[str, Path]) -> None:
+    shown = succeed("inspect {x64} --measure --data {samples}", places)
+    assert "gain" in shown and re.search(r"Kernels take [\d.]+ ms, of which conversions [\d.]+ ms", shown)
+    assert command("inspect {x64} --data {samples}", places).code == 1

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from quark.command_line import new_table, results
-from quark.commands.kinds import is_onnx
-from quark.errors import FormatError
+from quark.commands.kinds import check_options, is_onnx, onnx_option
+from quark.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
     import onnx
@@ -25,12 +25,22 @@ QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 
 def inspect(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="An ONNX or GGUF file, or a folder of a Hugging Face model.")],
+    measure: Annotated[
+        bool, onnx_option("--measure", help="Time the nodes here, in float and as they are; on one thread.")
+    ] = False,
+    data: Annotated[
+        Path | None, onnx_option(help="With --measure: samples, the first of which is run; without: noise.")
+    ] = None,
 ) -> None:
     """Show what is quantized in a model; of an ONNX file also what ONNX Runtime runs in integers, and why not the rest.
 
     Example: quark inspect model-a8w8.onnx
     """
+    check_options(context, model)
+    if data is not None and not measure:
+        raise ConfigError("--data is what --measure runs.")
     if model.suffix == ".gguf":
         _inspect_gguf(model)
         return
@@ -49,6 +59,26 @@ def inspect(
     console.print(_operators(proto.graph))
     console.print(_types(proto.graph))
     _print_fusion(inspect_fusion(model), console)
+    if measure:
+        _print_times(model, data, console)
+
+
+def _print_times(model: Path, data: Path | None, console: Console) -> None:
+    """The times of the quantized nodes, and what the file gains in all."""
+    from quark.onnx.calibration.data.path_reader import PathDataReader
+    from quark.onnx.latency.file_times import file_times
+
+    found = file_times(model, None if data is None else PathDataReader(model, data, batch_size=1))
+    table = new_table("nodes", "ops", "float µs", "this file µs", "gain µs", title="Quantized nodes, least gain first")
+    for row in found.nodes:
+        spent = (row.float_seconds, row.file_seconds, row.float_seconds - row.file_seconds)
+        table.add_row(row.nodes[-1], ", ".join(row.op_types), *(f"{seconds * 1e6:.1f}" for seconds in spent))
+    console.print(table)
+    console.print(
+        f"Kernels take {found.file_seconds * 1e3:.3f} ms, of which conversions {found.conversions * 1e3:.3f} ms; "
+        f"those of the float model {found.float_seconds * 1e3:.3f} ms.",
+        highlight=False,
+    )
 
 
 def _operators(graph: onnx.GraphProto) -> Table:

@@ -30,7 +30,7 @@ from quark.onnx.prepare import prepare
 FEED = {"x": np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(1, 16, 8, 8)}
 
 
-def _model() -> onnx.ModelProto:
+def model_of_convolutions() -> onnx.ModelProto:
     """Three convolutions in a row, each with a Relu; the second one works on its own groups."""
     rng, nodes, constants, x = np.random.default_rng(0), [], [], "x"
     for name, groups in (("first", 1), ("second", 16), ("third", 1)):
@@ -47,7 +47,7 @@ def _model() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def _config(**extra: Any) -> Config:
+def config(**extra: Any) -> Config:
     options = {"Target": "ort_x64", "MeasurePlacement": True, **extra}
     return Config(QuantizationConfig(activation_type=QuantType.QUInt8, extra_options=options))
 
@@ -85,8 +85,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _measure(clock: Clock, **extra: Any) -> Measured:
-    model = load(_model())
-    settings = prepare(model, lower(_config(**extra)))
+    model = load(model_of_convolutions())
+    settings = prepare(model, lower(config(**extra)))
     return measure(model, settings, Samples([FEED], model_inputs(model)), clock)
 
 
@@ -109,8 +109,8 @@ def test_a_slow_integer_kernel_is_computed_in_float_and_with_it_a_neighbour() ->
 
 @pytest.mark.slow
 def test_where_float_is_the_fastest_nothing_is_quantized() -> None:
-    model = load(_model())
-    settings = prepare(model, lower(_config()))
+    model = load(model_of_convolutions())
+    settings = prepare(model, lower(config()))
     with pytest.raises(NothingToQuantizeError, match="No choice of integer kernels is faster than float"):
         leave_slower_in_float(model, settings, Samples([FEED], model_inputs(model)), Clock(_slow_integers))
 
@@ -123,7 +123,9 @@ def test_a_profile_decides_what_is_written_and_is_not_measured_again(tmp_path: P
     found = _measure(first, MeasurePlacement=profile)
     assert _measure(again, MeasurePlacement=profile) == found
     assert first.calls and not again.calls
-    ModelQuantizer(_config(MeasurePlacement=profile)).quantize_model(_model(), tmp_path / "q.onnx", [FEED])
+    ModelQuantizer(config(MeasurePlacement=profile)).quantize_model(
+        model_of_convolutions(), tmp_path / "q.onnx", [FEED]
+    )
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "run.onnx"), 4
     onnxruntime.InferenceSession(str(tmp_path / "q.onnx"), options, providers=["CPUExecutionProvider"])
@@ -175,9 +177,9 @@ def test_what_cannot_be_measured_is_refused(extra: dict[str, Any], message: str)
 
 
 def test_without_a_sample_nothing_can_run() -> None:
-    model = load(_model())
+    model = load(model_of_convolutions())
     with pytest.raises(CalibrationError, match="runs the model on a calibration sample"):
-        measure(model, prepare(model, lower(_config())), None, Clock(_fast_integers))
+        measure(model, prepare(model, lower(config())), None, Clock(_fast_integers))
 
 
 @pytest.mark.parametrize(
@@ -186,12 +188,12 @@ def test_without_a_sample_nothing_can_run() -> None:
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        lower(_config(**options))
+        lower(config(**options))
 
 
 def test_the_fused_activation_is_in_one_group_with_its_convolution() -> None:
     """ONNX Runtime runs one kernel for the two."""
-    model = load(_model())
+    model = load(model_of_convolutions())
     run = ProfiledModel(model, FEED)
     side = side_of(model, run.kernels, dict.fromkeys([kernel.name for kernel in run.kernels], 1.0),
                    [node.name or "" for node in model.graph])  # fmt: skip

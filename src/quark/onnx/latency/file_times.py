@@ -1,0 +1,104 @@
+"""file_times: what a quantized file takes here, node by node, beside the float model that it decodes to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.random_reader import RandomDataReader
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.converters.remove_qdq import remove_qdq
+from quark.onnx.graph.model_file import infer_shapes, read
+from quark.onnx.latency.kernels import ProfiledModel, Timer, timed
+from quark.onnx.latency.node_groups import QDQ, group_nodes, side_of
+
+SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """Nodes that run together.
+
+    Attributes:
+        nodes: Their names.
+        op_types: Their op types.
+        float_seconds: What they take in the float model.
+        file_seconds: What they take in the file.
+    """
+
+    nodes: tuple[str, ...]
+    op_types: tuple[str, ...]
+    float_seconds: float
+    file_seconds: float
+
+
+@dataclass(frozen=True)
+class FileTimes:
+    """What a file takes.
+
+    Attributes:
+        nodes: Those that read decoded tensors, with what runs together with them; what is lost most first.
+        conversions: Seconds of QuantizeLinear and DequantizeLinear.
+        float_seconds: Kernels of the float model.
+        file_seconds: Kernels of the file.
+    """
+
+    nodes: tuple[NodeTimes, ...]
+    conversions: float
+    float_seconds: float
+    file_seconds: float
+
+
+def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = timed) -> FileTimes:
+    """Time the kernels of a quantized file and of its float model, which run by turns.
+
+    Args:
+        path: The file.
+        reader: Samples, of which the first is run; None for one of noise, whose unknown dimensions are 1.
+        threads: Within an operator.
+        timer: Instead of the clock.
+
+    Raises:
+        FormatError: It is no ONNX file, or ONNX Runtime does not load it.
+        CalibrationError: It fails on the sample.
+    """
+    model = read(path)
+    twin = model.clone()
+    remove_qdq(twin)
+    for each in (model, twin):
+        infer_shapes(each)
+    feed = next(iter(Samples(RandomDataReader(model) if reader is None else reader, model_inputs(model), 1)))
+    runs = [ProfiledModel(each, feed, threads) for each in (twin, model)]
+    names = {node.name or "": node for node in twin.graph}
+    in_float, in_file = (
+        side_of(each, run.kernels, seconds, names)
+        for each, run, seconds in zip((twin, model), runs, timer(runs, SECONDS), strict=True)
+    )
+    quantized = {node.name or "" for node in model.graph if node.name in names and any(map(_is_decoded, node.inputs))}
+    groups = group_nodes(twin, quantized, in_float, in_file)
+    members: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        members[groups.find(name)].append(name)
+    times = [groups.seconds(side) for side in (in_float, in_file)]
+    rows = [
+        NodeTimes(
+            tuple(members[group]),
+            tuple(names[name].op_type for name in members[group]),
+            times[0].get(group, 0.0),
+            times[1].get(group, 0.0),
+        )
+        for group in {groups.find(name) for name in quantized}
+    ]
+    rows.sort(key=lambda row: (row.float_seconds - row.file_seconds, row.nodes))
+    conversions = sum(in_file.seconds[kernel.name] for kernel in in_file.kernels if kernel.op_type in QDQ)
+    return FileTimes(tuple(rows), conversions, in_float.total(), in_file.total())
+
+
+def _is_decoded(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
