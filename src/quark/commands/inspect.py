@@ -65,8 +65,8 @@ def inspect(
 
 def _print_times(model: Path, data: Path | None, console: Console) -> None:
     """The times of the quantized nodes, and what the file gains in all."""
+    from quark.commands.file_times import file_times
     from quark.onnx.calibration.data.path_reader import PathDataReader
-    from quark.onnx.latency.file_times import file_times
 
     found = file_times(model, None if data is None else PathDataReader(model, data, batch_size=1))
     table = new_table("nodes", "ops", "float µs", "this file µs", "gain µs", title="Quantized nodes, least gain first")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quark.commands.file_times import file_times
 from quark.onnx import ModelQuantizer
-from quark.onnx.latency.file_times import file_times
 from tests.onnx.latency.test_measure import FEED, Clock, config, model_of_convolutions
 
 
