@@ -67,9 +67,9 @@ RULES = [
 def test_gptq_is_optimal_brain_quantization(rule: TensorSpec) -> None:
     weight, x, _ = problem()
     rounder, hessian = grid_of(weight, rule), gptq.damped(x @ x.T, 0.01)
-    upper, damp = gptq.inverse_factor(x @ x.T, 0.01)
+    feedback, _, damp = gptq.factor(x @ x.T, 0.01)
     assert damp == 0.01
-    solved = gptq.solve(np.float32(weight.T), upper, rounder).T
+    solved = gptq.solve(np.float32(weight.T), np.float32(feedback), rounder).T
     expected = textbook(weight, hessian, rounder)
     # The same codes, but for values within float32 of a tie: at most one such here.
     assert (~np.isclose(solved, expected, rtol=1e-5, atol=1e-6)).sum() <= 1
@@ -79,12 +79,13 @@ def test_gptq_is_optimal_brain_quantization(rule: TensorSpec) -> None:
 
 def test_numpy_and_torch_solve_alike() -> None:
     weight, x, _ = problem()
-    upper, _ = gptq.inverse_factor(x @ x.T, 0.01)
-    other, _ = gptq.inverse_factor(torch.from_numpy(x @ x.T), 0.01)
-    assert np.allclose(upper, other.numpy(), rtol=1e-9)
-    assert np.allclose(upper.T @ upper, np.linalg.inv(gptq.damped(x @ x.T, 0.01)), rtol=1e-7)
+    feedback, importance, _ = gptq.factor(x @ x.T, 0.01)
+    other, _, _ = gptq.factor(torch.from_numpy(x @ x.T), 0.01)
+    assert np.allclose(feedback, other.numpy(), rtol=1e-9, atol=1e-12)
+    assert np.allclose(feedback * importance @ feedback.T, gptq.damped(x @ x.T, 0.01), rtol=1e-9)
+    feedback, other = np.float32(feedback), other.float()
     rounder = grid_of(weight, RULES[0])
-    solved = gptq.solve(np.float32(weight.T), upper, rounder)
+    solved = gptq.solve(np.float32(weight.T), feedback, rounder)
     params = compute_qparams(torch.from_numpy(np.float32(weight)), RULES[0])
     scale, zero = elementwise(params, RULES[0], weight.shape)
     assert zero is not None
@@ -100,25 +101,25 @@ def test_gptaq_and_qronos_make_up_for_the_drift_of_the_inputs() -> None:
     weight, x, real = problem()
     rounder = grid_of(weight, RULES[1])
     hessian, cross = real @ real.T, real @ x.T
-    upper, _ = gptq.inverse_factor(hessian, 0.001)
     columns = np.float32(weight.T)
-    plain = gptq.solve(columns, upper, rounder).T
-    drift = gptq.drift_matrix((x - real) @ real.T, upper, 1.0)
-    gptaq = gptq.solve(columns, upper, rounder, drift).T
-    target = gptq.best_target(columns, hessian, cross, 0.001)
-    qronos = gptq.solve(target, upper, rounder).T
+    factored = gptq.factor(hessian, 0.001)[:2]
+    feedback = np.float32(factored[0])
+    plain = gptq.solve(columns, feedback, rounder).T
+    drift = gptq.drift_matrix((x - real) @ real.T, *factored, 1.0)
+    gptaq = gptq.solve(columns, feedback, rounder, drift).T
+    pull = (cross - hessian) @ columns
+    qronos = gptq.solve(columns + gptq.moved_target(pull, *factored), feedback, rounder).T
     assert loss(weight, gptaq, x, real) < 0.9 * loss(weight, plain, x, real)
     assert loss(weight, qronos, x, real) < 0.9 * loss(weight, plain, x, real)
     # Nearly without damping, W' is least squares.
     exact = np.linalg.lstsq(real.T, (weight @ x).T, rcond=None)[0]
-    assert np.allclose(gptq.best_target(columns, hessian, cross, 1e-9), exact, atol=1e-4)
+    assert np.allclose(columns + gptq.moved_target(pull, *gptq.factor(hessian, 1e-9)[:2]), exact, atol=1e-4)
 
 
 def test_the_drift_of_gptaq_is_what_later_columns_can_project_away() -> None:
     """Row i of P: w_i (x_i - x~_i) written as a combination of the later columns of X~, by least squares."""
     _, x, real = problem()
-    upper, _ = gptq.inverse_factor(real @ real.T, 1e-12)
-    found = gptq.drift_matrix((x - real) @ real.T, upper, 1.0)
+    found = gptq.drift_matrix((x - real) @ real.T, *gptq.factor(real @ real.T, 1e-12)[:2], 1.0)
     for i in (0, 7, COLUMNS - 2):
         expected = np.linalg.lstsq(real[i + 1 :].T, (x - real)[i], rcond=None)[0]
         assert np.allclose(found[i, i + 1 :], expected, atol=1e-6)
@@ -135,7 +136,7 @@ def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
         error = columns - quantized
         return float((error * (hessian @ error)).sum())
 
-    first = gptq.solve(columns, gptq.inverse_factor(x @ x.T, 0.01)[0], rounder)
+    first = gptq.solve(columns, np.float32(gptq.factor(x @ x.T, 0.01)[0]), rounder)
     once = gptq.refine(columns, first, hessian, rounder, 1)
     twice = gptq.refine(columns, first, hessian, rounder, 2)
     assert objective(twice) <= objective(once) * (1 + 1e-6) <= objective(first) * (1 + 2e-6)
@@ -145,18 +146,28 @@ def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
 
 def test_scales_are_fitted_by_least_squares_group_after_group() -> None:
     weight, x, _ = problem(4)
-    hessian, groups = gptq.damped(x @ x.T, 0.01), np.arange(COLUMNS) // 8
-    columns = np.float32(weight.T)
-    quantized = np.float32(np.round(columns * 2) / 2)
-    factors = gptq.refit(columns, quantized, hessian, groups, 3)
-    assert factors.shape == (ROWS, 3)
-    root, now = np.linalg.cholesky(hessian).T, np.float64(quantized)
-    for group in range(3):
-        part = now * (groups == group)[:, None]
+    hessian, columns = gptq.damped(x @ x.T, 0.01), np.float32(weight.T)
+    first = np.float32(np.round(columns * 2) / 2)
+    root, now = np.linalg.cholesky(hessian).T, np.float64(first)
+    seen: list[np.ndarray] = []
+
+    def fit(group: int, factor: np.ndarray) -> np.ndarray:
+        """Compare with least squares on what the groups before have become; the columns then keep their codes."""
+        here = slice(8 * group, 8 * group + 8)
+        part = np.zeros_like(now)
+        part[here] = now[here]
         rest = columns - (now - part)
         expected = [np.linalg.lstsq((root @ part[:, [r]]), root @ rest[:, r], rcond=None)[0][0] for r in range(ROWS)]
-        assert np.allclose(factors[:, group], np.clip(expected, 0.5, 2), rtol=1e-4)
-        now = now - part + part * factors[:, group]
+        assert np.allclose(factor, np.clip(expected, 0.5, 2), rtol=1e-4)
+        now[here] *= factor
+        scales[here] *= factor
+        seen.append(factor)
+        return factor
+
+    scales = np.ones_like(columns)
+    # A grid with one value for each element, what it was first: nothing is rounded to another code.
+    result = gptq.refine(columns, first, hessian, lambda i, work: first[i] * scales[i], 1, 8, fit)
+    assert len(seen) == 3 and np.allclose(result, now, rtol=1e-5)
 
 
 def test_the_largest_eigenvalue_is_found_from_below() -> None:
@@ -175,15 +186,15 @@ def test_order_by_importance_keeps_groups_together() -> None:
 
 def test_a_hessian_that_is_not_positive_definite_is_damped_more_then_refused() -> None:
     x = np.ones((6, 3))
-    upper, damp = gptq.inverse_factor(x @ x.T, 0.01)
+    feedback, _, damp = gptq.factor(x @ x.T, 0.01)
     assert damp == 0.01
-    assert np.isfinite(upper).all()
+    assert np.isfinite(feedback).all()
     indefinite = np.diag([1.0, 1.0, 1.0, -0.05])
-    assert gptq.inverse_factor(indefinite, 0.01)[1] == pytest.approx(0.1)
+    assert gptq.factor(indefinite, 0.01)[2] == pytest.approx(0.1)
     with pytest.raises(CalibrationError, match="not positive definite, even with damp_percent=1"):
-        gptq.inverse_factor(np.diag([1.0, -9.0]), 0.01)
+        gptq.factor(np.diag([1.0, -9.0]), 0.01)
     with pytest.raises(CalibrationError, match="NaN or Inf"):
-        gptq.inverse_factor(np.full((2, 2), np.nan), 0.01)
+        gptq.factor(np.full((2, 2), np.nan), 0.01)
     with pytest.raises(ConfigError, match="quantized once more"):
         elementwise(compute_qparams(x, spec("int8")), spec("fp8_e4m3", code_spec=spec("int4")), x.shape)
 
@@ -218,6 +229,11 @@ def test_a_scale_that_gains_only_rounding_is_not_taken(
     assert (found.scale != compute_qparams(weight, rule).scale).all() == taken
 
 
+def wrap_like(x: Any, y: Any) -> Any:
+    """X in the type of y."""
+    return x.to(y.dtype) if isinstance(x, torch.Tensor) else x.astype(y.dtype)
+
+
 @pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 def test_problems_of_one_shape_are_solved_at_once_as_each_alone(wrap: Callable[[np.ndarray], Any]) -> None:
     rule = RULES[1]
@@ -231,20 +247,24 @@ def test_problems_of_one_shape_are_solved_at_once_as_each_alone(wrap: Callable[[
             for k in (0, 1)
         )
         squares, cross = real @ real.swapaxes(1, 2), real @ x.swapaxes(1, 2)
-        groups = np.stack([np.roll(np.arange(COLUMNS) // 8, i) for i in some])
-        arrays = (np.float32(weight).swapaxes(1, 2).copy(), squares, cross, scale.copy(), zero.copy(), groups)
-        w, h, c, s, z, g = (wrap(a if len(some) > 1 else a[0]) for a in arrays)
+        arrays = (np.float32(weight).swapaxes(1, 2).copy(), squares, cross, scale.copy(), zero.copy())
+        w, h, c, s, z = (wrap(a if len(some) > 1 else a[0]) for a in arrays)
         damp: Any = [damping[i] for i in some] if len(some) > 1 else damping[some[0]]
 
         def rounder(i: int, work: Any) -> Any:
             return quantize_elements(work[..., i, :], s[..., i, :], z[..., i, :], rule)
 
-        upper, _ = gptq.inverse_factor(h, damp)
-        drift = gptq.drift_matrix(c - h, upper, 0.5)
-        goal = gptq.best_target(w, h, c, damp)
-        first = gptq.solve(w, upper, rounder, drift)
+        def fit(group: int, factor: Any) -> Any:
+            s[..., 8 * group : 8 * group + 8, :] *= factor[..., None, :]
+            return factor
+
+        feedback, importance, _ = gptq.factor(h, damp)
+        drift = gptq.drift_matrix(c - h, feedback, importance, 0.5)
+        goal = w + gptq.moved_target((c - h) @ wrap_like(w, h), feedback, importance)
+        first = gptq.solve(w, wrap_like(feedback, w), rounder, drift)
         refined = gptq.refine(goal, first, gptq.damped(h, damp), rounder, 2)
-        found = [upper, drift, goal, first, refined, gptq.refit(goal, refined, gptq.damped(h, damp), g, 3)]
+        fitted = gptq.refine(goal, refined, gptq.damped(h, damp), rounder, 1, 8, fit)
+        found = [feedback, drift, goal, first, refined, fitted]
         return [np.asarray(one) for one in found]
 
     together = solved([0, 1, 2])
@@ -258,12 +278,32 @@ def test_several_matrices_are_damped_as_asked_or_refused() -> None:
     indefinite = np.stack([np.eye(4), np.diag([1.0, 1.0, 1.0, -0.05])])
     for hessian in (indefinite, torch.from_numpy(indefinite)):
         with pytest.raises(CalibrationError, match=r"not positive definite, even with damp_percent=0\.02"):
-            gptq.inverse_factor(hessian, [0.01, 0.02])
-        assert np.allclose(gptq.inverse_factor(hessian, [0.01, 0.2])[0][0], np.eye(4) / 1.01**0.5)
+            gptq.factor(hessian, [0.01, 0.02])
+        feedback, importance, _ = gptq.factor(hessian, [0.01, 0.2])
+        assert np.allclose(feedback[0], np.eye(4)) and np.allclose(importance[0], 1.01)
 
 
-def test_a_factor_of_many_columns_is_that_of_the_inverse() -> None:
-    x = np.random.default_rng(0).normal(size=(151, 300))
-    upper, _ = gptq.inverse_factor(x @ x.T, 0.01)
-    assert np.allclose(upper.T @ upper, np.linalg.inv(gptq.damped(x @ x.T, 0.01)), atol=1e-12)
-    assert not np.tril(upper, -1).any()
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float64, 1e-12), (np.float32, 1e-4)])
+def test_a_factor_of_many_columns_is_that_of_the_matrix(
+    wrap: Callable[[np.ndarray], Any], dtype: type, rtol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gptq, "FACTOR_BLOCK", 64)
+    x = np.random.default_rng(0).normal(size=(301, 400))
+    hessian = (x @ x.T / 400).astype(dtype)
+    feedback, importance, _ = gptq.factor(wrap(hessian), 0.01)
+    assert feedback.dtype == wrap(hessian).dtype
+    feedback, importance = np.float64(np.asarray(feedback)), np.float64(np.asarray(importance))
+    assert np.allclose(feedback * importance @ feedback.T, gptq.damped(hessian, 0.01), rtol=rtol, atol=rtol)
+    assert not np.tril(feedback, -1).any() and np.array_equal(np.diagonal(feedback), np.ones(301))
+
+
+def test_a_matrix_that_float32_cannot_factor_is_factored_in_float64() -> None:
+    """Channels 3000 times stronger than the rest: eps of their squares is as large as the damping."""
+    x = np.random.default_rng(0).normal(size=(40, 400))
+    assert gptq.factor(np.float32(x @ x.T), 0.01)[0].dtype == np.float32
+    x[:8] = 3000 * x[8:16] + x[:8]
+    hessian = np.float32(x @ x.T)
+    feedback, importance, damp = gptq.factor(hessian, 1e-6)
+    assert feedback.dtype == np.float64 and damp == 1e-6
+    assert np.allclose(feedback * importance @ feedback.T, gptq.damped(hessian, 1e-6), rtol=1e-9)

@@ -192,8 +192,8 @@ def test_an_option_a_config_and_an_argument_say_the_same() -> None:
 
 def test_layers_that_read_one_tensor_share_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    factor = solver.inverse_factor
-    monkeypatch.setattr(solver, "inverse_factor", lambda h, damp: sizes.append(len(h)) or factor(h, damp))
+    factor = solver.factor
+    monkeypatch.setattr(solver, "factor", lambda h, damp: sizes.append(len(h)) or factor(h, damp))
     done = quantized(attention(), correlated(), GPTQConfig(bits=4, per_channel=True))
     assert sizes == [32, 32]
     assert sum(node.op_type == "DequantizeLinear" for node in done.graph.node) == 4

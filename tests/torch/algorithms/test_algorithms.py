@@ -209,12 +209,12 @@ def test_gptq_on_one_linear_layer_is_the_solver_on_its_inputs() -> None:
     quantized = ModelQuantizer(config(rule, GPTQConfig(desc_act=False, refine_passes=0))).quantize_model(model, data)
     x = torch.cat(data)
     params = quantized[0].weight_quantizer.params  # type: ignore[index]
-    upper, _ = gptq.inverse_factor(x.T @ x / len(x), 0.01)
+    feedback = gptq.factor(x.T @ x / len(x), 0.01)[0].float()
 
     def rounder(i: int, work: torch.Tensor) -> torch.Tensor:
         return torch.clamp(torch.round(work[i] / params.scale), -8, 7) * params.scale
 
-    expected = gptq.solve(weight.T.contiguous(), upper, rounder).T
+    expected = gptq.solve(weight.T.contiguous(), feedback, rounder).T
     assert torch.allclose(quantized[0].weight, expected, atol=1e-6)  # type: ignore[index]
 
 

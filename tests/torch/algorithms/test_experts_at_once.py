@@ -57,13 +57,13 @@ def cast_weight(layer: Any) -> torch.Tensor:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many Hessians each call of the solver was given."""
     seen: list[int] = []
-    factor = gptq.inverse_factor
+    factor = gptq.factor
 
     def counted(hessian: torch.Tensor, damp: Any) -> Any:
         seen.append(len(hessian) if hessian.ndim == 3 else 1)
         return factor(hessian, damp)
 
-    monkeypatch.setattr(gptq, "inverse_factor", counted)
+    monkeypatch.setattr(gptq, "factor", counted)
     return seen
 
 

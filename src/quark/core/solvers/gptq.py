@@ -1,13 +1,15 @@
 """GPTQ, GPTAQ and Qronos: rounding with the error spread over the columns that follow.
 
     objective   || W X - Q X~ ||^2     X (columns, n): what the float model feeds the layer, X~: what it really gets
-    H = X~ X~^T + damp * mean(diag) I      H^-1 = U^T U, U upper triangular
+    H = X~ X~^T + damp * mean(diag) I = F diag(d) F^T, F upper triangular, F_jj = 1
 
-    GPTQ        q_i = quantize(w_i),  e_i = (w_i - q_i) / U_ii,  w_j -= e_i U_ij for j > i            (X = X~)
-    GPTAQ       ... and w_j += w_i P_ij,  P = alpha * triu(D U^T, 1) U,  D = (X - X~) X~^T
-    Qronos      W' = (H)^-1 X~ X^T W first, which is the best float weight for X~; then GPTQ of W'
+    GPTQ        q_j = quantize(v_j),  v_j = w_j + sum_{i < j} (w_i - q_i) F_ij                        (X = X~)
+    GPTAQ       ... and w_j += v_i P_ij,  P = alpha * triu(D F^-T, 1) d^-1 F^-1,  D = (X - X~) X~^T
+    Qronos      W' = W + H^-1 (X~ X^T - X~ X~^T) W first, which is the best float weight for X~; then GPTQ of W'
 
 Frantar et al. 2022 (arXiv:2210.17323), Li et al. 2025 (arXiv:2504.02692), Zhang et al. 2025 (arXiv:2505.11695).
+The papers write GPTQ with U, of H^-1 = U^T U: e_i = (v_i - q_i) / U_ii, v_j -= e_i U_ij. Then W - Q = e U, so
+(W - Q) U^-1 = e, which is the line above: no inverse is needed (Chee et al. 2023, arXiv:2307.13304).
 Rows of W are independent given H, so all layers that read the same input are solved at once with one factor. Work is
 split in halves: what the left half leaves over reaches the right half as one matrix product. Arrays hold the *columns*
 of W as rows (transposed), so that each step reads contiguous memory.
@@ -22,8 +24,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quark.core.array import Array, astype, is_torch, like, namespace
+from quark.core.array import Array, astype, dtype_name, is_torch, like, minmax, namespace
+from quark.core.solvers.columns import BLOCK, compiled_for, refine_block, solve_block
 from quark.errors import CalibrationError
+from quark.log import logger
 
 Rounder = Callable[[int, Array], Array]
 """(i, work) -> the quantized values of column i, given the columns as they are now, shape (..., columns, rows)."""
@@ -32,27 +36,39 @@ LADDER = (1.0, 10.0, 100.0)
 """Factors on the damping that are tried in turn when the Hessian is not positive definite."""
 
 
-SMALL = 64
-"""Columns of a triangle that is inverted at once."""
+FACTOR_BLOCK = 512
+"""Columns of a triangle that is factored at once."""
+
+PROBES, SLIGHT = 8, 0.01
+"""A factor is exact if it misses less than SLIGHT of the damping, measured with so many vectors: then it is the factor
+of a problem whose damping is that much another one."""
+
+Fit = Callable[[int, Array], Array]
 
 
-def damped(hessian: Array, damp: float | Sequence[float]) -> Array:
-    """H in float64 with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
+def damped(hessian: Array, damp: float | Sequence[float], dtype: str = "float64") -> Array:
+    """A copy of H with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
 
     Args:
         hessian: Shape (..., columns, columns).
         damp: One number, or one for each matrix.
+        dtype: Of the result.
     """
     xp = namespace(hessian)
-    hessian = astype(hessian, "float64") * 1.0
+    hessian = astype(hessian, dtype) if dtype_name(hessian) != dtype else hessian * 1.0
     diagonal, places = _diagonal(hessian), range(hessian.shape[-1])
-    mean = like(damp, hessian, "float64")[..., None] * diagonal.mean(-1, keepdims=True)
+    mean = like(damp, hessian, dtype)[..., None] * diagonal.mean(-1, keepdims=True)
     hessian[..., places, places] += xp.where(diagonal == 0, 1.0, mean)
     return hessian
 
 
-def inverse_factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, float | Sequence[float]]:
-    """U with (H + damping)^-1 = U^T U, and the damping that it took.
+def factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, Array, float | Sequence[float]]:
+    """F, d and the damping that it took: H + damping = F diag(d) F^T, F upper triangular with ones on its diagonal.
+
+    d_j is the importance of column j: what a unit of error in it costs when the columns after it make up for it.
+
+    In float32 where that solves the same problem: what it misses of the matrix is then below SLIGHT of the damping, as
+    measured. Else in float64.
 
     Args:
         hessian: X X^T in any scale, shape (..., columns, columns).
@@ -63,69 +79,111 @@ def inverse_factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array
             matrices, one is not with the damping as it is: each alone may be with more.
     """
     xp = namespace(hessian)
-    if not bool(xp.isfinite(hessian).all()):
+    low, high = minmax(hessian, range(hessian.ndim))
+    if not bool(xp.isfinite(low).all() and xp.isfinite(high).all()):
         raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
+    single = _factor_in(hessian, damp, "float32") if dtype_name(hessian) == "float32" else None
+    if single is not None and _is_exact(single, hessian, damp):
+        return *_pivots_apart(single), damp
+    del single
+    logger.debug("A factor of %d channels needs float64.", hessian.shape[-1])
     ladder = LADDER if hessian.ndim == 2 else LADDER[:1]
-    for factor in ladder:
-        tried = damp if factor == 1 else factor * float(np.max(damp))
-        try:
-            # H = R R^T with R upper triangular is the Cholesky factor of the flipped matrix, flipped; U = R^-1.
-            lower = xp.linalg.cholesky(xp.flip(damped(hessian, tried), (-2, -1)))
-        except xp.linalg.LinAlgError:
-            continue
-        upper = xp.flip(lower, (-2, -1))
-        del lower  # a matrix in float64 less
-        return _inverse_upper(upper), tried
+    for share in ladder:
+        tried = damp if share == 1 else share * float(np.max(damp))
+        found = _factor_in(hessian, tried, "float64")
+        if found is not None:
+            return *_pivots_apart(found), tried
     raise CalibrationError(
         f"The second moments of the inputs ({hessian.shape[-1]} channels) are not positive definite, even with "
         f"damp_percent={float(np.max(damp)) * ladder[-1]:g}. Possible: a larger damp_percent, or more calibration data."
     )
 
 
-def _inverse_upper(upper: Array) -> Array:
-    xp = namespace(upper)
-    if is_torch(upper):
-        unit = xp.zeros_like(upper)
-        _diagonal(unit).fill_(1.0)
-        return xp.linalg.solve_triangular(upper, unit, upper=True, out=unit)
-    size, half = upper.shape[-1], upper.shape[-1] // 2
-    if size <= SMALL:
-        return xp.triu(xp.linalg.inv(upper))
-    # [[A, B], [0, C]]^-1 = [[A^-1, -A^-1 B C^-1], [0, C^-1]]: products, where numpy has no triangular solver.
-    inverse = xp.zeros_like(upper)
-    inverse[..., :half, :half] = first = _inverse_upper(upper[..., :half, :half])
-    inverse[..., half:, half:] = last = _inverse_upper(upper[..., half:, half:])
-    inverse[..., :half, half:] = -(first @ upper[..., :half, half:] @ last)
-    return inverse
-
-
-def drift_matrix(drift: Array, upper: Array, alpha: float) -> Array:
-    """GPTAQ's P from D = (X - X~) X~^T, shape (..., columns, columns), in the order of U."""
-    xp = namespace(upper)
-    return alpha * (xp.triu(astype(drift, "float64") @ _transposed(upper), 1) @ upper)
-
-
-def best_target(weight: Array, hessian: Array, cross: Array, damp: float) -> Array:
-    """Qronos' W', transposed: the float weight for X~ that comes nearest to W X.
-
-    Args:
-        weight: W transposed, shape (..., columns, rows).
-        hessian: X~ X~^T, shape (..., columns, columns).
-        cross: X~ X^T, in the same scale.
-        damp: Share of the mean of the diagonal that pulls W' towards W where the data says little.
-    """
+def _factor_in(hessian: Array, damp: float | Sequence[float], dtype: str) -> Array | None:
+    """R, or None where the damped matrix is not positive definite in that precision."""
     xp = namespace(hessian)
-    matrix = damped(hessian, damp)
-    pull = matrix - astype(hessian, "float64")
-    return astype(xp.linalg.solve(matrix, (astype(cross, "float64") + pull) @ astype(weight, "float64")), "float32")
+    matrix = damped(hessian, damp, dtype)
+    try:
+        _factor_in_place(matrix)
+    except xp.linalg.LinAlgError:
+        return None
+    return matrix
 
 
-def solve(weight: Array, upper: Array, rounder: Rounder, drift: Array | None = None, align: int = 1) -> Array:
+def _factor_in_place(matrix: Array) -> None:
+    """Turn H into R, block after block from the last: R_22 of H_22, R_12 = H_12 R_22^-T, then H_11 - R_12 R_12^T."""
+    xp, size = namespace(matrix), matrix.shape[-1]
+    if size <= FACTOR_BLOCK or not is_torch(matrix):
+        # R of a matrix is the Cholesky factor of the flipped one, flipped.
+        whole = xp.triu(matrix) + _transposed(xp.triu(matrix, 1))
+        matrix[...] = xp.flip(xp.linalg.cholesky(xp.flip(whole, (-2, -1))), (-2, -1))
+        return
+    half = size // 2
+    first, last = slice(half), slice(half, size)
+    _factor_in_place(matrix[..., last, last])
+    corner = _transposed(matrix[..., last, last])
+    side = matrix[..., first, last]
+    side[...] = xp.linalg.solve_triangular(corner, side * 1.0, upper=False, left=False)
+    for start in range(0, half, FACTOR_BLOCK):  # the upper half of a symmetric product
+        rows, right = slice(start, min(start + FACTOR_BLOCK, half)), slice(start, half)
+        _add_product(matrix[..., rows, right], side[..., rows, :], _transposed(side[..., right, :]), -1)
+    matrix[..., last, first] = 0.0
+    _factor_in_place(matrix[..., first, first])
+
+
+def _is_exact(factor: Array, hessian: Array, damp: float | Sequence[float]) -> bool:
+    """Whether R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random signs."""
+    xp = namespace(hessian)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (hessian.shape[-1], PROBES))
+    probes = like(signs, hessian)
+    diagonal = _diagonal(hessian)
+    added = like(damp, hessian)[..., None] * diagonal.mean(-1, keepdims=True)
+    added = xp.where(diagonal == 0, 1.0, added)[..., None]
+    lost = factor @ (_transposed(factor) @ probes) - hessian @ probes - added * probes
+    return bool(((lost * lost).mean(-1).mean(-1) < (SLIGHT * added[..., 0].mean(-1)) ** 2).all())
+
+
+def _pivots_apart(factor: Array) -> tuple[Array, Array]:
+    """F and d of R, in its place."""
+    pivots = _diagonal(factor) * 1.0
+    factor /= pivots[..., None, :]
+    return factor, pivots * pivots
+
+
+def drift_matrix(drift: Array, feedback: Array, importance: Array, alpha: float) -> Array:
+    """GPTAQ's P = alpha * triu(D F^-T, 1) d^-1 F^-1 from D = (X - X~) X~^T, shape (..., columns, columns), in order."""
+    xp = namespace(feedback)
+    drift = astype(drift, dtype_name(feedback))
+    if is_torch(feedback):
+        over = xp.linalg.solve_triangular(_transposed(feedback), drift, upper=False, left=False)
+        over = xp.triu(over, 1) / importance[..., None, :]
+        return astype(alpha * xp.linalg.solve_triangular(feedback, over, upper=True, left=False), "float32")
+    inverse = xp.linalg.inv(feedback)
+    over = xp.triu(drift @ _transposed(inverse), 1) / importance[..., None, :]
+    return astype(alpha * (over @ inverse), "float32")
+
+
+def moved_target(pull: Array, feedback: Array, importance: Array) -> Array:
+    """(H + damping)^-1 pull, shape (..., columns, rows), in the order of F: how far Qronos' W' is from W.
+
+        W' = W + (H + damping)^-1 (X~ X^T - H) W
+
+    W' is the float weight for X~ that comes nearest to W X; damping pulls it towards W where the data says little.
+    """
+    xp = namespace(feedback)
+    pull, weigh = astype(pull, dtype_name(feedback)), importance[..., None]
+    if is_torch(feedback):
+        pull = xp.linalg.solve_triangular(feedback, pull, upper=True) / weigh
+        return astype(xp.linalg.solve_triangular(_transposed(feedback), pull, upper=False), "float32")
+    return astype(xp.linalg.solve(_transposed(feedback), xp.linalg.solve(feedback, pull) / weigh), "float32")
+
+
+def solve(weight: Array, feedback: Array, rounder: Rounder, drift: Array | None = None, align: int = 1) -> Array:
     """Quantize all columns, each with the errors of those before it made up for.
 
     Args:
         weight: W transposed, shape (..., columns, rows), float32; not changed.
-        upper: `inverse_factor` of the Hessian in the same order of columns.
+        feedback: F of `factor`, in the same order of columns; float32.
         rounder: Quantizes one column.
         drift: `drift_matrix`, for GPTAQ.
         align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
@@ -133,90 +191,135 @@ def solve(weight: Array, upper: Array, rounder: Rounder, drift: Array | None = N
     Returns:
         The quantized values, shape (..., columns, rows), float32.
     """
-    work, error = weight * 1.0, namespace(weight).empty_like(weight)
-    result = namespace(weight).empty_like(weight)
-    pivots, spread = _pivots(upper), astype(upper, "float32")
-    pull = None if drift is None else astype(drift, "float32")
+    xp = namespace(weight)
+    work, missed, result = weight * 1.0, xp.empty_like(weight), xp.empty_like(weight)
+    # What the missed part of a column counts from: its weight, and what the drift of those before adds to it.
+    target = weight if drift is None else weight * 1.0
+    blocks = compiled_for(rounder, weight)
 
-    now, rounded, missed = (columns_of(x) for x in (work, result, error))
-
-    def step(i: int) -> None:
-        rounded[i][...] = rounder(i, work)
-        missed[i][...] = (now[i] - rounded[i]) / pivots[i]
+    def step(start: int, stop: int) -> None:
+        here = slice(start, stop)
+        if not blocks:
+            result[..., start, :] = rounder(start, work)
+            missed[..., start, :] = target[..., start, :] - result[..., start, :]
+            return
+        grid = rounder.block(start, stop, work)  # type: ignore[attr-defined]
+        now, goal, lost, solved = (x[..., here, :] for x in (work, target, missed, result))
+        pull = None if drift is None else drift[..., here, here]
+        solve_block(grid, now, goal, lost, solved, feedback[..., here, here], pull)
 
     def carry(start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)
-        work[..., right, :] -= _transposed(spread[..., left, right]) @ error[..., left, :]
-        if pull is not None:
-            work[..., right, :] += _transposed(pull[..., left, right]) @ work[..., left, :]
+        _add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :])
+        if drift is not None:
+            pulled = _transposed(drift[..., left, right]) @ work[..., left, :]
+            work[..., right, :] += pulled
+            target[..., right, :] += pulled
 
-    _in_halves(0, weight.shape[-2], step, carry, align)
+    most = BLOCK if align == 1 else min(BLOCK, align)
+    _in_halves(0, weight.shape[-2], step, carry, align, most if blocks else 1)
     return result
 
 
-def refine(weight: Array, quantized: Array, hessian: Array, rounder: Rounder, passes: int) -> Array:
+def refine(
+    weight: Array,
+    quantized: Array,
+    hessian: Array,
+    rounder: Rounder,
+    passes: int,
+    size: int = 0,
+    fit: Fit | None = None,
+) -> Array:
     """Coordinate descent on (W - Q) H (W - Q)^T from a first solution: each column is rounded again, others fixed.
 
         q_i <- quantize(q_i + ((W - Q) H)_i / H_ii)
 
     The best value of a column with all others fixed, so no step makes the objective larger (Behdin et al. 2023,
-    arXiv:2309.01885).
+    arXiv:2309.01885). With `fit`, the scales of a group of columns are fitted before its columns are visited: the
+    factor f of least objective with all codes as they are,
+
+        f = 1 + q_g ((W - Q) H)_g / (q_g H_gg q_g)        q_g the quantized columns of group g, one f for each row
 
     Args:
         weight, quantized: Transposed, shape (..., columns, rows).
         hessian: Damped H in the same order, shape (..., columns, columns).
         rounder: Quantizes one column of what it is given.
         passes: How often all columns are visited.
+        size: Neighbouring columns of a group; 0 for all.
+        fit: (group, factors (..., rows)) -> the factors by which the scales of `rounder` really changed.
     """
-    xp = namespace(weight)
-    hessian, result = astype(hessian, "float32"), quantized * 1.0
-    pivots, change = _pivots(hessian), xp.empty_like(result)
-    now, changed = columns_of(result), columns_of(change)
+    descent = _Descent(weight, quantized * 1.0, astype(hessian, "float32"), rounder, size or weight.shape[-2], fit)
     for _ in range(passes):
-        gradient = hessian @ (weight - result)
-        slopes = columns_of(gradient)
-
-        def step(i: int, slopes: list[Array] = slopes) -> None:
-            changed[i][...] = now[i]
-            now[i] += slopes[i] / pivots[i]
-            now[i][...] = rounder(i, result)
-            changed[i] -= now[i]
-
-        def carry(start: int, middle: int, stop: int, gradient: Array = gradient) -> None:
-            left, right = slice(start, middle), slice(middle, stop)
-            gradient[..., right, :] += hessian[..., right, left] @ change[..., left, :]
-
-        _in_halves(0, weight.shape[-2], step, carry)
-    return result
+        descent.run()
+    return descent.result
 
 
-def refit(weight: Array, quantized: Array, hessian: Array, groups: Array, count: int) -> Array:
-    """Factors on the scales that lose least with the codes as they are: least squares under H, group after group.
+class _Descent:
+    """One pass after the other of `refine`."""
 
-        f = 1 + q_g (H E)_g / (q_g H_gg q_g)        E = W - Q, q_g the quantized columns of group g, one f for each row
+    def __init__(
+        self, weight: Array, result: Array, hessian: Array, rounder: Rounder, size: int, fit: Fit | None
+    ) -> None:
+        self.weight, self.result, self.hessian, self.rounder = weight, result, hessian, rounder
+        self.size, self.fit, self.columns = size, fit, weight.shape[-2]
+        self.change, self.gradient = namespace(result).empty_like(result), result
+        self.blocks = compiled_for(rounder, weight)
 
-    Args:
-        weight, quantized: Transposed, shape (..., columns, rows).
-        hessian: Damped H in the same order.
-        groups: Group of each column, shape (..., columns); groups are as large in all problems.
-        count: Number of groups.
+    def run(self) -> None:
+        """Visit all columns once."""
+        self.gradient = self.hessian @ (self.weight - self.result)
+        _in_halves(0, -(-self.columns // self.size), self._visit, self._carry_groups)
 
-    Returns:
-        Shape (..., rows, count), between 1/2 and 2.
-    """
-    xp = namespace(weight)
-    hessian, result = astype(hessian, "float32"), quantized * 1.0
-    (*lead, length, rows), factors = weight.shape, []
-    for group in range(count):
-        columns = groups == group
-        part, sides = result[columns].reshape(*lead, -1, rows), hessian[columns].reshape(*lead, -1, length)
-        push = (part * (sides @ (weight - result))).sum(-2)
-        corner = _transposed(sides)[columns].reshape(*lead, -1, part.shape[-2])
-        curve = (part * (_transposed(corner) @ part)).sum(-2)
-        factor = xp.clip(1 + push / xp.where(curve > 0, curve, xp.inf), 0.5, 2.0)
-        result[columns] = (part * factor[..., None, :]).reshape(-1, rows)
-        factors.append(factor)
-    return xp.stack(factors, -1)
+    def _visit(self, first: int, last: int) -> None:
+        """Fit the scales of a group, then visit its columns."""
+        for group in range(first, last):
+            start, stop = group * self.size, min(group * self.size + self.size, self.columns)
+            here, before = slice(start, stop), None
+            if self.fit is not None:
+                before = self.result[..., here, :] * 1.0
+                arrays = (self.result[..., here, :], self.gradient[..., here, :], self.hessian[..., here, here])
+                _fit_group(*arrays, group, self.fit)
+            _in_halves(start, stop, self._step, self._carry, 1, BLOCK if self.blocks else 1)
+            if before is not None:
+                self.change[..., here, :] = before - self.result[..., here, :]
+
+    def _step(self, start: int, stop: int) -> None:
+        """Visit one column, or a block of them."""
+        here, result, gradient = slice(start, stop), self.result, self.gradient
+        if self.blocks:
+            grid = self.rounder.block(start, stop, result)  # type: ignore[attr-defined]
+            solved, slope, change = (x[..., here, :] for x in (result, gradient, self.change))
+            refine_block(grid, solved, slope, change, self.hessian[..., here, here])
+            return
+        before = result[..., start, :] * 1.0
+        result[..., start, :] += gradient[..., start, :] / self.hessian[..., start, start, None]
+        result[..., start, :] = self.rounder(start, result)
+        self.change[..., start, :] = before - result[..., start, :]
+
+    def _carry(self, start: int, middle: int, stop: int) -> None:
+        left, right = slice(start, middle), slice(middle, stop)
+        _add_product(self.gradient[..., right, :], self.hessian[..., right, left], self.change[..., left, :])
+
+    def _carry_groups(self, first: int, middle: int, last: int) -> None:
+        self._carry(first * self.size, middle * self.size, min(last * self.size, self.columns))
+
+
+def _fit_group(result: Array, gradient: Array, hessian: Array, group: int, fit: Fit) -> None:
+    """Fit the scales of one group, and move its values and their gradient with them."""
+    xp = namespace(result)
+    pushed = hessian @ result
+    push, curve = (result * gradient).sum(-2), (result * pushed).sum(-2)
+    factor = fit(group, xp.clip(1 + push / xp.where(curve > 0, curve, xp.inf), 0.5, 2.0))
+    result *= factor[..., None, :]
+    gradient -= pushed * (factor[..., None, :] - 1)
+
+
+def _add_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
+    """Add sign * left @ right to total, in place and without a copy where torch can."""
+    if is_torch(total) and total.ndim == 2:
+        total.addmm_(left, right, alpha=sign)
+    else:
+        total += sign * (left @ right)
 
 
 def columns_of(x: Array) -> list[Array]:
@@ -232,23 +335,25 @@ def _transposed(matrix: Array) -> Array:
     return namespace(matrix).swapaxes(matrix, -1, -2)
 
 
-def _pivots(matrix: Array) -> list[Array]:
-    """The elements of the diagonal, float32, each to be divided by: shape (..., 1)."""
-    return list(namespace(matrix).moveaxis(astype(_diagonal(matrix), "float32"), -1, 0)[..., None])
-
-
 def _in_halves(
-    start: int, stop: int, step: Callable[[int], None], carry: Callable[[int, int, int], None], align: int = 1
+    start: int,
+    stop: int,
+    step: Callable[[int, int], None],
+    carry: Callable[[int, int, int], None],
+    align: int = 1,
+    most: int = 1,
 ) -> None:
-    """Step through columns; between the left and the right half of every range, `carry` what the left one changed."""
-    if stop - start <= 1:
+    """Step through columns, at `most` so many at once; between the left and the right half of every range, `carry`
+    what the left one changed.
+    """
+    if stop - start <= most:
         if stop > start:
-            step(start)
+            step(start, stop)
         return
     middle = _middle(start, stop, align)
-    _in_halves(start, middle, step, carry, align)
+    _in_halves(start, middle, step, carry, align, most)
     carry(start, middle, stop)
-    _in_halves(middle, stop, step, carry, align)
+    _in_halves(middle, stop, step, carry, align, most)
 
 
 def _middle(start: int, stop: int, align: int) -> int:

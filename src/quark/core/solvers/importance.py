@@ -12,8 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quark.core.array import Array, astype, dtype_name, namespace
+from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
+from quark.core.solvers.columns import part_errors
 from quark.core.spec import TensorSpec
 
 COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -41,8 +43,12 @@ class _Search:
         self.weight, self.importance, self.spec = weight, importance, spec
         self.values = astype(weight, "float32")
         self.low, self.high = range_of(weight, spec)
+        self.runs = _runs(spec, tuple(weight.shape)) if self._has_one_level() else None
         self.one_sided = spec.symmetric or not spec.has_zero_point
         self.second = second or second_level(self._first(self.low, self.high), weight, spec).second
+
+    def _has_one_level(self) -> bool:
+        return self.spec.scale_spec is None and self.spec.code_spec is None
 
     def solve(self) -> QParams:
         xp = namespace(self.low)
@@ -73,8 +79,25 @@ class _Search:
 
     def _error(self, a: Array, b: Array) -> Array:
         """The weighted square error of each part, in the shape of the scale."""
-        y = fake_quantize(self.values, self._params(a, b), replace(self.spec, dynamic=False))
+        params, spec = self._params(a, b), replace(self.spec, dynamic=False)
+        if self.runs is not None:
+            errors = part_errors(self.values, self.importance, params.scale, params.zero_point, spec, self.runs)
+            if errors is not None:
+                return errors
+        y = fake_quantize(self.values, params, spec)
         y -= self.values
         y *= y
         y *= self.importance
         return self.spec.split.sums(y)
+
+
+def _runs(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
+    """Neighbouring values that share a scale, where every scale has a run of a row; else None."""
+    split = spec.split
+    if len(shape) != 2:
+        return None
+    if isinstance(split, PerChannel) and split.axis % 2 == 0:
+        return shape[1]
+    if isinstance(split, PerGroup) and split.axis in (-1, 1) and shape[1] % max(split.size, 1) == 0:
+        return split.split(shape[1])[1]
+    return None

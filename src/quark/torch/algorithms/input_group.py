@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -10,6 +11,9 @@ from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.calibration.distributed import largest, summed
+
+TILE = 512
+"""Channels of a tile of second moments."""
 
 
 class InputGroup:
@@ -83,15 +87,33 @@ class InputGroup:
                 "not compare (GPTQ)."
             )
         for x, y in zip(left, right, strict=True):
-            total.addmm_(flat(x).float().T, flat(y).float(), alpha=1 / self.count)
+            tokens = flat(x).float()
+            if left is not right:
+                total.addmm_(tokens.T, flat(y).float(), alpha=1 / self.count)
+                continue
+            for start in range(0, width, TILE):  # the upper half of a symmetric matrix
+                tile = total[start : start + TILE, start:]
+                tile.addmm_(tokens[:, start : start + TILE].T, tokens[:, start:], alpha=1 / self.count)
+        if left is right:
+            _mirror(total)
         total = summed(total)
-        if not bool(torch.isfinite(total).all()):
+        low, high = total.aminmax()
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
         return total
 
     def _require_tokens(self) -> None:
         if self.count == 0:
             raise CalibrationError(no_tokens(str(self)))
+
+
+def _mirror(matrix: torch.Tensor) -> None:
+    """Copy the upper half of a matrix to its lower half, tile by tile: no second matrix is made."""
+    for start in range(0, len(matrix), TILE):
+        stop = start + TILE
+        corner = matrix[start:stop, start:stop]
+        corner.copy_(corner.triu() + corner.triu(1).T)
+        matrix[stop:, start:stop] = matrix[start:stop, stop:].T
 
 
 def no_tokens(layers: str) -> str:

@@ -16,9 +16,10 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.core.granularity import PerGroup, PerTensor
-from quark.core.quantize import elementwise, quantize_elements
+from quark.core.quantize import elementwise
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
+from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
@@ -60,13 +61,14 @@ class Problem:
     """What layers that read one tensor have in common.
 
     Attributes:
-        order: The column that is solved at each place.
-        upper: Factor of the inverse Hessian, in this order.
-        hessian: Damped, in this order, float32.
+        order: The column that `feedback` and `importance` have at each place.
+        feedback, importance: F and d of the Hessian's factor, in this order.
+        hessian: Damped, in natural order, float32.
     """
 
     order: NumpyArray
-    upper: NumpyArray
+    feedback: NumpyArray
+    importance: NumpyArray
     hessian: NumpyArray
 
     @classmethod
@@ -81,49 +83,66 @@ class Problem:
         if not rows:
             raise CalibrationError("GPTQ needs at least one row of inputs, the samples have none.")
         order = gptq.importance_order(gram) if config.act_order else np.arange(len(gram))
-        gram = gram[order][:, order]
-        upper, damp = gptq.inverse_factor(gram, config.perc_damp)
-        return cls(order, upper, gptq.damped(gram, damp).astype(np.float32))
+        feedback, importance, damp = gptq.factor(gram[order[:, None], order], config.perc_damp)
+        return cls(order, feedback.astype(np.float32), importance, gptq.damped(gram, damp, "float32"))
 
 
 def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Problem, fit: bool) -> None:
     """Set the weight of a layer to values on its grid; with `fit`, on one whose scales lose least."""
-    goal = _columns(layer, layer.weight)[problem.order]
+    goal = _columns(layer, layer.weight)
     if fit:
         importance = np.empty(len(goal), np.float32)
-        importance[problem.order] = np.diagonal(problem.upper) ** -2.0
+        importance[problem.order] = problem.importance
         shape = (1, -1) if _rows_are_outputs(layer) else (-1, 1)
         quantized.set_params(layer, weighted_qparams(layer.weight, importance.reshape(shape), layer.spec))
-    solved = gptq.solve(goal, problem.upper, _grid(layer, problem.order))
-    for _ in range(REFINEMENTS):
-        if fit:
-            _refit(quantized, layer, problem, goal, solved)
-        solved = gptq.refine(goal, solved, problem.hessian, _grid(layer, problem.order), 1)
-    back = np.empty_like(solved)
-    back[problem.order] = solved
-    layer.weight = _columns(layer, back)
+    solved = gptq.solve(goal[problem.order], problem.feedback, _grid(layer, problem.order))
+    natural = np.empty_like(solved)
+    natural[problem.order] = solved
+    grid = _grid(layer, np.arange(len(goal)))
+    if fit and _can_be_fitted(layer):
+        scales = _FittedScales(layer, grid)
+        natural = gptq.refine(goal, natural, problem.hessian, grid, REFINEMENTS, scales.size, scales.fit)
+        quantized.set_params(layer, scales.params())
+    else:
+        natural = gptq.refine(goal, natural, problem.hessian, grid, REFINEMENTS)
+    layer.weight = _columns(layer, natural)
 
 
-def _grid(layer: QuantizedLayer, order: NumpyArray) -> gptq.Rounder:
+def _grid(layer: QuantizedLayer, order: NumpyArray) -> ColumnGrid:
     parts = elementwise(layer.params, layer.spec, layer.weight.shape)
     scale, zero = (None if part is None else _columns(layer, np.asarray(part))[order] for part in parts)
     assert scale is not None
-    return lambda i, work: quantize_elements(work[i], scale[i], None if zero is None else zero[i], layer.spec)
+    return ColumnGrid(layer.spec, scale, zero)
 
 
-def _refit(
-    quantized: QuantizedLayers, layer: QuantizedLayer, problem: Problem, goal: NumpyArray, solved: NumpyArray
-) -> None:
-    """Fit the scales to the codes of a solution, where each is of one output channel and fine enough."""
-    split, scale = layer.spec.granularity, np.asarray(layer.params.scale)
-    if isinstance(split, PerTensor) or layer.spec.scale_type not in CONTINUOUS:
-        return
-    size = split.size if isinstance(split, PerGroup) else len(goal)
-    factors = gptq.refit(goal, solved, problem.hessian, problem.order // size, -(-len(goal) // size))
-    by_row = scale.ndim == 1 or _rows_are_outputs(layer)
-    factor = (factors if by_row else factors.T).reshape(scale.shape)
-    fitted = round_scale(scale * factor, layer.spec, "float32").astype(np.float32)
-    quantized.set_params(layer, QParams(fitted, layer.params.zero_point))
+def _can_be_fitted(layer: QuantizedLayer) -> bool:
+    """Whether scales are of single output channels, and so fine that any factor is worth having."""
+    return not isinstance(layer.spec.granularity, PerTensor) and layer.spec.scale_type in CONTINUOUS
+
+
+class _FittedScales:
+    """The scales of a layer, (output channels, groups), which are fitted to the codes of a solution group by group."""
+
+    def __init__(self, layer: QuantizedLayer, grid: ColumnGrid) -> None:
+        self.layer, self.grid, split = layer, grid, layer.spec.granularity
+        columns = grid.scale.shape[0]
+        self.size = split.size if isinstance(split, PerGroup) else columns
+        self.stored = np.asarray(layer.params.scale).copy()
+        self.by_row = self.stored.ndim == 1 or _rows_are_outputs(layer)
+        own = self.stored.reshape(len(self.stored), -1)
+        self.scale = own if self.by_row else own.T
+
+    def fit(self, group: int, factor: NumpyArray) -> NumpyArray:
+        """Multiply the scales of a group; the factors that are left when they are rounded."""
+        before = self.scale[:, group].copy()
+        fitted = round_scale(before * factor, self.layer.spec, "float32").astype(np.float32)
+        self.scale[:, group] = fitted
+        self.grid.scale[group * self.size : (group + 1) * self.size] = fitted
+        return fitted / before
+
+    def params(self) -> QParams:
+        """As the layer stores them."""
+        return QParams(self.stored, self.layer.params.zero_point)
 
 
 def _qualifies(layer: QuantizedLayer) -> bool:

@@ -14,40 +14,64 @@ import torch
 
 from quark.core.array import dtype_name
 from quark.core.granularity import PerChannel, PerGroup
-from quark.core.quantize import elementwise, quantize_elements
+from quark.core.quantize import elementwise
 from quark.core.scales import QParams, round_scale
-from quark.core.solvers import gptq
+from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import FLOAT_SCALES, TensorSpec
 
 
-class StaticGrid:
-    """Rounds columns on scales that are fixed before."""
-
-    def __init__(
-        self,
-        params: list[list[QParams]],
-        weights: list[list[torch.Tensor]],
-        spec: TensorSpec,
-        orders: Sequence[torch.Tensor],
-    ) -> None:
-        self.spec = spec
-        parts = [
-            [elementwise(p, spec, tuple(w.shape)) for p, w in zip(*own, strict=True)]
-            for own in zip(params, weights, strict=True)
-        ]
-        self.scale = gptq.columns_of(_columns([[scale for scale, _ in own] for own in parts], orders))
-        zeros = [[zero for _, zero in own if zero is not None] for own in parts]
-        self.zero = gptq.columns_of(_columns(zeros, orders)) if zeros[0] else None
-
-    def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
-        zero = None if self.zero is None else self.zero[index]
-        return quantize_elements(work[..., index, :], self.scale[index], zero, self.spec)
+def static_grid(
+    params: list[list[QParams]],
+    weights: list[list[torch.Tensor]],
+    spec: TensorSpec,
+    orders: Sequence[torch.Tensor] | None = None,
+) -> ColumnGrid:
+    """Rounds columns on scales that are fixed before; in their natural order without `orders`."""
+    if can_be_spread(spec):
+        return _spread_grid(params, weights, spec, orders)
+    parts = [
+        [elementwise(p, spec, tuple(w.shape)) for p, w in zip(*own, strict=True)]
+        for own in zip(params, weights, strict=True)
+    ]
+    zeros = [[zero for _, zero in own if zero is not None] for own in parts]
+    scale = _columns([[scale for scale, _ in own] for own in parts], orders)
+    return ColumnGrid(spec, scale, _columns(zeros, orders) if zeros[0] else None)
 
 
-def _columns(parts: list[list[torch.Tensor]], orders: Sequence[torch.Tensor]) -> torch.Tensor:
+def can_be_spread(spec: TensorSpec) -> bool:
+    """Whether the scales of a weight are a matrix, (rows, groups), of scales that are not quantized themselves."""
+    return by_row(spec) and spec.scale_spec is None and spec.code_spec is None and spec.split == spec.granularity
+
+
+def _spread_grid(
+    params: list[list[QParams]],
+    weights: list[list[torch.Tensor]],
+    spec: TensorSpec,
+    orders: Sequence[torch.Tensor] | None,
+) -> ColumnGrid:
+    """The same from whole rows of scales, which are copied faster than elements."""
+    length = weights[0][0].shape[1]
+    size = spec.split.split(length)[1] if isinstance(spec.split, PerGroup) else length
+
+    def of_columns(some: list[list[torch.Tensor]]) -> torch.Tensor:
+        spread = []
+        for index, own in enumerate(some):
+            groups = torch.cat([one.reshape(len(one), -1) for one in own]).T.float().contiguous()
+            columns = torch.arange(length, device=groups.device) if orders is None else orders[index]
+            spread.append(groups[columns // size])
+        return spread[0] if len(spread) == 1 else torch.stack(spread)
+
+    zeros = [[one.zero_point for one in own if one.zero_point is not None] for own in params]
+    scale = of_columns([[one.scale for one in own] for own in params])
+    return ColumnGrid(spec, scale, of_columns(zeros) if zeros[0] else None)
+
+
+def _columns(parts: list[list[torch.Tensor]], orders: Sequence[torch.Tensor] | None) -> torch.Tensor:
     """(rows, columns) of each layer of each expert -> (experts, columns, rows); without the first axis for one."""
-    columns = [torch.cat(of_expert).T[order].contiguous() for of_expert, order in zip(parts, orders, strict=True)]
+    columns = [torch.cat(of_expert).T for of_expert in parts]
+    columns = [c if orders is None else c[order] for c, order in zip(columns, orders or columns, strict=True)]
+    columns = [c.contiguous() for c in columns]
     return columns[0] if len(columns) == 1 else torch.stack(columns)
 
 
@@ -67,15 +91,23 @@ class DynamicGrid:
         self.of_groups: list[QParams] = []
 
     def __call__(self, index: int, work: torch.Tensor) -> torch.Tensor:
-        if index // self.group_size == len(self.of_groups):
-            columns = slice(index, index + self.group_size)
+        return self.block(index, index + 1, work)(0, work[..., index : index + 1, :])
+
+    def block(self, start: int, stop: int, work: torch.Tensor) -> ColumnGrid:
+        """The grid of columns start to stop, which are of one group."""
+        if start // self.group_size == len(self.of_groups):
+            columns = slice(start, start + self.group_size)
             weight = work[..., columns, :].mT.to(self.dtype)
             importance = self.importance[..., None, columns].expand(weight.shape)
             weight, importance = (x.reshape(-1, self.group_size).contiguous() for x in (weight, importance))
             self.of_groups.append(weighted_qparams(weight, importance, self.spec))
-        params, now = self.of_groups[-1], work[..., index, :]
-        zero = None if params.zero_point is None else params.zero_point.reshape(now.shape)
-        return quantize_elements(now, params.scale.reshape(now.shape), zero, self.spec)
+        params, (*lead, _, rows) = self.of_groups[-1], work.shape
+
+        def of_columns(parameter: torch.Tensor) -> torch.Tensor:
+            return parameter.reshape(*lead, 1, rows).expand(*lead, stop - start, rows)
+
+        zero = None if params.zero_point is None else of_columns(params.zero_point)
+        return ColumnGrid(self.spec, of_columns(params.scale), zero)
 
     def params(self, rows: list[int]) -> list[list[QParams]]:
         """The scales of the layers of each expert, which have so many rows each."""
@@ -93,43 +125,41 @@ class DynamicGrid:
         ]
 
 
-def refitted(
-    params: list[list[QParams]],
-    weights: list[list[torch.Tensor]],
-    spec: TensorSpec,
-    goal: torch.Tensor,
-    solved: torch.Tensor,
-    hessian: torch.Tensor,
-    orders: Sequence[torch.Tensor],
-) -> list[list[QParams]]:
-    """The scales fitted to the codes of a solution; scales that are coarse, or of whole tensors, stay as they are.
+class FittedScales:
+    """The scales of a grid in natural order, which are fitted to the codes of a solution group by group."""
 
-    Args:
-        params: Of each layer.
-        weights: Float weights, for their shapes and dtype.
-        spec: The same for all.
-        goal, solved: Float and quantized columns, in the solver's order, shape (columns, rows of all layers).
-        hessian: In the solver's order.
-        orders: Of each expert: column at each place.
-    """
-    split = spec.split
-    if not by_row(spec) or spec.scale_type not in FLOAT_SCALES or spec.scale_spec is not None or spec.dtype.is_block:
-        return params
-    length, dtype = len(orders[0]), dtype_name(weights[0][0])
-    size = split.split(length)[1] if isinstance(split, PerGroup) else length
-    groups = (orders[0] if len(orders) == 1 else torch.stack(list(orders))) // size
-    factors = gptq.refit(goal, solved, hessian, groups, -(-length // size))
-    of_layers = torch.split(factors, [len(w) for w in weights[0]], -2)
+    def __init__(self, params: list[list[QParams]], weights: list[list[torch.Tensor]], grid: ColumnGrid) -> None:
+        self.params, self.grid, self.dtype = params, grid, dtype_name(weights[0][0])
+        self.rows = [len(weight) for weight in weights[0]]
+        split, length = grid.spec.split, weights[0][0].shape[1]
+        self.size = split.split(length)[1] if isinstance(split, PerGroup) else length
+        scales = [torch.cat([one.scale.reshape(len(one.scale), -1) for one in own]) for own in params]
+        self.scale = scales[0] if len(scales) == 1 else torch.stack(scales)
 
-    def fitted(one: QParams, factor: torch.Tensor) -> QParams:
-        scale = round_scale(one.scale * factor.reshape(one.scale.shape), spec, dtype)
-        return QParams(scale, one.zero_point, one.second)
+    def fit(self, group: int, factor: torch.Tensor) -> torch.Tensor:
+        """Multiply the scales of a group; the factors that are left when they are rounded."""
+        before = self.scale[..., group].clone()
+        fitted = round_scale(before * factor, self.grid.spec, self.dtype)
+        self.scale[..., group] = fitted
+        self.grid.scale[..., group * self.size : (group + 1) * self.size, :] = fitted[..., None, :]
+        return fitted / before
 
-    several = len(orders) > 1
-    return [
-        [fitted(one, factor[expert] if several else factor) for one, factor in zip(own, of_layers, strict=True)]
-        for expert, own in enumerate(params)
-    ]
+    def fitted(self) -> list[list[QParams]]:
+        """The scales of each layer of each expert."""
+        experts = list(self.scale) if self.scale.ndim > 2 else [self.scale]
+        return [
+            [
+                QParams(scale.reshape(one.scale.shape).clone(), one.zero_point, one.second)
+                for scale, one in zip(torch.split(of_expert, self.rows), own, strict=True)
+            ]
+            for of_expert, own in zip(experts, self.params, strict=True)
+        ]
+
+
+def can_be_fitted(spec: TensorSpec) -> bool:
+    """Whether scales are of single rows, and so fine that any factor is worth having."""
+    fine = spec.scale_type in FLOAT_SCALES and spec.scale_spec is None and not spec.dtype.is_block
+    return fine and by_row(spec)
 
 
 def by_row(spec: TensorSpec) -> bool:

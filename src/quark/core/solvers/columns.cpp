@@ -1,0 +1,191 @@
+// The inner blocks of the column solvers (gptq.py) and of the scale search (importance.py): what numpy and torch would
+// do in thousands of short calls. Every operation is that of core/quantize.py, rounded on its own, in the same order.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+#if defined(__GNUC__)
+#define INLINE inline __attribute__((always_inline))
+#else
+#define INLINE inline
+#endif
+
+#if defined(__GNUC__) && defined(__x86_64__) && defined(__linux__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
+// How values become codes. float_bits: of the mantissa, -1 for integers.
+struct Grid {
+    float min, max;
+    int32_t divide, zero_before, zero_after, zero_decoded, float_bits;
+    float smallest_power;
+};
+
+namespace {
+constexpr int64_t kRows = 256;  // worked on at once: what a step reads stays in the nearest cache
+
+INLINE float clipped(float x, float min, float max) { return x < min ? min : x > max ? max : x; }
+
+INLINE float rounded_float(float x, const Grid& grid, float power) {
+    const float value = clipped(x, grid.min, grid.max);
+    int32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits &= 0x7f800000;
+    float magic;
+    std::memcpy(&magic, &bits, 4);
+    magic = magic < grid.smallest_power ? grid.smallest_power : magic;
+    magic *= power;
+    return std::copysign((value + magic) - magic, value);
+}
+
+// y = decode(encode(x)). Scale and zero advance by `step`: 1 for a value each, 0 for one that all share.
+template <bool Divide, bool Before, bool After, bool Decoded>
+INLINE void integers(const Grid& grid, const float* x, const float* scale, const float* zero, int64_t step, float* y,
+                     int64_t n) {
+    for (int64_t r = 0; r < n; ++r) {
+        const float s = scale[r * step];
+        float code = Divide ? x[r] / s : x[r] * (1.0f / s);
+        if (Before) code += zero[r * step];
+        code = std::rint(code);
+        if (After) code += zero[r * step];
+        code = clipped(code, grid.min, grid.max);
+        if (Decoded) code -= zero[r * step];
+        y[r] = code * s;
+    }
+}
+
+INLINE void floats(const Grid& grid, const float* x, const float* scale, int64_t step, float* y, int64_t n) {
+    const float power = 1.5f * std::ldexp(1.0f, 23 - grid.float_bits);
+    for (int64_t r = 0; r < n; ++r) {
+        const float s = scale[r * step];
+        y[r] = rounded_float(x[r] / (s == 0 ? 1.0f : s), grid, power) * s;
+    }
+}
+
+INLINE void quantized(const Grid& grid, const float* x, const float* scale, const float* zero, int64_t step, float* y,
+                      int64_t n) {
+    if (grid.float_bits >= 0) return floats(grid, x, scale, step, y, n);
+    if (grid.divide) return integers<true, false, false, false>(grid, x, scale, zero, step, y, n);
+    if (grid.zero_before) return integers<false, true, false, true>(grid, x, scale, zero, step, y, n);
+    if (grid.zero_after) return integers<false, false, true, true>(grid, x, scale, zero, step, y, n);
+    integers<false, false, false, false>(grid, x, scale, zero, step, y, n);
+}
+
+FOR_EACH_CPU void quantize_each(const Grid& grid, const float* x, const float* scale, const float* zero, float* y,
+                                int64_t n) {
+    quantized(grid, x, scale, zero, 1, y, n);
+}
+
+FOR_EACH_CPU void add_scaled(float factor, const float* x, float* y, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) y[r] += factor * x[r];
+}
+
+FOR_EACH_CPU void subtract(const float* a, const float* b, float* y, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) y[r] = a[r] - b[r];
+}
+
+FOR_EACH_CPU void add_divided(const float* x, float divisor, float* y, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) y[r] += x[r] / divisor;
+}
+
+FOR_EACH_CPU bool any(const float* x, int64_t n) {
+    int32_t found = 0;
+    for (int64_t r = 0; r < n; ++r) found |= x[r] != 0;
+    return found != 0;
+}
+
+// In 64 sums: the order is the same on every CPU.
+FOR_EACH_CPU float weighted_square(const float* x, const float* y, const float* weight, int64_t n) {
+    constexpr int64_t kLanes = 64;
+    float sums[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            const float lost = y[i + lane] - x[i + lane];
+            sums[lane] += lost * lost * weight[i + lane];
+        }
+    }
+    for (; i < n; ++i) sums[i % kLanes] += (y[i] - x[i]) * (y[i] - x[i]) * weight[i];
+    float total = 0;
+    for (float sum : sums) total += sum;
+    return total;
+}
+
+FOR_EACH_CPU void quantize_part(const Grid& grid, const float* x, const float* scale, const float* zero, float* y,
+                                int64_t n) {
+    quantized(grid, x, scale, zero, 0, y, n);
+}
+}  // namespace
+
+// Columns [0, columns) of a block, each a run of `rows` floats, `stride` apart:
+//     work_j += sum_{i < j} feedback_ij missed_i [+ pull_ij work_i],   result_j = Q(work_j)
+//     missed_j = target_j [+ sum_{i < j} pull_ij work_i] - result_j
+EXPORT void solve_columns(float* work, float* target, float* missed, float* result, const float* feedback,
+                          const float* pull, const float* scale, const float* zero, int64_t stride,
+                          int64_t scale_stride, int64_t feedback_stride, int64_t columns, int64_t rows,
+                          const Grid* grid) {
+    for (int64_t start = 0; start < rows; start += kRows) {
+        const int64_t n = std::min(kRows, rows - start);
+        for (int64_t j = 0; j < columns; ++j) {
+            const int64_t at = j * stride + start, scale_at = j * scale_stride + start;
+            for (int64_t i = 0; i < j; ++i) {
+                const int64_t from = i * stride + start;
+                add_scaled(feedback[i * feedback_stride + j], missed + from, work + at, n);
+                if (pull) {
+                    add_scaled(pull[i * feedback_stride + j], work + from, work + at, n);
+                    add_scaled(pull[i * feedback_stride + j], work + from, target + at, n);
+                }
+            }
+            quantize_each(*grid, work + at, scale + scale_at, zero ? zero + scale_at : nullptr, result + at, n);
+            subtract(target + at, result + at, missed + at, n);
+        }
+    }
+}
+
+// Coordinate descent: result_j <- Q(result_j + gradient_j / hessian_jj), gradient_k += hessian_kj change_j for k > j.
+EXPORT void refine_columns(float* result, float* gradient, float* change, const float* hessian, const float* scale,
+                           const float* zero, int64_t stride, int64_t scale_stride, int64_t hessian_stride,
+                           int64_t columns, int64_t rows, const Grid* grid) {
+    bool moved[1024];
+    float wanted[kRows];
+    for (int64_t start = 0; start < rows; start += kRows) {
+        const int64_t n = std::min(kRows, rows - start);
+        for (int64_t j = 0; j < columns; ++j) {
+            const int64_t at = j * stride + start, scale_at = j * scale_stride + start;
+            const float* sides = hessian + j * hessian_stride;
+            for (int64_t i = 0; i < j; ++i) {
+                if (moved[i]) add_scaled(sides[i], change + i * stride + start, gradient + at, n);
+            }
+            std::copy(result + at, result + at + n, wanted);
+            std::copy(wanted, wanted + n, change + at);
+            add_divided(gradient + at, sides[j], wanted, n);
+            quantize_each(*grid, wanted, scale + scale_at, zero ? zero + scale_at : nullptr, result + at, n);
+            subtract(change + at, result + at, change + at, n);
+            moved[j] = any(change + at, n);
+        }
+    }
+}
+
+// sum_i weight_i (Q(x_i) - x_i)^2 of `parts` runs of `size` values with one scale each; weights repeat after `period`.
+EXPORT void part_errors(const float* x, const float* weight, int64_t period, const float* scale, const float* zero,
+                        int64_t parts, int64_t size, float* errors, const Grid* grid) {
+    float y[kRows];
+    for (int64_t part = 0; part < parts; ++part) {
+        float total = 0;
+        for (int64_t start = 0; start < size; start += kRows) {
+            const int64_t n = std::min(kRows, size - start), at = part * size + start;
+            quantize_part(*grid, x + at, scale + part, zero ? zero + part : nullptr, y, n);
+            total += weighted_square(x + at, y, weight + at % period, n);
+        }
+        errors[part] = total;
+    }
+}

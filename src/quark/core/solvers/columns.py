@@ -1,0 +1,248 @@
+"""Grids of columns, and the compiled inner blocks of the column solvers; columns.cpp has their code.
+
+A block of columns is solved in one call where the arrays are float32 on the CPU, wide enough to be worth it, and this
+machine has a compiler. Codes are those of `core/quantize.py`, bit for bit; what was carried between columns is summed
+in another order than a matrix product sums it, so a value within float32 of a tie may get the code beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quark import native
+from quark.core.array import Array, dtype_name, is_torch, namespace
+from quark.core.quantize import quantize_elements
+from quark.core.rounding import RoundType
+from quark.core.spec import TensorSpec
+from quark.errors import OutputError, QuarkError
+from quark.log import logger
+
+BLOCK = 64
+"""Columns of a block."""
+WORTH_COMPILING = 256
+"""Columns of a problem from which on its blocks are compiled: it then comes from a real model."""
+SLICE = 512
+"""Rows that are worth a thread."""
+
+
+@dataclass
+class ColumnGrid:
+    """The values that columns may take: what quantizes column i of W, rows of arrays (..., columns, rows).
+
+    Attributes:
+        spec: The element type and the rules.
+        scale, zero: Of every element, shape (..., columns, rows), float32.
+    """
+
+    spec: TensorSpec
+    scale: Array
+    zero: Array | None
+
+    def __call__(self, index: int, work: Array) -> Array:
+        zero = None if self.zero is None else self.zero[..., index, :]
+        return quantize_elements(work[..., index, :], self.scale[..., index, :], zero, self.spec)
+
+    def block(self, start: int, stop: int, work: Array) -> ColumnGrid:
+        """The grid of columns start to stop."""
+        zero = None if self.zero is None else self.zero[..., start:stop, :]
+        return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero)
+
+
+class _Rule(ctypes.Structure):
+    """`Grid` of columns.cpp."""
+
+    _fields_ = (
+        ("min", ctypes.c_float),
+        ("max", ctypes.c_float),
+        ("divide", ctypes.c_int32),
+        ("zero_before", ctypes.c_int32),
+        ("zero_after", ctypes.c_int32),
+        ("zero_decoded", ctypes.c_int32),
+        ("float_bits", ctypes.c_int32),
+        ("smallest_power", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, spec: TensorSpec) -> _Rule | None:
+        """The rule of a spec; None where numpy and torch must serve."""
+        dtype = spec.dtype
+        if spec.rounding is not RoundType.half_even or spec.is_cast or spec.code_spec is not None:
+            return None
+        if dtype.is_float:
+            return (
+                None
+                if dtype.ebits == 8
+                else cls(dtype.min, dtype.max, float_bits=dtype.mbits, smallest_power=2.0**dtype.emin)
+            )
+        if dtype.bits > 16:
+            return None
+        shifted = spec.has_zero_point and not (spec.symmetric and dtype.signed)
+        before = spec.float_zero_point
+        return cls(dtype.min, dtype.max, dtype.is_block, before, shifted and not before, shifted, -1, 0.0)
+
+
+def compiled_for(rounder: Any, work: Array) -> bool:
+    """Whether blocks of columns of `work` are solved by compiled code under that rounder."""
+    if not hasattr(rounder, "block") or work.shape[-2] < WORTH_COMPILING or not _plain(work):
+        return False
+    return _Rule.of(rounder.spec) is not None and _library() is not None
+
+
+def solve_block(
+    grid: ColumnGrid, work: Array, target: Array, missed: Array, result: Array, feedback: Array, pull: Array | None
+) -> None:
+    """Solve the columns of one block; see `gptq.solve`.
+
+    Args:
+        grid: Of these columns.
+        work, target, missed, result: The columns, shape (..., columns, rows), views of contiguous arrays.
+        feedback, pull: Of these columns, shape (..., columns, columns).
+    """
+    rule, (columns, rows) = _Rule.of(grid.spec), work.shape[-2:]
+
+    def part(own: list[Any], start: int, count: int) -> None:
+        now, goal, error, solved, spread, drift, scale, zero = own
+        _library().solve_columns(
+            *(_address(x, start) for x in (now, goal, error, solved)),
+            _address(spread), _address(drift), _address(scale, start), _address(zero, start),
+            _stride(now), _stride(scale), _stride(spread), columns, count, rule,
+        )  # fmt: skip
+
+    _each((work, target, missed, result, feedback, pull, grid.scale, grid.zero), rows, part)
+
+
+def refine_block(grid: ColumnGrid, result: Array, gradient: Array, change: Array, hessian: Array) -> None:
+    """Visit the columns of one block again; see `gptq.refine`.
+
+    Args:
+        grid: Of these columns.
+        result, gradient, change: The columns, shape (..., columns, rows), views of contiguous arrays.
+        hessian: Of these columns, shape (..., columns, columns), symmetric.
+    """
+    rule, (columns, rows) = _Rule.of(grid.spec), result.shape[-2:]
+
+    def part(own: list[Any], start: int, count: int) -> None:
+        solved, slope, moved, sides, scale, zero = own
+        _library().refine_columns(
+            *(_address(x, start) for x in (solved, slope, moved)),
+            _address(sides), _address(scale, start), _address(zero, start),
+            _stride(solved), _stride(scale), _stride(sides), columns, count, rule,
+        )  # fmt: skip
+
+    _each((result, gradient, change, hessian, grid.scale, grid.zero), rows, part)
+
+
+def part_errors(
+    values: Array, importance: Array, scale: Array, zero: Array | None, spec: TensorSpec, size: int
+) -> Array | None:
+    """sum_i importance_i (Q(x_i) - x_i)^2 of each run of `size` values; None where it is not compiled.
+
+    Args:
+        values: Contiguous, float32.
+        importance: (the last axis of values,), or the shape of values.
+        scale, zero: One for each run.
+        spec: The element type and the rules.
+        size: Values of a run, which is a part of one row.
+    """
+    rule = _Rule.of(spec)
+    arrays = [values, importance, scale, *([] if zero is None else [zero])]
+    fits = importance.ndim == 1 or importance.shape == values.shape
+    if values.shape[-1] < WORTH_COMPILING and values.shape[-1] != size:
+        return None
+    if rule is None or not fits or not all(_plain(x) and _contiguous(x) for x in arrays) or _library() is None:
+        return None
+    xp, parts, period = namespace(values), scale.reshape(-1).shape[0], importance.reshape(-1).shape[0]
+    errors = xp.empty_like(scale)
+    whole = importance.ndim > 1
+
+    def part(own: list[Any], start: int, count: int) -> None:
+        x, weight, scales, zeros, found = own
+        _library().part_errors(
+            _address(x, start * size), _address(weight, start * size if whole else 0), period,
+            _address(scales, start), _address(zeros, start), count, size, _address(found, start), rule,
+        )  # fmt: skip
+
+    per_row = values.shape[-1] // size
+    _in_threads(
+        parts,
+        max(SLICE // per_row, 1) * per_row,
+        lambda start, count: part([values, importance, scale, zero, errors], start, count),
+    )
+    return errors
+
+
+def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any], int, int], None]) -> None:
+    """Run `part` on the arrays of each problem, rows over threads."""
+    lead = arrays[0].shape[:-2] if arrays[0] is not None else ()
+    for problem in _indices(lead):
+        own = [None if x is None else x[problem] for x in arrays]
+        _in_threads(rows, SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
+
+
+def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    indices: list[tuple[int, ...]] = [()]
+    for length in shape:
+        indices = [(*index, i) for index in indices for i in range(length)]
+    return indices
+
+
+def _in_threads(count: int, smallest: int, action: Callable[[int, int], None]) -> None:
+    """Run action(start, count) on ranges of at least `smallest`, over as many threads as torch may use."""
+    torch = sys.modules.get("torch")
+    threads = max(1, min(torch.get_num_threads() if torch is not None else 1, count // smallest))
+    step = -(-count // threads)
+    ranges = [(start, min(step, count - start)) for start in range(0, count, step)]
+    if len(ranges) == 1:
+        action(*ranges[0])
+        return
+    for done in [_pool(threads).submit(action, *one) for one in ranges]:
+        done.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="columns")
+
+
+def _plain(x: Array) -> bool:
+    return dtype_name(x) == "float32" and (not is_torch(x) or x.device.type == "cpu")
+
+
+def _contiguous(x: Array) -> bool:
+    return bool(x.is_contiguous() if is_torch(x) else x.flags.c_contiguous)
+
+
+def _address(x: Array | None, offset: int = 0) -> int | None:
+    if x is None:
+        return None
+    return int(x.data_ptr() if is_torch(x) else x.ctypes.data) + 4 * offset
+
+
+def _stride(x: Array) -> int:
+    """Floats from one row of a matrix to the next; rows are contiguous."""
+    return int(x.stride(-2) if is_torch(x) else x.strides[-2] // x.itemsize)
+
+
+@cache
+def _library() -> Any:
+    """The compiled blocks, or None where they cannot be built."""
+    try:
+        source = Path(__file__).with_name("columns.cpp")
+        found = ctypes.CDLL(str(native.library(source, "the column solver", "numpy and torch solve columns too.")))
+    except (QuarkError, OutputError, OSError) as error:
+        logger.debug("Columns are solved one by one: %s", error)
+        return None
+    pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Rule)
+    found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
+    found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
+    found.part_errors.argtypes = [pointer, pointer, count, pointer, pointer, count, count, pointer, rule]
+    for name in ("solve_columns", "refine_columns", "part_errors"):
+        getattr(found, name).restype = None
+    return found

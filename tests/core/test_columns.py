@@ -1,0 +1,179 @@
+"""The compiled blocks of the column solvers against the same steps in numpy and torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quark import native
+from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerChannel, PerGroup
+from quark.core.quantize import compute_qparams, elementwise, fake_quantize
+from quark.core.solvers import columns, gptq
+from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.importance import weighted_qparams
+from quark.core.spec import TensorSpec, spec
+from quark.errors import MissingDependencyError
+
+WRAPS = pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+SIZE, ROWS = 48, 600
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip where there is no compiler; where there is one, blocks must be compiled, however small they are."""
+    try:
+        native._command("blocks", "")
+    except MissingDependencyError:
+        pytest.skip("no compiler")
+    assert columns._library() is not None
+    monkeypatch.setattr(columns, "WORTH_COMPILING", 1)
+
+
+def rules() -> list[TensorSpec]:
+    """One spec of every element type that has a scale, and the integers under all kinds of zero points."""
+    group = PerGroup(-1, 8)
+    found = []
+    for dtype in DTYPES.values():
+        if dtype.name in ("float16", "bfloat16") or dtype.block:
+            continue
+        found.append(spec(dtype.name, group))
+        if not dtype.is_float:
+            found += [spec(dtype.name, group, symmetric=False)]
+            found += [spec(dtype.name, group, symmetric=False, float_zero_point=True)]
+    return [*found, spec("mxint8", PerGroup(-1, 8)), spec("int4", PerChannel(0))]
+
+
+RULES = [rule for rule in rules() if columns._Rule.of(rule) is not None]
+
+
+def grid_of(weight: np.ndarray, rule: TensorSpec, wrap: Callable[[np.ndarray], Any]) -> ColumnGrid:
+    scale, zero = elementwise(compute_qparams(weight, rule), rule, weight.shape)
+    return ColumnGrid(rule, *(None if x is None else wrap(np.ascontiguousarray(x.T)) for x in (scale, zero)))
+
+
+def weights(seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return np.float32(random.normal(size=(ROWS, SIZE)) * 10.0 ** random.integers(-3, 3, (ROWS, 1)))
+
+
+def test_every_type_up_to_16_bits_is_compiled() -> None:
+    left_out = {rule.dtype.name for rule in rules()} - {rule.dtype.name for rule in RULES}
+    assert left_out == {name for name in left_out if DTYPES[name].bits > 16}
+
+
+@WRAPS
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_codes_are_those_of_the_formulas(rule: TensorSpec, wrap: Callable[[np.ndarray], Any]) -> None:
+    weight = weights()
+    grid, target = grid_of(weight, rule, wrap), wrap(np.ascontiguousarray(weight.T * np.float32(1.3)))
+    missed, result = wrap(np.empty_like(weight.T).copy()), wrap(np.ascontiguousarray(np.empty_like(weight.T)))
+    missed = wrap(np.ascontiguousarray(np.asarray(missed)))
+    feedback = wrap(np.zeros((SIZE, SIZE), np.float32))
+    columns.solve_block(grid, target * 1.0, target, missed, result, feedback, None)
+    expected = np.stack([np.asarray(grid(i, target)) for i in range(SIZE)])
+    assert np.array_equal(np.asarray(result), expected)
+    assert np.array_equal(np.asarray(missed), np.asarray(target) - expected)
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_what_is_carried_is_added_column_by_column(pulled: bool) -> None:
+    """In the order that columns.cpp states, each product and sum rounded to float32: equal bits."""
+    random, weight = np.random.default_rng(1), weights(1)
+    grid = grid_of(weight, RULES[0], np.asarray)
+    feedback, pull = np.float32(random.normal(size=(2, SIZE, SIZE)) * 0.1)
+    work, target = (np.ascontiguousarray(weight.T) for _ in range(2))
+    missed, result = np.empty_like(work), np.empty_like(work)
+    columns.solve_block(grid, work, target, missed, result, feedback, pull if pulled else None)
+    now, goal = (np.ascontiguousarray(weight.T) for _ in range(2))
+    lost, expected = np.empty_like(now), np.empty_like(now)
+    for j in range(SIZE):
+        for i in range(j):
+            now[j] += feedback[i, j] * lost[i]
+            if pulled:
+                now[j] += pull[i, j] * now[i]
+                goal[j] += pull[i, j] * now[i]
+        expected[j] = grid(j, now)
+        lost[j] = goal[j] - expected[j]
+    assert np.array_equal(result, expected) and np.array_equal(missed, lost)
+
+
+@WRAPS
+@pytest.mark.parametrize("rule", [RULES[0], spec("uint4", PerGroup(-1, 8), symmetric=False)], ids=str)
+def test_a_compiled_solution_is_the_other_one_but_for_ties(rule: TensorSpec, wrap: Callable[[np.ndarray], Any]) -> None:
+    weight, random = weights(2), np.random.default_rng(2)
+    x = random.normal(size=(SIZE, SIZE)) @ random.normal(size=(SIZE, 300))
+    hessian = wrap(np.float32(x @ x.T / 300))
+    feedback, _, _ = gptq.factor(hessian, 0.01)
+    goal, grid = wrap(np.ascontiguousarray(weight.T)), grid_of(weight, rule, wrap)
+    feedback = feedback.float() if isinstance(feedback, torch.Tensor) else feedback.astype(np.float32)
+
+    def both(rounder: Any) -> tuple[np.ndarray, np.ndarray]:
+        first = gptq.solve(goal, feedback, rounder)
+        return np.asarray(first), np.asarray(gptq.refine(goal, wrap_copy(first), hessian, rounder, 2))
+
+    def objective(quantized: np.ndarray) -> float:
+        error = np.float64(np.asarray(goal)) - quantized
+        return float((error * (np.float64(np.asarray(hessian)) @ error)).sum())
+
+    # A plain function has no block: it is called for each column.
+    for mine, other in zip(both(grid), both(lambda i, work: grid(i, work)), strict=True):
+        rows_alike = (mine == other).all(0).mean()
+        assert rows_alike > 0.99
+        assert objective(mine) == pytest.approx(objective(other), rel=1e-3)
+
+
+def wrap_copy(x: Any) -> Any:
+    return x * 1.0
+
+
+@WRAPS
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.dtype.bits <= 8], ids=str)
+def test_the_search_of_scales_counts_the_same_errors(rule: TensorSpec, wrap: Callable[[np.ndarray], Any]) -> None:
+    weight, importance = weights(3), np.float32(np.random.default_rng(3).random(SIZE) ** 4)
+    params = compute_qparams(weight, rule)
+    lost = (np.float64(fake_quantize(weight, params, rule)) - weight) ** 2 * importance
+    zero = None if params.zero_point is None else wrap(params.zero_point)
+    size = SIZE if isinstance(rule.split, PerChannel) else 8
+    arrays = wrap(weight), wrap(importance), wrap(np.ascontiguousarray(params.scale)), zero
+    found = columns.part_errors(*arrays, rule, size)
+    assert found is not None
+    assert np.allclose(np.asarray(found), lost.reshape(-1, size).sum(1).reshape(params.scale.shape), rtol=1e-4, atol=0)
+
+
+@WRAPS
+def test_the_search_finds_the_scales_that_it_finds_without_a_compiler(
+    wrap: Callable[[np.ndarray], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, importance = weights(4), np.float32(np.random.default_rng(4).random(SIZE) ** 4)
+    rule = spec("uint4", PerGroup(-1, 16), symmetric=False)
+    found = weighted_qparams(wrap(weight), wrap(importance), rule)
+    monkeypatch.setattr(columns, "_library", lambda: None)
+    assert columns.part_errors(wrap(weight), wrap(importance), found.scale, None, rule, 16) is None
+    expected = weighted_qparams(wrap(weight), wrap(importance), rule)
+    assert (np.asarray(found.scale) == np.asarray(expected.scale)).mean() > 0.999
+
+
+def test_without_a_compiler_columns_are_solved_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    columns._library.cache_clear()
+    grid = grid_of(weights(), RULES[0], np.asarray)
+    try:
+        assert not columns.compiled_for(grid, grid.scale) and not list(tmp_path.iterdir())
+    finally:
+        columns._library.cache_clear()
+
+
+def test_the_rule_has_the_layout_of_the_source() -> None:
+    """Eight fields of four bytes, in the order of `struct Grid`."""
+    source = Path(columns.__file__).with_name("columns.cpp").read_text()
+    body = source[source.index("struct Grid {") : source.index("};")]
+    names = [name.strip() for line in body.splitlines()[1:] for name in line.strip(" ;").split(" ", 1)[1].split(",")]
+    assert names == [name for name, _ in columns._Rule._fields_] and ctypes.sizeof(columns._Rule) == 4 * len(names)
