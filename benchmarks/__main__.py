@@ -68,6 +68,19 @@ FIGURES = [
         for case in ("gptq", "awq", "smooth")
     ),
     *(
+        Figure("solvers", f"1B shape, bfloat16: {name}", (case, "seconds"), limit, " s")
+        for case, name, limit in (
+            ("gptq", "GPTQ uint4 g128", 13.0),
+            ("awq", "AWQ uint4 g128", 25.0),
+            ("qronos", "Qronos uint4 g128", 26.0),
+            ("importance", "importance uint4 g128", 4.4),
+        )
+    ),
+    # What the solvers left before their blocks were compiled: none may get faster by getting worse.
+    Figure("solvers", "1B shape, bfloat16: GPTQ, error of the layers", ("gptq", "layer_error"), 0.00905, ""),
+    # Two float32 matrices of 5632 channels, the inputs of a block and 100 MB.
+    Figure("solvers", "1B shape, bfloat16: GPTQ, peak memory above the model", ("gptq", "peak_extra_mb"), 450.0, " MB"),
+    *(
         Figure("accuracy", f"{scheme}, {name}: share of the lost perplexity that stays", (scheme, name, "left"), limit)
         for scheme, name, limit in (
             ("int3_g128", "gptq", 0.2),
