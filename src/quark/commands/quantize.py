@@ -62,7 +62,8 @@ Config = Annotated[
 Target = Annotated[
     list[str] | None,
     onnx_option(
-        help="Runtime to quantize for: npu, ort_x64 or generic; with --recover also a number, the metric to reach."
+        help="Runtime to quantize for: npu, ort_x64, ort_arm64, openvino, generic; with --recover also a number, the "
+        "metric to reach."
     ),
 ]
 Statistics = Annotated[Path | None, onnx_option(help="File of calibration statistics, written or reused.")]

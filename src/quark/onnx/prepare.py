@@ -15,7 +15,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import STANDS_FOR, is_op
 from quark.onnx.graph.model_file import infer_shapes, opset
 from quark.onnx.graph.scopes import nodes_of, outside
-from quark.onnx.operators.targets import TARGETS
+from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.passes import run_passes
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32
 from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
@@ -168,18 +168,26 @@ def _refuse_unsupported(settings: Settings) -> None:
         ConfigError: The target needs another element type, or another float type of the model.
         NotSupportedError: An element type is not part of the ONNX flow.
     """
-    wanted = TARGETS[settings.qdq.target].activation
-    given = settings.specs.layer.input
-    if wanted and given is not None and not given.dynamic and given.dtype.name != wanted:
+    target, given = TARGETS[settings.qdq.target], settings.specs.layer.input
+    wanted = " or ".join(sorted(target.activations))
+    if given is not None and not given.dynamic and given.has_zero_point:
+        wanted = f"symmetric {wanted}" if target.symmetric else wanted
+    if wanted and given is not None and not given.dynamic and not _runs(target, given):
+        kind = "" if given.symmetric or not given.has_zero_point else "asymmetric "
         raise ConfigError(
-            f"The target {settings.qdq.target!r} runs {wanted} activations in integers only; the config has "
-            f"{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
+            f"The target {target.name!r} runs {wanted} activations in integers only; the config has "
+            f"{kind if target.symmetric else ''}{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
     for spec in _specs(settings):
         if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
             raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
-    if settings.qdq.quantize_fp16 and settings.qdq.target == "ort_x64":
-        raise ConfigError("QuantizeFP16=True: ort_x64 computes in float32; set ConvertFP16ToFP32=True.")
+    if settings.qdq.quantize_fp16 and target.activations:
+        raise ConfigError(f"QuantizeFP16=True: {target.name} computes in float32; set ConvertFP16ToFP32=True.")
+
+
+def _runs(target: Target, spec: TensorSpec) -> bool:
+    """Whether the integer kernels of a target read activations of a spec."""
+    return spec.dtype.name in target.activations and (spec.symmetric or not target.symmetric)
 
 
 def _with_onnx_ranges(settings: Settings) -> Settings:

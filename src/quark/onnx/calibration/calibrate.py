@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from quark.core.dtypes import DTYPES
 from quark.core.observers import Observer
 from quark.core.observers.min_max import MinMaxObserver
 from quark.core.scales import QParams
@@ -36,6 +38,7 @@ from quark.onnx.graph.model_file import is_constant, split_weights
 from quark.onnx.graph.proto_file import reason
 from quark.onnx.graph.sessions import run_sample, session_over
 from quark.onnx.operators import RULES, rule_of
+from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.custom_libraries import session_options
@@ -86,6 +89,8 @@ def activation_params(
         observers |= {
             root: observer_of(names, observers[root].spec, settings, statistics) for root, names in classes.items()
         }
+    if TARGETS[settings.qdq.target].unsigned_positive:
+        observers = {root: _from_zero(root, seen, placement, settings) for root, seen in observers.items()}
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
@@ -130,6 +135,20 @@ def _restored(
             low = np.float32(min(ranges[name][0] for name in names))
             high = np.float32(max(ranges[name][1] for name in names))
             found[root].restore({"count": np.asarray(1), "low": np.asarray(low), "high": np.asarray(high)})
+    return found
+
+
+def _from_zero(root: ir.Value, observer: Observer, placement: Placement, settings: Settings) -> Observer:
+    """The observer of a class; of the unsigned type, with 0 as the smallest code, where no value was negative."""
+    spec = placement.activations[root]
+    low = None if observer.low is None else float(np.min(np.asarray(observer.low)))
+    if low is None or low < 0 or not spec.has_zero_point or not spec.symmetric or spec.dtype.name.startswith("u"):
+        return observer
+    free = replace(spec, dtype=DTYPES[f"u{spec.dtype.name}"], symmetric=False)
+    for value in [value for value in placement.activations if placement.root(value) is root]:
+        placement.activations[value] = free
+    found = make_observer(free, settings)
+    found.restore(observer.state())
     return found
 
 

@@ -96,7 +96,6 @@ _obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand
 _obeyed("EnableSubgraph", BOOL, False, "quantize the bodies of If, Loop and Scan too")
 _obeyed("InputNodes", LIST, [], "nodes that quantization begins with: all before them stay in float")
 _obeyed("OutputNodes", LIST, [], "nodes that quantization ends with: all after them stay in float")
-_obeyed("Target", TEXT, None, 'name of a target profile: "npu", "ort_x64" or "generic" (an option of this package)')
 _obeyed(
     "MeasurePlacement",
     (bool, str),
@@ -104,6 +103,12 @@ _obeyed(
     "time kernels, and leave in float what is faster there; a path: of the profile (an option of this package)",
 )
 _obeyed("MeasureThreads", INT, 1, "threads of a timed operator (an option of this package)")
+_obeyed(
+    "Target",
+    TEXT,
+    None,
+    "name of a target profile: npu, ort_x64, ort_arm64, openvino or generic (an option of this package)",
+)
 
 # Where Q/DQ stand.
 _obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float behind a pair of Q/DQ, not as integers")

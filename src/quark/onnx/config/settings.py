@@ -106,7 +106,7 @@ class QDQSettings:
     """Where Q/DQ stand, and how they and the constants behind them are written.
 
     Attributes:
-        target: Name of a target profile: "npu", "ort_x64" or "generic".
+        target: Name of a target profile: a row of `operators/targets.py`.
         fused: (op type, op type of its only reader): nothing is quantized between the two.
         float_output_types: Op types whose output is not quantized on their behalf.
         float_outputs: Nodes of which the same holds.

@@ -8,7 +8,7 @@ symmetric int8 around a Relu fuse with nothing, and a linear layer with a float 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quark.core.registry import Registry
 
@@ -21,21 +21,28 @@ class Target:
         name: Its name in Settings.
         fuses: Op types that are worth quantizing; None for all with a rule.
         follows: Op types quantized only where every live input comes from a quantized node: alone they gain nothing.
-        activation: The element type that activations must have; "" for any.
+        activations: The element types that activations may have; empty for any.
+        symmetric: Activations have a fixed zero point, but for those below.
+        unsigned_positive: A tensor without negative values has the unsigned type and 0 as its smallest code, so that a
+            symmetric type loses no bit on it.
         float_output: Op types whose output stays in float.
         folds_relu: A Relu must go where the quantized range has its effect.
         float_islands: A float node reads what another float node gives in float, though a quantized node reads it too.
         bias_after_matmul: The Add of a constant after a MatMul is its bias, and must be an integer one.
+        float_bias: Biases stay in float.
     """
 
     name: str
     fuses: frozenset[str] | None = None
     follows: frozenset[str] = frozenset()
-    activation: str = ""
+    activations: frozenset[str] = frozenset()
+    symmetric: bool = False
+    unsigned_positive: bool = False
     float_output: frozenset[str] = frozenset()
     folds_relu: bool = False
     float_islands: bool = False
     bias_after_matmul: bool = False
+    float_bias: bool = False
 
 
 _FOLLOWS = {"Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "Sigmoid", "LeakyRelu"}
@@ -43,16 +50,36 @@ _MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", 
 TARGETS: Registry[Target] = Registry("target")
 TARGETS.register("generic", Target("generic"))
 TARGETS.register("npu", Target("npu"))
-TARGETS.register(
+_ORT_X64 = Target(
     "ort_x64",
+    fuses=frozenset({"Conv", "Gemm", "MatMul", "Relu", "Clip"} | _FOLLOWS | _MOVES),
+    follows=frozenset({"Relu", "Clip"} | _FOLLOWS | _MOVES),
+    activations=frozenset({"uint8"}),
+    float_output=frozenset({"Gemm", "MatMul"}),
+    folds_relu=True,
+    float_islands=True,
+    bias_after_matmul=True,
+)
+TARGETS.register("ort_x64", _ORT_X64)
+# ONNX Runtime on ARM64 runs the same graph transformers before the same operators, and MLAS has kernels for both types
+# there (onnxruntime/core/mlas/lib/qgemm.h: s8s8 and u8u8 with SDOT and UDOT; convsym.cpp: s8s8 and u8s8 with symmetric
+# weights). QDQIsInt8Allowed (core/optimizer/qdq_transformer) leaves int8 as it is there, and makes it uint8 on x64.
+# From the source, not measured: no machine of the kind was at hand.
+TARGETS.register("ort_arm64", replace(_ORT_X64, name="ort_arm64", activations=frozenset({"int8", "uint8"})))
+_LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+# OpenVINO's low-precision transformations move what stands before a layer behind the one before it by themselves, so
+# only what linear layers read is quantized. Measured on 2026.4: a DequantizeLinear of an int32 bias takes 18 dB of a
+# YOLOv8n (31.8 to 13.4; the float bias has them all), zero points within the range cost a third of the speed, and a
+# free zero point on some tensors crashes the compiler of its CPU plugin.
+TARGETS.register(
+    "openvino",
     Target(
-        "ort_x64",
-        fuses=frozenset({"Conv", "Gemm", "MatMul", "Relu", "Clip"} | _FOLLOWS | _MOVES),
-        follows=frozenset({"Relu", "Clip"} | _FOLLOWS | _MOVES),
-        activation="uint8",
-        float_output=frozenset({"Gemm", "MatMul"}),
-        folds_relu=True,
-        float_islands=True,
-        bias_after_matmul=True,
+        "openvino",
+        fuses=_LINEAR,
+        activations=frozenset({"int8"}),
+        symmetric=True,
+        unsigned_positive=True,
+        float_output=_LINEAR,
+        float_bias=True,
     ),
 )

@@ -15,7 +15,6 @@ from quark.onnx.config.lowering.solved_weights import nbits_params
 from quark.onnx.config.lowering.tensors import is_integer
 from quark.onnx.config.settings import QDQSettings
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS, RULES
-from quark.onnx.operators.targets import TARGETS
 
 
 def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
@@ -30,7 +29,7 @@ def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
     """
     options = request.options
     return QDQSettings(
-        target=_target(request),
+        target=request.target.name,
         fused=_fused(options),
         float_output_types=tuple(value_of(options, "OpTypesToExcludeOutputQuantization")),
         float_outputs=tuple(value_of(options, "NodesToExcludeOutputQuantization")),
@@ -50,14 +49,6 @@ def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         clip_bfloat16=value_of(options, "BF16WithClip"),
     )
-
-
-def _target(request: Request) -> str:
-    """The guides' extended formats and the XINT8 path are the NPU's."""
-    name: str | None = value_of(request.options, "Target")
-    if name is None:
-        return "npu" if request.npu_cnn or request.extended else "generic"
-    return TARGETS[name].name
 
 
 def _fused(options: Mapping[str, Any]) -> frozenset[tuple[str, str]]:

@@ -31,6 +31,7 @@ from quark.onnx.config.legacy import QuantizationConfig
 from quark.onnx.config.lowering.algorithms import lower_algorithms
 from quark.onnx.config.lowering.tensors import data_type_of
 from quark.onnx.config.tensor_specs import QTensorConfig
+from quark.onnx.operators.targets import TARGETS, Target
 
 UNSUPPORTED_FIELDS = {
     "reduce_range": "7-bit codes are not part of this version",
@@ -93,6 +94,14 @@ class Request:
         """The spec of weights."""
         assert self.layer.weight is not None
         return self.layer.weight
+
+    @property
+    def target(self) -> Target:
+        """The target profile; the guides' extended formats and the XINT8 path are the NPU's."""
+        name: str | None = value_of(self.options, "Target")
+        if name is None:
+            name = "npu" if self.npu_cnn or self.extended else "generic"
+        return TARGETS[name]
 
     @property
     def npu_transformer(self) -> bool:

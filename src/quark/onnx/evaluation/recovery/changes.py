@@ -178,7 +178,7 @@ def raise_all_bits(settings: Settings, situation: Situation) -> Settings | str |
     kept = (one for one in settings.algorithms if not isinstance(one, needless))
     if raised.specs.layer == settings.specs.layer:
         return None
-    if TARGETS[settings.qdq.target].activation:
+    if TARGETS[settings.qdq.target].activations:
         return f"the target {settings.qdq.target} has 8 bits only"
     if settings.specs.layer.input is not None and settings.specs.layer.input.dynamic:
         return "dynamic quantization has 8 bits only"
