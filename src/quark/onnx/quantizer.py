@@ -25,6 +25,7 @@ from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
+from quark.onnx.evaluation.cpu_price import cpu_price
 from quark.onnx.evaluation.damage import Damage, FirstSamples, damage, refuse_damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
@@ -101,9 +102,12 @@ class ModelQuantizer:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader)
                 self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
+            price = cpu_price(model, settings)
             written = self._written(model, model_output, model_input, first)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
+            if price is not None:
+                logger.info(price)
         return written
 
     def recover(

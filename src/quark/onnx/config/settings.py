@@ -107,6 +107,7 @@ class QDQSettings:
 
     Attributes:
         target: Name of a target profile: a row of `operators/targets.py`.
+        target_given: Whether the user named it.
         fused: (op type, op type of its only reader): nothing is quantized between the two.
         float_output_types: Op types whose output is not quantized on their behalf.
         float_outputs: Nodes of which the same holds.
@@ -129,6 +130,7 @@ class QDQSettings:
     """
 
     target: str = "generic"
+    target_given: bool = False
     fused: frozenset[tuple[str, str]] = FUSED
     float_output_types: tuple[str, ...] = ()
     float_outputs: tuple[str, ...] = ()

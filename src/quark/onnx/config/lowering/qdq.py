@@ -30,6 +30,7 @@ def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
     options = request.options
     return QDQSettings(
         target=request.target.name,
+        target_given=value_of(options, "Target") is not None,
         fused=_fused(options),
         float_output_types=tuple(value_of(options, "OpTypesToExcludeOutputQuantization")),
         float_outputs=tuple(value_of(options, "NodesToExcludeOutputQuantization")),
