@@ -42,6 +42,7 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.real_models
 
 # make fingerprint AGAINST=main prints what differs from that revision.
 fingerprint: $(STAMP)
