@@ -121,7 +121,10 @@ def main() -> None:
                 else:
                     found = quantize(pythons[kind], method, site / model.path, samples, output)
                 if "error" not in found:
-                    found |= measure(model, site / model.path, output, held_out)
+                    try:
+                        found |= measure(model, site / model.path, output, held_out)
+                    except Exception as error:  # noqa: BLE001 - a file that the runtime refuses is a result
+                        found = {"error": str(error).split("failed:")[-1][:60]}
                 table.add_row(name, method, *cells(model, found))
         table.add_section()
     Console().print(table)
