@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quark.core.array import Array, like, namespace
+from quark.core.array import Array, is_torch, like, namespace
 from quark.core.granularity import PerTensor
 from quark.core.observers.base import Observer, host, needed
 from quark.core.observers.histograms.base import squared_error
@@ -64,6 +64,12 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
 
     def update(self, x: Array) -> None:
         if 0 in x.shape:
+            return
+        if isinstance(self.spec.split, PerTensor) and not is_torch(x):
+            # Extremes and counts in one pass, without copies of the tensor.
+            self.histogram = self.histogram or BitHistogram()
+            low, high = self.histogram.update_values(x)
+            self._saw(x, np.asarray(low), np.asarray(high))
             return
         super().update(x)
         parts = self._parts(x)

@@ -8,6 +8,7 @@ One bincount for each tensor. It serves percentile, MSE, histogram and entropy a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from mmap import ACCESS_COPY, mmap
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class BitHistogram:
     def update_values(self, x: np.ndarray[Any, Any]) -> Extremes:
         """Count the values of one numpy tensor in one pass, and return its smallest and largest value."""
         if self.counts is None:
-            self.counts = np.zeros(1 << BITS, np.int64)
+            self.counts = _zeros(1 << BITS)
         return count_patterns(astype(x, "float32"), self.counts)
 
     def merge(self, other: BitHistogram) -> None:
@@ -68,6 +69,14 @@ class BitHistogram:
         order = np.argsort(left + right, kind="stable")
         left, right = np.clip(left[order], low, high), np.clip(right[order], low, high)
         return Bins(left, right, counts[index][order])
+
+
+def _zeros(size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Counters in pages of their own, which take no memory before something is counted in them: most never are.
+
+    The values of a tensor lie in few of the exponents; memory that was used before would be cleared, and so taken.
+    """
+    return np.frombuffer(mmap(-1, 8 * size, access=ACCESS_COPY), np.int64)
 
 
 def absolute(bins: Bins) -> Bins:
