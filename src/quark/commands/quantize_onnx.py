@@ -97,7 +97,7 @@ def quantize_onnx(
 
 def default_config(reader: PathDataReader | None, target: str | None) -> str:
     """The preset for a CPU with or without data. Raises ConfigError for a target that has a choice of presets."""
-    if target is not None and TARGETS[target].activation != TARGETS[CPU_TARGET].activation:
+    if target is not None and not TARGETS[target].fuses:
         raise ConfigError(
             f"Missing option --config, which --target {target} needs: A8W8, XINT8, A16W8, BF16 ... "
             f"Without it, quantization is for ONNX Runtime on a CPU (--target {CPU_TARGET})."

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.samples import Samples, Store
+from quark.onnx.graph.edit import reads_of
 from quark.onnx.graph.sessions import open_session, run_sample
 
 KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
@@ -34,7 +35,7 @@ class SlicedRun:
     def __init__(self, model: ir.Model, data: Samples, count: int, store: Store, goals: Iterable[ir.Value]) -> None:
         self.model, self.data, self.count, self.store = model, data, count, store
         self.goals = set(goals)
-        self._reads = {node: list(_reads(node)) for node in model.graph}
+        self._reads = {node: list(reads_of(node)) for node in model.graph}
         self._static: set[ir.Node] = set()
         for node, values in self._reads.items():
             # The same for every sample: never kept for each.
@@ -164,16 +165,3 @@ class SlicedRun:
 def _is_fixed(value: ir.Value) -> bool:
     """Whether a value is an initializer."""
     return value.producer() is None and value.const_value is not None and not value.is_graph_input()
-
-
-def _reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads of its graph, by itself or in the bodies that it holds."""
-    inner = (
-        part
-        for attribute in node.attributes.values()
-        if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-        for graph in (attribute.as_graphs() if attribute.type is ir.AttributeType.GRAPHS else [attribute.as_graph()])
-        for part in ir.traversal.RecursiveGraphIterator(graph)
-    )
-    yield from (value for value in node.inputs if value is not None)
-    yield from (v for part in inner for v in part.inputs if v is not None and v.graph is node.graph)

@@ -1,6 +1,6 @@
 """Calibration: one pass over the data, graph optimisation on, for exactly those tensors that will be quantized.
 
-Each sample's activations are reduced while the next sample runs; memory holds two samples.
+The model runs in slices, and the activations of one are reduced while the next runs; memory holds two slices.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
+from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.calibration.statistics import EverythingObserver, Statistics, load_or_start
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.masks import limit
@@ -275,39 +277,56 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
     wanted = [name for name in observers if name not in inputs]
     count = 0
     seen: dict[str, Any] = {}
-    with model_session(model, wanted, settings) as session, ThreadPoolExecutor(1) as ahead:
+    sliced: SlicedSession | None = None
+    with ThreadPoolExecutor(1) as ahead:
         for feed in progress(usable(samples(reader, inputs, settings.calibration.samples)), "calibration"):
-            running = ahead.submit(run_sample, session, wanted, feed) if wanted else None
-            # The runtime computes this sample while the one before is counted. Inputs are looked at now: a reader may
-            # use their memory again.
+            if sliced is None:
+                sliced = SlicedSession(model, wanted, feed, partial(_open, settings))
+            parts = sliced.run(feed)
+            running = ahead.submit(next, parts, None) if wanted else None
+            # The runtime computes the next slice while the one before is counted. Inputs are looked at now: a reader
+            # may use their memory again.
             _update(observers, seen)
             _update(observers, {name: feed[name] for name in observers if name in inputs})
-            seen = dict(zip(wanted, running.result(), strict=True)) if running else {}
+            while running is not None and (made := running.result()) is not None:
+                running = ahead.submit(next, parts, None)
+                _update(observers, seen)
+                seen = made
             count += 1
         _update(observers, seen)
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
 
 
-def _update(observers: Mapping[str, Collector], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        observers[name].update(np.asarray(value))
+def _update(observers: Mapping[str, Collector], values: dict[str, Any]) -> None:
+    """Let each tensor be seen once; none is held any longer than that."""
+    while values:
+        name = next(iter(values))
+        observers[name].update(np.asarray(values.pop(name)))
 
 
 @contextmanager
 def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
     """A session that can give the wanted tensors too, over the weights of the model where they are."""
+    proto, weights = split_weights(model)
+    present = {output.name for output in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in present)
+    yield _open(settings, proto, weights)
+
+
+def _open(
+    settings: Settings, proto: onnx.ModelProto, weights: Mapping[str, Any], arena: bool = True
+) -> onnxruntime.InferenceSession:
+    """A session for calibration. Raises QuarkError where ONNX Runtime does not load the model."""
     options = session_options()
     options.log_severity_level = 3
     # A plan of where tensors lie saves nothing where nearly all of them are outputs, and costs a tenth of the time.
     options.enable_mem_pattern = False
+    # An arena is faster, and keeps for each session what it once had.
+    options.enable_cpu_mem_arena = arena
     # Threads that wait leave their core to the counting.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    proto, weights = split_weights(model)
-    present = {output.name for output in proto.graph.output}
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in present)
     try:
-        session = session_over(proto, weights, options, settings.calibration.providers)
+        return session_over(proto, weights, options, settings.calibration.providers)
     except Exception as error:
         raise QuarkError(f"ONNX Runtime does not load the model: {reason(error)}") from error
-    yield session

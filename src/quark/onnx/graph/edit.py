@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,3 +103,16 @@ def set_initializer(value: ir.Value, array: NumpyArray) -> None:
     """Give an initializer new values under its name."""
     value.const_value = ir.tensor(array, name=value.name)
     value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
+
+
+def reads_of(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads of its graph, by itself or in the bodies that it holds."""
+    inner = (
+        part
+        for attribute in node.attributes.values()
+        if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+        for graph in (attribute.as_graphs() if attribute.type is ir.AttributeType.GRAPHS else [attribute.as_graph()])
+        for part in ir.traversal.RecursiveGraphIterator(graph)
+    )
+    yield from (value for value in node.inputs if value is not None)
+    yield from (v for part in inner for v in part.inputs if v is not None and v.graph is node.graph)

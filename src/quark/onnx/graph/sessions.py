@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,15 @@ def run_sample(
     session: onnxruntime.InferenceSession, names: Sequence[str] | None, feed: Mapping[str, Any]
 ) -> list[Any]:
     """The outputs of a session for one sample. Raises CalibrationError where the model fails on it."""
-    try:
+    with failing_on(feed):
         return list(session.run(names, feed))
+
+
+@contextmanager
+def failing_on(feed: Mapping[str, Any]) -> Iterator[None]:
+    """Within: what ONNX Runtime raises becomes a CalibrationError that names the sample."""
+    try:
+        yield
     except Exception as error:
         shapes = ", ".join(f"{name}: {array.dtype} {list(array.shape)}" for name, array in feed.items())
         raise CalibrationError(f"The model fails on a sample ({shapes}): {error}") from error
