@@ -136,9 +136,10 @@ def test_packages_are_looked_for_in_the_extra_that_brings_them() -> None:
         ("torch", "from quark.cli import main; main()", "pip install 'openquark[torch]'"),
     ],
 )
-def test_an_absent_package_is_named_with_its_line(absent: str, code: str, line: str) -> None:
+def test_an_absent_package_is_named_with_its_line(absent: str, code: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     command = f"import sys; sys.modules[{absent!r}] = None; {code}"
-    arguments = ["plan", ".", "--scheme", "int8"]
+    arguments = ["plan", str(tmp_path), "--scheme", "int8"]
     done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

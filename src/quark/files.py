@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quark.errors import OutputError, OutputExistsError
+from quark.errors import FormatError, OutputError, OutputExistsError
 
 try:
     import fcntl
@@ -430,3 +430,23 @@ def _exchange(one: Path, other: Path) -> bool:
     except (AttributeError, OSError):  # an older C library
         return False
     return False
+
+
+def require_regular(path: Path) -> None:
+    """Raise FormatError for what is no regular file, or not there: opening a pipe would wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise FormatError(f"{path} is not a file: {getattr(error, 'strerror', None) or error}.") from None
+    if not stat.S_ISREG(mode):
+        raise FormatError(f"{path} is not a file but a folder, pipe or device.")
+
+
+def require_config(folder: Path) -> None:
+    """Raise FormatError for a folder without the config.json of a model, before the libraries that read it load."""
+    try:
+        found = (folder / "config.json").is_file()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        found = False
+    if not found:
+        raise FormatError(f"{folder} is no model folder: it has no config.json.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,20 @@ def test_what_stands_behind_a_sentence_encoder_comes_along(tmp_path: Path) -> No
     assert quark("quantize", folder, "--scheme", "int8_wo", "-o", out).code == 0
     assert {name: (out / name).read_text() for name in parts} == parts
     assert not (out / "notes").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "none.onnx", "--config", "A8W8", "-o", "out.onnx"], "none.onnx is not a file"),
+        (["quantize", "none", "--scheme", "int8", "-o", "out"], "none is no model folder"),
+        (["plan", "none", "--scheme", "int8"], "none is no model folder"),
+    ],
+)
+def test_a_wrong_path_is_answered_before_libraries_load(arguments: list[str], message: str, tmp_path: Path) -> None:
+    absent = "import sys; sys.modules.update(dict.fromkeys(['torch', 'onnx'])); "
+    command = [sys.executable, "-c", f"{absent}from quark.cli import main; main()", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr

@@ -9,6 +9,7 @@ from typing import TypeVar
 import typer
 
 from quark.errors import ConfigError
+from quark.files import require_config, require_regular
 
 T = TypeVar("T")
 TORCH, ONNX = "For a folder (PyTorch)", "For an ONNX file"
@@ -33,6 +34,14 @@ def check_options(context: typer.Context, model: Path) -> None:
                 f"{_flag(name)} does not apply to {model}: it is {other[0].lower()}{other[1:]}. Possible here: "
                 f"{', '.join(_flag(n) for n, panel in panels.items() if panel == own)}."
             )
+
+
+def require_model(model: Path) -> None:
+    """Raise FormatError for a path where no model can be, before the libraries that read one load."""
+    if is_onnx(model):
+        require_regular(model)
+    else:
+        require_config(model)
 
 
 def require(value: T | None, flag: str, model: Path) -> T:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quark.command_line import results
+from quark.files import require_config
 
 
 def plan(
@@ -20,6 +21,8 @@ def plan(
 
     Example: quark plan ./llama --scheme mxfp4
     """
+    # Before the libraries load: a wrong path is answered at once.
+    require_config(model)
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.models import load_meta_model
     from quark.commands.quantize_torch import scheme_config

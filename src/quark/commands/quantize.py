@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
+from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.errors import OutputError
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
@@ -147,6 +147,7 @@ def quantize(
     check_options(context, model)
     if not output:
         raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
+    require_model(model)
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
         from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from quark.errors import FormatError, one_line
-from quark.files import atomic_file
+from quark.files import atomic_file, require_regular
 from quark.log import logger
-from quark.onnx.graph.proto_file import require_regular
 
 Range = tuple[float, float]
 KEY = "tensors_range"

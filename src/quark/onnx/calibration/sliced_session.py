@@ -31,8 +31,10 @@ MOST_SLICES = 16
 
 BLOCKED = ("BatchNormalization", "AveragePool", "GlobalAveragePool", "Resize", "Upsample")
 """Operators whose rounding depends on whether they read blocks of channels."""
-PASSED_ON = ("Add", "Sum", "Mul", "Concat", "Clip", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish")
-PASSED_ON += ("Gelu", "MaxPool", *BLOCKED)
+PASSED_ON = (
+    *("Add", "Sum", "Mul", "Concat", "Clip", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish"),
+    *("Gelu", "MaxPool", *BLOCKED),
+)
 """Operators that give blocks of channels where they read them."""
 
 OpenSession = Callable[[onnx.ModelProto, dict[str, Any], bool], onnxruntime.InferenceSession]

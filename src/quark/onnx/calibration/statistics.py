@@ -19,8 +19,8 @@ from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError
-from quark.files import atomic_file
-from quark.onnx.graph.proto_file import reason, require_regular
+from quark.files import atomic_file, require_regular
+from quark.onnx.graph.proto_file import reason
 
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")
 BINS = 1 << 16

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 import onnx
 
 from quark.errors import FormatError, one_line
+from quark.files import require_regular
 from quark.onnx.graph.check_proto import check_proto
 from quark.onnx_ops.encryption import is_encrypted, load_encrypted
 
@@ -51,16 +51,6 @@ def _read_message(path: Path) -> onnx.ModelProto:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from None
     except Exception as error:  # of the parser that the suffix chooses: protobuf's binary, text or JSON
         raise FormatError(f"{path} is not an ONNX model, or truncated: {reason(error)}") from error
-
-
-def require_regular(path: Path) -> None:
-    """Raise FormatError for what is no regular file, or not there: opening a pipe would wait for ever."""
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise FormatError(f"{path} is not a file: {getattr(error, 'strerror', None) or error}.") from None
-    if not stat.S_ISREG(mode):
-        raise FormatError(f"{path} is not a file but a folder, pipe or device.")
 
 
 def reason(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from quark.errors import FormatError, QuarkError, one_line, require_packages
+from quark.files import require_config
 from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -47,8 +48,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model folder. Raises FormatError when it is not one, or a file of it lies elsewhere."""
     path = folder / "config.json"
     check_files(folder)
-    if not path.is_file():
-        raise FormatError(f"{folder} is no model folder: it has no config.json.")
+    require_config(folder)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

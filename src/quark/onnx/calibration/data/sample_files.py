@@ -9,9 +9,10 @@ import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, MissingDependencyError
+from quark.files import require_regular
 from quark.image_files import open_image
 from quark.onnx.calibration.data.inputs import Feed
-from quark.onnx.graph.proto_file import reason, require_regular
+from quark.onnx.graph.proto_file import reason
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg"})
 SUFFIXES = frozenset({".npy", ".npz"}) | IMAGES
