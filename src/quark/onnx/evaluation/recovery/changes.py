@@ -17,6 +17,7 @@ from quark.core.metrics import Comparison, Metric
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
+from quark.onnx.algorithms.noise.float_nodes import FloatNodes
 from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges, choose_ranges
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
@@ -124,6 +125,18 @@ def algorithm(config: AlgoConfig) -> Change:
     def change(settings: Settings, _: Situation) -> Settings | None:
         present = any(type(one) is type(config) for one in settings.algorithms)
         return None if present else replace(settings, algorithms=(*settings.algorithms, config))
+
+    return change
+
+
+def floating(config: FloatNodes) -> Change:
+    """The nodes whose noise weighs most in float, if there is a target that nothing else reaches."""
+
+    def change(settings: Settings, situation: Situation) -> Settings | str | None:
+        if situation.goal.target is None:
+            return "needs a target: it leaves no node in float that the target does not need"
+        # Which nodes these are is decided before whatever learns from what is quantized.
+        return replace(settings, algorithms=(config, *settings.algorithms))
 
     return change
 

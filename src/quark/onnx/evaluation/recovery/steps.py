@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quark.onnx.algorithms.noise.float_nodes import FloatNodes
 from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
@@ -17,6 +18,7 @@ from quark.onnx.evaluation.recovery.changes import (
     Change,
     again,
     algorithm,
+    floating,
     raise_all_bits,
     raise_bits,
     ranges,
@@ -37,6 +39,7 @@ class Step:
         factor: How many times the work of that one.
         last_resort: Whether time is kept for it, where there is a target.
         quick: Whether it is one of the few that gain most for their seconds.
+        wider: Whether it gives a model of more bits than the config asks for.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Step:
     factor: float = 1
     last_resort: bool = False
     quick: bool = False
+    wider: bool = False
 
 
 RANGES = {
@@ -69,10 +73,12 @@ STEPS = (
     Step("SmoothQuant, ranges of the config", with_plain_ranges(SMOOTH)),
     Step("QuaRot", algorithm(QuarotConfig())),
     *(Step(f"ranges again: {name}", again(change)) for name, change in RANGES.items()),
+    # Seconds, where learning takes minutes.
+    Step("the worst nodes in float", floating(FloatNodes())),
     Step(ADAROUND, tuning(AdaRoundConfig(num_iterations=100, log_period=OFTEN))),
     Step(ADAQUANT, tuning(AdaQuantConfig(num_iterations=300, log_period=OFTEN)), ADAROUND, 3),
     Step("AdaRound, 1000 iterations", tuning(AdaRoundConfig(log_period=OFTEN)), ADAROUND, 10),
     Step("AdaQuant, 3000 iterations", tuning(AdaQuantConfig(log_period=OFTEN)), ADAQUANT, 10),
-    Step("more bits for the most sensitive layers", raise_bits),
-    Step("more bits for all layers", raise_all_bits, last_resort=True),
+    Step("more bits for the most sensitive layers", raise_bits, wider=True),
+    Step("more bits for all layers", raise_all_bits, last_resort=True, wider=True),
 )

@@ -1,0 +1,41 @@
+"""The nodes whose noise weighs most in the outputs stay in float: a decision of its own, before anything is placed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from quark.errors import NothingQualifiesError
+from quark.log import logger
+from quark.onnx.algorithms.noise.sensitivity import sensitivity
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.config.settings import Settings
+
+
+@dataclass(frozen=True)
+class FloatNodes:
+    """What recovery asks for.
+
+    Attributes:
+        share: Of the quantized nodes, at most; rounded up.
+        runs: Float forwards of each sample that the noise is measured with.
+    """
+
+    share: float = 0.05
+    runs: int = 64
+
+
+def leave_in_float(model: ir.Model, config: FloatNodes, settings: Settings, data: Samples | None) -> Settings:
+    """Settings that exclude these nodes.
+
+    Raises:
+        NothingQualifiesError: No node alone, or with few others, takes noise away.
+    """
+    found = sensitivity(model, settings, required(data, config), runs=config.runs)
+    nodes = found.worst_nodes(math.ceil(config.share * len(found.of_nodes())))
+    if not nodes:
+        raise NothingQualifiesError("FloatNodes: the outputs have no noise that few nodes in float would take away.")
+    logger.info("In float, for the noise that they put into the outputs: %s.", ", ".join(nodes))
+    return replace(settings, specs=replace(settings.specs, exclude=(*settings.specs.exclude, *nodes)))
