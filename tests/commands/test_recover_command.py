@@ -90,9 +90,19 @@ def test_without_a_configuration_three_samples_and_none_are_enough(folder: Path)
     assert "DynamicQuantizeLinear" in {node.op_type for node in onnx.load(folder / "out.onnx").graph.node}
 
 
+@pytest.mark.slow
+def test_no_type_is_wider_than_the_config_has_and_the_last_line_says_what_there_is(folder: Path) -> None:
+    done = command(folder, "--recover --budget 1s --target 500")
+    assert done.code == 0 and "left out: more bits" in done.out and "is not reached" in done.out
+    assert "int8 activations" in done.out.splitlines()[-1] and "int16" not in done.out.splitlines()[-1]
+    kinds = {t.data_type for t in onnx.load(folder / "out.onnx").graph.initializer if t.name.endswith("zero_point")}
+    assert onnx.TensorProto.INT16 not in kinds
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     (
+        ("--allow-wider", "--allow-wider goes with --recover"),
         ("--budget 5m", "--budget goes with --recover"),
         ("--metric sqnr", "--metric goes with --recover"),
         ("--target 30", "--target with a number goes with --recover"),

@@ -86,6 +86,7 @@ Recover = Annotated[
     onnx_option("--recover", help="Try other ranges and algorithms; keep what helps on samples that are held out."),
 ]
 Budget = Annotated[str | None, onnx_option(help="Time for --recover: 90s, 10m (default), 1h ...")]
+AllowWider = Annotated[bool, onnx_option("--allow-wider", help="Of --recover: more bits than the config asks for.")]
 Metric = Annotated[str | None, onnx_option(help="Of --recover: sqnr (default), psnr, cosine or l2.")]
 
 Measure = Annotated[
@@ -133,6 +134,7 @@ def quantize(
     metric: Metric = None,
     measure: Measure = None,
     profile: Profile = None,
+    allow_wider: AllowWider = False,
 ) -> None:
     """Quantize a model folder for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
@@ -155,7 +157,7 @@ def quantize(
 
         reader = calibration_reader(model, calib, batch_size, mean, std)
         runtime, goal = split_targets(target or [])
-        recovery = asked(recover, budget, metric, goal)
+        recovery = asked(recover, budget, metric, goal, allow_wider)
         timing = Timing(measure, profile)
         quantize_onnx(
             model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,

@@ -84,13 +84,15 @@ def quantize_onnx(
         allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
     )
     start, before = time.perf_counter(), file_bytes(model)
+    written = ""
     if recovery is None:
         quantizer.quantize_model(model, output, reader)
     else:
-        recovery.run(quantizer, model, output, reader)
+        # The best may have other types than the name of the config says, and nodes in float.
+        written = f"; {recovery.run(quantizer, model, output, reader)}"
     after = file_bytes(Path(output))
     results().print(
-        f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
+        f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{written}",
         highlight=False,
     )
 

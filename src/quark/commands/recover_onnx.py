@@ -23,22 +23,30 @@ class Recovering:
     metric: str
     target: float | None
     quick: bool = False
+    allow_wider: bool = False
 
-    def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> None:
-        """Quantize the model, write the best that was found, and print what each step gave."""
+    def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> str:
+        """Quantize the model, write the best that was found, and print what each step gave; say what it is."""
         found = quantizer.recover(
-            model, output, reader, budget=self.budget, metric=self.metric, target=self.target, quick=self.quick
-        )
+            model, output, reader,
+            budget=self.budget, metric=self.metric, target=self.target, quick=self.quick,
+            allow_wider=self.allow_wider,
+        )  # fmt: skip
         console = results()
         console.print(_table(found))
         console.print(_summary(found), highlight=False)
+        types = [f"{count} {name} {kind}" for (name, kind), count in sorted(found.types.items())]
+        return ", ".join(types) or "no Q/DQ"
 
 
-def asked(recover: bool, budget: str | None, metric: str | None, target: float | None) -> Recovering | None:
+def asked(
+    recover: bool, budget: str | None, metric: str | None, target: float | None, allow_wider: bool = False
+) -> Recovering | None:
     """What the options ask for; None without --recover. Raises ConfigError for an option that then says nothing."""
     if recover:
-        return Recovering(budget or "10m", metric or "sqnr", target)
-    for flag, value in (("--budget", budget), ("--metric", metric), ("--target with a number", target)):
+        return Recovering(budget or "10m", metric or "sqnr", target, allow_wider)
+    given = {"--budget": budget, "--metric": metric, "--target with a number": target}
+    for flag, value in (given | {"--allow-wider": allow_wider or None}).items():
         if value is not None:
             raise ConfigError(f"{flag} goes with --recover.")
     return None

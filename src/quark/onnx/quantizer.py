@@ -121,6 +121,7 @@ class ModelQuantizer:
         metric: str = "sqnr",
         target: float | None = None,
         quick: bool = False,
+        allow_wider: bool = False,
     ) -> Recovery:
         """Quantize a model, and better it by other ranges and by algorithms as long as there is time.
 
@@ -139,6 +140,8 @@ class ModelQuantizer:
             target: The value of the metric that is enough.
             quick: Try only the steps that gain most for their seconds. Fewer than four samples are then calibrated
                 with and judged by alike.
+            allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
+                where nothing else reaches the target.
 
         Raises:
             CalibrationError: Fewer than four samples, or none.
@@ -152,7 +155,10 @@ class ModelQuantizer:
             with discreet(self.settings):
                 model = load(model_input)
                 first = None if reader is None else FirstSamples(reader, model)
-                found, model = recover(model, self.settings, first, measure, target, seconds, steps, any_count=quick)
+                found, model = recover(
+                    model, self.settings, first, measure, target, seconds, steps, any_count=quick,
+                    allow_wider=allow_wider,
+                )  # fmt: skip
             return replace(found, model=self._written(model, model_output, model_input, first))
 
     def _written(

@@ -440,3 +440,13 @@ def test_a_recovery_goes_on_from_an_algorithm_without_use() -> None:
     assert [trial.result for trial in result.trials] == ["kept", "kept"] and result.score > result.plain
     with pytest.raises(NothingQualifiesError):
         found(mlp(), vectors(8), settings=replace(tolerant, allow_noop=False))
+
+
+def test_a_step_to_more_bits_waits_to_be_allowed() -> None:
+    wider = Step("all", raise_all_bits, wider=True)
+    for allowed, kind in ((False, "int8"), (True, "int16")):
+        result = found(mlp(), vectors(8), wider, target=60.0, allow_wider=allowed)
+        assert {name for name, _ in result.types} == {kind.replace("int", "uint"), kind}
+        kinds = {t.data_type for t in result.model.graph.initializer if t.name.endswith("_zero_point")}
+        assert (TensorProto.INT16 in kinds) is allowed
+        assert ("left out: more bits" in result.trials[-1].result) is not allowed

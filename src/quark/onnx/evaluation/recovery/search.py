@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -29,6 +29,7 @@ from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
 from quark.onnx.evaluation.recovery.steps import STEPS, Step
+from quark.onnx.evaluation.recovery.types import element_types
 from quark.onnx.evaluation.score import Scorer
 from quark.onnx.flow import convert
 from quark.onnx.prepare import prepare
@@ -95,6 +96,7 @@ class Recovery:
         plain, score: The metric of the plain config, and of the best model.
         trials: The plain config, then the steps, in order.
         fitted, held_out: How many samples were calibrated with, and measured on.
+        types: What the model holds: (element type, "activations" or "weights") -> how many.
     """
 
     model: onnx.ModelProto | None
@@ -106,6 +108,7 @@ class Recovery:
     trials: list[Trial]
     fitted: int
     held_out: int
+    types: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def reached(self) -> bool:
@@ -136,6 +139,7 @@ def recover(
     budget: float | None = None,
     steps: Iterable[Step] = STEPS,
     any_count: bool = False,
+    allow_wider: bool = False,
 ) -> tuple[Recovery, ir.Model]:
     """Find the best model; see `ModelQuantizer.recover`.
 
@@ -148,6 +152,7 @@ def recover(
         budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
         steps: What to try.
         any_count: Where there are too few samples to hold some out, judge by all of them.
+        allow_wider: Whether steps may give more bits than the config asks for.
     """
     start = time.monotonic()
     if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
@@ -166,11 +171,15 @@ def recover(
     for step in steps:
         if search.done:
             break
-        search.attempt(step)
+        if step.wider and target is not None and not allow_wider:
+            search.leave_out(step)
+        else:
+            search.attempt(step)
     best = search.best
     found = Recovery(
-        None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out)
-    )
+        None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
+        element_types(best.model),
+    )  # fmt: skip
     return found, best.model
 
 
@@ -226,6 +235,11 @@ class _Search:
         """Begin with this one, and with the clock: the plain config is quantized whatever it takes."""
         self.best, self.plain, self._cheapest = plain, plain, plain.seconds
         self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
+
+    def leave_out(self, step: Step) -> None:
+        """Note a step that would give another scheme than was asked for."""
+        why = "left out: more bits than the config asks for, which allow_wider=True (--allow-wider) lets it have"
+        self.trials.append(Trial(step.name, self.best.score, None, 0.0, why))
 
     def attempt(self, step: Step) -> None:
         """Try a step on top of the best, and note what it gave; nothing where it would change nothing."""
