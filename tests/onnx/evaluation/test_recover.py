@@ -450,3 +450,13 @@ def test_a_step_to_more_bits_waits_to_be_allowed() -> None:
         kinds = {t.data_type for t in result.model.graph.initializer if t.name.endswith("_zero_point")}
         assert (TensorProto.INT16 in kinds) is allowed
         assert ("left out: more bits" in result.trials[-1].result) is not allowed
+
+
+def test_a_change_that_reads_samples_ends_with_the_budget() -> None:
+    def change(settings: Settings, situation: Situation) -> Settings:
+        assert situation.data is not None
+        situation.data.until = -math.inf
+        return replace(settings, allow_noop=bool(len(situation.data[0])))
+
+    trial = found(mlp(), vectors(8), Step("reads", change)).trials[-1]
+    assert (trial.step, trial.after, trial.result) == ("reads", None, "stopped: the budget ended")

@@ -247,6 +247,9 @@ class _Search:
         situation, self.fit.until = self._situation(step), start + self.left(step)
         try:
             changed = step.change(before.settings, situation)
+        except TimeUpError:
+            # A change that looks at samples itself.
+            changed = "stopped: the budget ended"
         except QuarkError as error:
             changed = one_line(error).rstrip(".")
         if changed is None:
