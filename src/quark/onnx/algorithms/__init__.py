@@ -15,7 +15,6 @@ import onnx_ir as ir
 from quark.errors import NothingQualifiesError, NotSupportedError
 from quark.log import logger
 from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
-from quark.onnx.algorithms.noise.float_nodes import FloatNodes, leave_in_float
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import add_biases, correct_biases
 from quark.onnx.algorithms.rescaling.cle import equalize
@@ -45,7 +44,6 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
 }
 PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
     AutoMixprecisionConfig: mix_precision,
-    FloatNodes: leave_in_float,
 }
 AFTER: dict[type[Any], Callable[[QuantizedLayers, Any], int]] = {
     GPTQConfig: solve_weights,

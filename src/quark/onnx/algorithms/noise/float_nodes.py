@@ -1,4 +1,4 @@
-"""The nodes whose noise weighs most in the outputs stay in float: a decision of its own, before anything is placed."""
+"""The nodes whose noise weighs most in the outputs stay in float, decided once for a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from quark.errors import NothingQualifiesError
 from quark.log import logger
 from quark.onnx.algorithms.noise.sensitivity import sensitivity
 from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 
 
@@ -27,13 +28,26 @@ class FloatNodes:
     runs: int = 64
 
 
-def leave_in_float(model: ir.Model, config: FloatNodes, settings: Settings, data: Samples | None) -> Settings:
+def leave_in_float(
+    model: ir.Model,
+    config: FloatNodes,
+    settings: Settings,
+    data: Samples | None,
+    statistics: Statistics | None = None,
+) -> Settings:
     """Settings that exclude these nodes.
+
+    Args:
+        model: The float model, after `prepare`; not changed.
+        config: How many.
+        settings: What is quantized.
+        data: Calibration data.
+        statistics: Of the model on these; read, and completed.
 
     Raises:
         NothingQualifiesError: No node alone, or with few others, takes noise away.
     """
-    found = sensitivity(model, settings, required(data, config), runs=config.runs)
+    found = sensitivity(model, settings, required(data, config), runs=config.runs, statistics=statistics)
     nodes = found.worst_nodes(math.ceil(config.share * len(found.of_nodes())))
     if not nodes:
         raise NothingQualifiesError("FloatNodes: the outputs have no noise that few nodes in float would take away.")

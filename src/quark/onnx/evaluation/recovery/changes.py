@@ -17,7 +17,7 @@ from quark.core.metrics import Comparison, Metric
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE
-from quark.onnx.algorithms.noise.float_nodes import FloatNodes
+from quark.onnx.algorithms.noise.float_nodes import FloatNodes, leave_in_float
 from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges, choose_ranges
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
@@ -135,8 +135,8 @@ def floating(config: FloatNodes) -> Change:
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
         if situation.goal.target is None:
             return "needs a target: it leaves no node in float that the target does not need"
-        # Which nodes these are is decided before whatever learns from what is quantized.
-        return replace(settings, algorithms=(config, *settings.algorithms))
+        assert situation.model is not None
+        return leave_in_float(situation.model, config, settings, situation.data, situation.statistics)
 
     return change
 
