@@ -33,7 +33,7 @@ BLOCKED, CHANNELS_LAST = "com.microsoft.nchwc", "com.ms.internal.nhwc"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TimedKernel:
     """One kernel that the runtime calls.
 
     Attributes:
@@ -145,7 +145,7 @@ def _calls(session: onnxruntime.InferenceSession) -> list[tuple[str, dict[str, A
     return [(event["name"].removesuffix(SUFFIX), event) for event in calls]
 
 
-def _kernel(node: onnx.NodeProto, event: Mapping[str, Any]) -> Kernel:
+def _kernel(node: onnx.NodeProto, event: Mapping[str, Any]) -> TimedKernel:
     shapes = event["args"]
     attributes = sorted(
         f"{attribute.name}={onnx.helper.get_attribute_value(attribute)}"
@@ -154,7 +154,7 @@ def _kernel(node: onnx.NodeProto, event: Mapping[str, Any]) -> Kernel:
     )
     described = (_shapes(shapes["input_type_shape"]), _shapes(shapes["output_type_shape"]))
     first: Sequence[int] = next((shape for entry in shapes["output_type_shape"][:1] for shape in entry.values()), [])
-    return Kernel(
+    return TimedKernel(
         node.name,
         node.op_type,
         node.domain,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import read_once
-from quark.onnx.latency.kernels import BLOCKED, Kernel
+from quark.onnx.latency.kernels import BLOCKED, TimedKernel
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
@@ -38,7 +38,7 @@ class Side:
         conversions: (QuantizeLinear or DequantizeLinear, tensor of the float model) -> the time of all that run for it.
     """
 
-    kernels: Sequence[Kernel]
+    kernels: Sequence[TimedKernel]
     seconds: Mapping[str, float]
     owners: Mapping[str, frozenset[str]]
     laid_out: frozenset[str]
@@ -84,7 +84,9 @@ class NodeGroups:
         return {self.find(name) for kernel in kernels for name in side.owners.get(kernel.name, ())}
 
 
-def side_of(model: ir.Model, kernels: Sequence[Kernel], seconds: Mapping[str, float], nodes: Iterable[str]) -> Side:
+def side_of(
+    model: ir.Model, kernels: Sequence[TimedKernel], seconds: Mapping[str, float], nodes: Iterable[str]
+) -> Side:
     """Find for each kernel of a model the nodes that it computes.
 
     Args:
@@ -95,7 +97,7 @@ def side_of(model: ir.Model, kernels: Sequence[Kernel], seconds: Mapping[str, fl
     """
     known, laid_out = set(nodes), set[str]()
     values = {value.name or "": value for node in model.graph for value in node.outputs}
-    owners, helpers = dict[str, frozenset[str]](), list[Kernel]()
+    owners, helpers = dict[str, frozenset[str]](), list[TimedKernel]()
     conversions: dict[tuple[str, str], float] = defaultdict(float)
     for kernel in kernels:
         if kernel.op_type in QDQ:
@@ -143,7 +145,7 @@ def group_nodes(model: ir.Model, candidates: set[str], in_float: Side, in_intege
     return groups
 
 
-def tensors(kernel: Kernel) -> list[str]:
+def tensors(kernel: TimedKernel) -> list[str]:
     """The tensors that a kernel makes; first, of one in the blocked layout, what ONNX calls the same values."""
     name = TOKEN.sub("", kernel.name)
     blocked = kernel.domain == BLOCKED and name.endswith(BLOCKED_SUFFIX)

@@ -23,10 +23,9 @@ from typing import Any
 import onnxruntime
 
 from quark.errors import ConfigError, FormatError
-from quark.files import atomic_file
+from quark.files import atomic_file, require_regular
 from quark.native import cache_folder
 from quark.onnx.config.settings import MeasurementSettings
-from quark.onnx.graph.proto_file import require_regular
 from quark.onnx.latency.conversions import KINDS, Line, lines, probes
 from quark.onnx.latency.kernels import ProfiledModel, Timer
 
