@@ -41,6 +41,10 @@ class NothingToQuantizeError(ConfigError):
     """A graph holds nothing of what is to be quantized."""
 
 
+class SlowerThanFloatError(ConfigError):
+    """On this processor no integer kernels are faster than those of the float model."""
+
+
 class CalibrationError(QuarkError, ValueError):
     """The calibration data cannot give what the configuration needs."""
 

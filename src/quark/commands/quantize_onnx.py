@@ -9,8 +9,9 @@ from typing import Any
 
 from quark.command_line import results
 from quark.commands.recover_onnx import Recovering
-from quark.errors import ConfigError
+from quark.errors import ConfigError, SlowerThanFloatError
 from quark.files import check_file
+from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig
@@ -20,7 +21,8 @@ from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.evaluation.damage import LEAST
 from quark.onnx.operators.targets import TARGETS
 
-CPU_TARGET = "ort_x64"
+CPU_TARGET, CPU, CPU_WEIGHTS = "ort_x64", "INT8_CPU", "INT8_CPU_WEIGHTS"
+"""What is quantized for without a configuration, the preset with data, and that where no integers are faster."""
 QUICK_BUDGET = "60s"
 
 
@@ -61,50 +63,71 @@ def quantize_onnx(
 ) -> None:
     """Quantize, write, and say what it took.
 
-    Without a configuration: for ONNX Runtime on this CPU; with data, the quick steps of recovery for at most a minute.
+    Without a configuration: for this CPU, the fastest kernels, and the quick steps of recovery for at most a minute.
     """
     check_file(output, force)
-    if config is None:
-        config = default_config(reader, target)
-        recovery = recovery or (Recovering(QUICK_BUDGET, "sqnr", None, quick=True) if reader else None)
-    quantizer = ModelQuantizer(named_config(config))
-    settings = quantizer.settings
-    specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
-    quantizer.settings = replace(
-        settings,
-        specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, exclude or ()))),
-        qdq=replace(qdq, target=target or qdq.target),
-        calibration=replace(
-            calibration,
-            samples=calibration.samples if samples is None else samples,
-            statistics=str(statistics) if statistics else calibration.statistics,
-        ),
-        measurement=timing.apply(settings.measurement),
-        least_sqnr=None if allow_damage else LEAST,
-        allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
-    )
-    start, before = time.perf_counter(), file_bytes(model)
-    written = ""
-    if recovery is None:
-        quantizer.quantize_model(model, output, reader)
-    else:
-        # The best may have other types than the name of the config says, and nodes in float.
-        written = f"; {recovery.run(quantizer, model, output, reader)}"
+
+    def settings_of(name: str, timing: Timing) -> ModelQuantizer:
+        quantizer = ModelQuantizer(named_config(name))
+        settings = quantizer.settings
+        specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
+        quantizer.settings = replace(
+            settings,
+            specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, exclude or ()))),
+            qdq=replace(qdq, target=target or qdq.target),
+            calibration=replace(
+                calibration,
+                samples=calibration.samples if samples is None else samples,
+                statistics=str(statistics) if statistics else calibration.statistics,
+            ),
+            measurement=timing.apply(settings.measurement),
+            least_sqnr=None if allow_damage else LEAST,
+            allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
+        )
+        return quantizer
+
+    name, start, before, written = config, time.perf_counter(), file_bytes(model), ""
+    if name is None:
+        name = default_config(reader, target)
+        if reader is not None:
+            recovery = recovery or Recovering(QUICK_BUDGET, "sqnr", None, quick=True)
+            timing = replace(timing, measure=name == CPU if timing.measure is None else timing.measure)
+    try:
+        written = _quantized(settings_of(name, timing), model, output, reader, recovery)
+    except SlowerThanFloatError as error:
+        if config is not None:
+            raise
+        logger.info("%s Weights alone are stored as integers.", error)
+        name = CPU_WEIGHTS
+        _quantized(settings_of(name, Timing()), model, output, reader, None)
     after = file_bytes(Path(output))
     results().print(
-        f"{config}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{written}",
+        f"{name}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{written}",
         highlight=False,
     )
 
 
+def _quantized(
+    quantizer: ModelQuantizer, model: Path, output: str, reader: PathDataReader | None, recovery: Recovering | None
+) -> str:
+    """Quantize and write; what the last line says of the best that a recovery found."""
+    if recovery is None:
+        quantizer.quantize_model(model, output, reader)
+        return ""
+    # The best may have other types than the name of the config says, and nodes in float.
+    return f"; {recovery.run(quantizer, model, output, reader)}"
+
+
 def default_config(reader: PathDataReader | None, target: str | None) -> str:
-    """The preset for a CPU with or without data. Raises ConfigError for a target that has a choice of presets."""
+    """The preset for a target with or without data. Raises ConfigError for a target that has a choice of presets."""
     if target is not None and not TARGETS[target].fuses:
         raise ConfigError(
             f"Missing option --config, which --target {target} needs: A8W8, XINT8, A16W8, BF16 ... "
             f"Without it, quantization is for ONNX Runtime on a CPU (--target {CPU_TARGET})."
         )
-    return "UINT8_DYNAMIC_QUANT" if reader is None else "INT8_CPU"
+    if target == "openvino":
+        return "INT8_OPENVINO"
+    return "UINT8_DYNAMIC_QUANT" if reader is None else CPU
 
 
 def named_config(name: str) -> Any:

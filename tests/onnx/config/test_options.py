@@ -69,6 +69,8 @@ def test_every_documented_option_is_in_the_table() -> None:
         "EnableNPUTransformer",
         "Statistics",
         "Target",
+        "MeasurePlacement",
+        "MeasureThreads",
     }
 
 

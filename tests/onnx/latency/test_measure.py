@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from quark.errors import CalibrationError, ConfigError, FormatError, NothingToQuantizeError
+from quark.errors import CalibrationError, ConfigError, FormatError, SlowerThanFloatError
 from quark.onnx import Config, ModelQuantizer, QuantType
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
@@ -111,7 +111,7 @@ def test_a_slow_integer_kernel_is_computed_in_float_and_with_it_a_neighbour() ->
 def test_where_float_is_the_fastest_nothing_is_quantized() -> None:
     model = load(model_of_convolutions())
     settings = prepare(model, lower(config()))
-    with pytest.raises(NothingToQuantizeError, match="No choice of integer kernels is faster than float"):
+    with pytest.raises(SlowerThanFloatError, match="No choice of integer kernels is faster than float"):
         leave_slower_in_float(model, settings, Samples([FEED], model_inputs(model)), Clock(_slow_integers))
 
 

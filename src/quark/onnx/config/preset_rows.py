@@ -219,6 +219,10 @@ LEGACY: dict[str, Row] = {
     "INT16_CNN_ACCURATE": _extended("QUInt16", "QInt16", {**OUTLIERS, **FORCE}, PERCENTILE).learned(ADAROUND),
     "INT16_TRANSFORMER_ACCURATE": _extended("QUInt16", "QInt16", OUTLIERS, PERCENTILE, **TRANSFORMER).learned(ADAROUND),
     "INT8_CPU": _onnx("QUInt8", "QInt8", {"Target": "ort_x64"}, PERCENTILE, per_channel=True),
+    "INT8_OPENVINO": _onnx(
+        "QInt8", "QInt8", {"Target": "openvino", "ActivationSymmetric": True}, PERCENTILE, per_channel=True
+    ),
+    "INT8_CPU_WEIGHTS": _onnx("QUInt8", "QInt8", {"Target": "ort_x64", "WeightsOnly": True}, per_channel=True),
     "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": NBITS}),
 }
 WITH_ADAROUND = ("XINT8", "S8S8_AAWS", "U8S8_AAWS", "S16S8_ASWS", "U16S8_AAWS", "A8W8", "A16W8")

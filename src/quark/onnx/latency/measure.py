@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from quark.errors import CalibrationError, ConfigError, NothingToQuantizeError
+from quark.errors import CalibrationError, ConfigError, SlowerThanFloatError
 from quark.log import logger
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
@@ -55,12 +55,12 @@ def leave_slower_in_float(model: ir.Model, settings: Settings, data: Samples | N
     Raises:
         ConfigError: The settings leave nothing to measure; or the profile is of another machine, and lacks kernels.
         CalibrationError: There is no sample.
-        NothingToQuantizeError: No choice is faster than float.
+        SlowerThanFloatError: No choice is faster than float.
     """
     found = measure(model, settings, data, timer)
     times = f"float {found.float_seconds * 1e3:.3f} ms, by the target's rule {found.all_seconds * 1e3:.3f} ms"
     if not found.in_integers:
-        raise NothingToQuantizeError(
+        raise SlowerThanFloatError(
             f"No choice of integer kernels is faster than float on this processor ({times}). Possible: the float model "
             "as it is, or MeasurePlacement=False (--no-measure) for a smaller file."
         )

@@ -30,6 +30,7 @@ class Target:
         float_islands: A float node reads what another float node gives in float, though a quantized node reads it too.
         bias_after_matmul: The Add of a constant after a MatMul is its bias, and must be an integer one.
         float_bias: Biases stay in float.
+        folds_casts: Cast and Mul of constants are computed when a file is loaded; DequantizeLinear in each run.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Target:
     float_islands: bool = False
     bias_after_matmul: bool = False
     float_bias: bool = False
+    folds_casts: bool = False
 
 
 _FOLLOWS = {"Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "Sigmoid", "LeakyRelu"}
@@ -59,6 +61,7 @@ _ORT_X64 = Target(
     folds_relu=True,
     float_islands=True,
     bias_after_matmul=True,
+    folds_casts=True,
 )
 TARGETS.register("ort_x64", _ORT_X64)
 # ONNX Runtime on ARM64 runs the same graph transformers before the same operators, and MLAS has kernels for both types

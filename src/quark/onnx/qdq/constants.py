@@ -14,11 +14,13 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
+from quark.core.granularity import PerChannel, PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.qparams import channel_bias, encode, largest_bias
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant
+from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.qdq_nodes import QdqNodes, onnx_type, stored_qparams
 from quark.onnx_ops.element_types import code_type
@@ -54,12 +56,7 @@ class ConstantStore:
             spec: Of the constant.
             transpose: Store the codes with their last two axes swapped.
         """
-        source, name, dtype = _source(operand), self.name(operand, spec, transpose), onnx_type(spec)
-        shape = constant(source).shape
-
-        def codes() -> NumpyArray:
-            array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
-            return array.swapaxes(-1, -2) if transpose else array
+        name, dtype = self.name(operand, spec, transpose), onnx_type(spec)
 
         def stored() -> tuple[NumpyArray, NumpyArray]:
             return stored_qparams(self.qparams[operand], spec, self.settings)
@@ -67,10 +64,28 @@ class ConstantStore:
         scale, zero_point = stored()
         scale_dtype = ir.DataType.from_numpy(scale.dtype)
         return (
-            self.writer.shared(f"{name}_quantized", codes, dtype, _swapped(shape) if transpose else shape),
+            self.codes(operand, spec, transpose),
             self.writer.shared(f"{name}_scale", lambda: stored()[0], scale_dtype, scale.shape),
             self.writer.shared(f"{name}_zero_point", lambda: stored()[1], dtype, zero_point.shape),
         )
+
+    def codes(self, operand: Operand, spec: TensorSpec, transpose: bool = False) -> ir.Value:
+        """The codes of a constant alone, as `encoded` gives them."""
+        source, dtype = _source(operand), onnx_type(spec)
+        shape = constant(source).shape
+
+        def codes() -> NumpyArray:
+            array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
+            return array.swapaxes(-1, -2) if transpose else array
+
+        name = f"{self.name(operand, spec, transpose)}_quantized"
+        return self.writer.shared(name, codes, dtype, _swapped(shape) if transpose else shape)
+
+    def _folds(self, spec: TensorSpec) -> bool:
+        """Whether nothing but its weights is quantized, and the runtime decodes these when it loads the file."""
+        per_axis = isinstance(spec.granularity, (PerTensor, PerChannel))
+        plain = spec.dtype.name in ("int8", "uint8") and per_axis and not self.settings.qdq.float_weights
+        return plain and self.settings.specs.weights_only and TARGETS[self.settings.qdq.target].folds_casts
 
     def write_weight(self, operand: Operand, spec: TensorSpec) -> None:
         """Put codes and what decodes them between a constant and the node that reads it."""
@@ -79,6 +94,9 @@ class ConstantStore:
         nodes = QdqNodes(self.writer, self.settings, source.name or "", reader=node)
         if spec.is_block:
             decoded = nodes.fake_quantize(source, spec)
+        elif self._folds(spec):
+            codes = self.codes(operand, spec)
+            decoded = nodes.decode_once(codes, self.qparams[operand], getattr(spec.granularity, "axis", None))
         else:
             codes, scale, zero = self.encoded(operand, spec)
             axis = getattr(spec.granularity, "axis", None)

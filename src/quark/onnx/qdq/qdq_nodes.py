@@ -1,6 +1,7 @@
 """QdqNodes: the nodes that quantize a tensor and decode it, of ONNX, com.microsoft or the extended domain.
 
     most types        QuantizeLinear, DequantizeLinear
+    constants         Cast, Sub and Mul where a runtime computes these when it loads a file
     block formats     one node of an extended operator, which does both
     bfloat16          extended Q/DQ, or Clip, Mul and Cast, as the settings say
 
@@ -103,6 +104,29 @@ class QdqNodes:
             return x
         scale = self.writer.shared(f"{self.tensor}_scale", np.asarray(params.scale, np.float32))
         return self._node("Mul", [x, scale], "DequantizeLinear_Mul")
+
+    def decode_once(self, codes: ir.Value, params: QParams, axis: int | None) -> ir.Value:
+        """(codes - zero point) * scale of a constant, in operators that a runtime folds: the value of DequantizeLinear.
+
+        Args:
+            codes: Of 8 bits, whose difference to the zero point float32 holds exactly.
+            params: Scale and zero point, (channels,) or ().
+            axis: Of the channels; None for one scale.
+        """
+        assert codes.shape is not None
+        shape = [1] * len(codes.shape)
+        if axis is not None:
+            shape[axis] = -1
+
+        def broadcast(array: NumpyArray) -> NumpyArray:
+            return np.asarray(array, np.float32).reshape(shape if axis is not None else ())
+
+        x = self._node("Cast", [codes], "DequantizeLinear_Cast", {"to": int(ir.DataType.FLOAT)})
+        if params.zero_point is not None and np.any(params.zero_point):
+            zero = self.writer.shared(f"{self.tensor}_zero_point", broadcast(params.zero_point))
+            x = self._node("Sub", [x, zero], "DequantizeLinear_Sub")
+        scale = self.writer.shared(f"{self.tensor}_scale", broadcast(params.scale))
+        return self._node("Mul", [x, scale], "DequantizeLinear")
 
     def linear(self, op_type: str, inputs: Sequence[ir.Value], spec: TensorSpec, axis: int | None = None) -> ir.Value:
         """QuantizeLinear or DequantizeLinear of (x, scale, zero point): of ONNX or com.microsoft, or extended.

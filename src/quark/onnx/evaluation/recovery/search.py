@@ -32,6 +32,7 @@ from quark.onnx.evaluation.recovery.steps import STEPS, Step
 from quark.onnx.evaluation.recovery.types import element_types
 from quark.onnx.evaluation.score import Scorer
 from quark.onnx.flow import convert
+from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.prepare import prepare
 
 EVERY = 4
@@ -163,6 +164,10 @@ def recover(
     settings = prepare(model, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if any_count and data is not None and 0 < len(data) < EVERY else split(data)
+    if settings.measurement.enabled:
+        # Once: what every step then changes has no effect on which kernels there are.
+        settings = leave_slower_in_float(model, settings, fit)
+        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
     scorer = Scorer(model, held_out, metric, settings)
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.quantize_plain(settings)
