@@ -5,6 +5,7 @@ A change gives other settings; or as text why it is out of the question; or None
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -63,6 +64,7 @@ class Situation:
         model: The float model, after its passes.
         data: The samples to calibrate with.
         statistics: Of the float model on these; read, and completed.
+        score: The metric of the best model so far.
     """
 
     plain: Settings
@@ -71,6 +73,7 @@ class Situation:
     model: ir.Model | None = None
     data: Samples | None = None
     statistics: Statistics | None = None
+    score: float = math.inf
 
 
 Change = Callable[[Settings, Situation], Settings | str | None]
@@ -129,11 +132,19 @@ def algorithm(config: AlgoConfig) -> Change:
     return change
 
 
-def floating(config: FloatNodes) -> Change:
-    """The nodes whose noise weighs most in float, if there is a target that nothing else reaches."""
+def floating(config: FloatNodes, below: float | None = None) -> Change:
+    """The nodes whose noise weighs most in float, if there is a target that nothing else reaches.
+
+    Args:
+        config: How many.
+        below: In dB: without a target too, where the model keeps less.
+    """
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
-        if situation.goal.target is None:
+        lost = below is not None and situation.goal.metric.name == "sqnr" and situation.score < below
+        if below is not None and not lost:
+            return None
+        if situation.goal.target is None and not lost:
             return "needs a target: it leaves no node in float that the target does not need"
         assert situation.model is not None
         return leave_in_float(situation.model, config, settings, situation.data, situation.statistics)

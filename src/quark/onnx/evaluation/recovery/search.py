@@ -310,4 +310,4 @@ class _Search:
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
         # Of the float model: those of a model that an algorithm changed have another fingerprint.
         statistics = self._known.get(fingerprint(self.model))
-        return Situation(self.plain.settings, share, goal, self.model, self.fit, statistics)
+        return Situation(self.plain.settings, share, goal, self.model, self.fit, statistics, self.best.score)

@@ -61,12 +61,18 @@ EQUALIZE = algorithm(CLEConfig(cle_scale_use_threshold=False, cle_steps=4))
 SMOOTH = algorithm(SmoothQuantConfig())
 OFTEN = 10
 """Iterations after which training looks at the clock."""
+LOST = 25.0
+"""dB: below it, tasks begin to suffer, and a few nodes in float cost less than that."""
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 STEPS = (
     *(Step(f"ranges: {name}", change, quick=name != "Entropy") for name, change in RANGES.items()),
-    Step("ranges of each tensor", tensor_ranges(TensorRanges()), quick=True),
+    *(
+        Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), LOST), quick=True)
+        for share in (0.05, 0.1)
+    ),
     Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
     Step("BiasCorrection", algorithm(BiasCorrectionConfig()), quick=True),
+    Step("ranges of each tensor", tensor_ranges(TensorRanges()), quick=True),
     Step("CLE", EQUALIZE),
     Step("CLE, ranges of the config", with_plain_ranges(EQUALIZE)),
     Step("SmoothQuant", SMOOTH),
