@@ -71,6 +71,7 @@ def test_every_documented_option_is_in_the_table() -> None:
         "Target",
         "MeasurePlacement",
         "MeasureThreads",
+        "StoreFloat16",
     }
 
 

@@ -97,6 +97,7 @@ MIXED_INT16: Options = {
     "WeightSymmetric": True,
     "ActivationSymmetric": False,
 }
+CPU: Options = {"Target": "ort_x64", "StoreFloat16": True}
 NBITS: Options = {"GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 1}
 
 
@@ -218,11 +219,11 @@ LEGACY: dict[str, Row] = {
     "INT16_TRANSFORMER_DEFAULT": _extended("QUInt16", "QInt16", MOVING_AVERAGE, **TRANSFORMER),
     "INT16_CNN_ACCURATE": _extended("QUInt16", "QInt16", {**OUTLIERS, **FORCE}, PERCENTILE).learned(ADAROUND),
     "INT16_TRANSFORMER_ACCURATE": _extended("QUInt16", "QInt16", OUTLIERS, PERCENTILE, **TRANSFORMER).learned(ADAROUND),
-    "INT8_CPU": _onnx("QUInt8", "QInt8", {"Target": "ort_x64"}, PERCENTILE, per_channel=True),
+    "INT8_CPU": _onnx("QUInt8", "QInt8", CPU, PERCENTILE, per_channel=True),
     "INT8_OPENVINO": _onnx(
         "QInt8", "QInt8", {"Target": "openvino", "ActivationSymmetric": True}, PERCENTILE, per_channel=True
     ),
-    "INT8_CPU_WEIGHTS": _onnx("QUInt8", "QInt8", {"Target": "ort_x64", "WeightsOnly": True}, per_channel=True),
+    "INT8_CPU_WEIGHTS": _onnx("QUInt8", "QInt8", {**CPU, "WeightsOnly": True}, per_channel=True),
     "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": NBITS}),
 }
 WITH_ADAROUND = ("XINT8", "S8S8_AAWS", "U8S8_AAWS", "S16S8_ASWS", "U16S8_AAWS", "A8W8", "A16W8")

@@ -24,6 +24,7 @@ from quark.onnx.passes.fuse_layer_norm import fuse_layer_norm
 from quark.onnx.passes.remove_input_init import remove_input_init
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.split_large_pool import split_large_pool
+from quark.onnx.passes.store_float16 import store_float16
 
 __all__ = ["PASSES", "Pass", "run_passes"]
 
@@ -139,6 +140,13 @@ ROWS = [
         "ConvertClipToRelu",
         False,
         "Clip becomes Relu where the quantized range clips at the upper bound",
+        on_quantized=True,
+    ),
+    Pass(
+        store_float16,
+        "StoreFloat16",
+        False,
+        "store large constants that stay in float as float16, cast when the file is loaded (an option of this package)",
         on_quantized=True,
     ),
 ]
