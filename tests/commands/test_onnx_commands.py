@@ -88,6 +88,18 @@ def test_quantize_passes_its_options_on(places: dict[str, Path], tmp_path: Path)
     assert found["x_scale"] < constants(places["quantized"])["x_scale"]
 
 
+def test_the_price_on_a_cpu_is_not_told_where_the_command_line_names_a_target(
+    places: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, line = [], "quantize {cnn} --config A8W8 --calib {samples} --force -o {out}"
+    for target in ("", " --target npu"):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            succeed(line + target, places, out=tmp_path / "out.onnx")
+        told.append(any("layout for NPUs" in record.getMessage() for record in caplog.records))
+    assert told == [True, False]
+
+
 def test_the_target_ort_x64_runs_in_integers(places: dict[str, Path]) -> None:
     rows = inspect_fusion(places["x64"])
     assert len(rows) == 12 and all(row.integer for row in rows)

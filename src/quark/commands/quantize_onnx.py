@@ -74,7 +74,7 @@ def quantize_onnx(
         quantizer.settings = replace(
             settings,
             specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, exclude or ()))),
-            qdq=replace(qdq, target=target or qdq.target),
+            qdq=replace(qdq, target=target or qdq.target, target_given=qdq.target_given or target is not None),
             calibration=replace(
                 calibration,
                 samples=calibration.samples if samples is None else samples,

@@ -53,10 +53,8 @@ def test_openvino_quantizes_what_linear_layers_read(method: CalibMethod) -> None
     # Of the three, only the output of the Relu is never negative.
     assert [str(constants[node.input[2]].dtype) for node in encoders] == ["int8", "uint8", "int8"]
     assert not any(constants[node.input[2]].any() for node in encoders)
-    biases = [constants[node.input[2]] for node in done.graph.node if node.op_type == "Conv" and len(node.input) == 3]
-    assert [bias.dtype for bias in biases] == [np.float32, np.float32]
-    weights = [constants[node.input[0]] for node in done.graph.node if node.input[0] in constants]
-    assert [(w.dtype, w.min() >= -127) for w in weights] == [(np.int8, True)] * 3
+    stored = [constants[node.input[0]] for node in done.graph.node if node.input[0] in constants]
+    assert [w.min() >= -127 for w in stored if w.dtype == np.int8] == [True] * 3
     # 8 bits of one scale keep about 35 dB of a normal tensor; six roundings in a row lose 8 more at most.
     assert sqnr(run(gated(), samples()[0]), run(done, samples()[0])) > (27 if method is not CalibMethod.Entropy else 20)
 
@@ -81,7 +79,6 @@ def _second(model: onnx.ModelProto, feed: dict[str, Any]) -> np.ndarray[Any, Any
     [
         (UInt8Spec(), {}, "'openvino' runs symmetric int8 activations .* the config has asymmetric uint8"),
         (Int8Spec(symmetric=False), {}, "the config has asymmetric int8"),
-        (Int8Spec(), {"Int32Bias": True}, "'openvino' needs float biases: leave out Int32Bias"),
     ],
 )
 def test_openvino_refuses_what_it_computes_badly(

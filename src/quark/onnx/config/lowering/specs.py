@@ -55,23 +55,12 @@ def lower_layer(request: Request) -> tuple[LayerSpec, bool]:
         raise ConfigError("input_tensors has no spec; WeightsOnly=True needs none.")
     activation = lower_tensor(layer.input_tensors, options, weight=False)
     output = lower_tensor(layer.output_tensors, options, weight=False) if layer.output_tensors else activation
-    if request.target.float_bias:
-        _refuse_bias(request)
-    if request.target.float_bias or not value_of(options, "QuantizeBias"):
+    if not value_of(options, "QuantizeBias"):
         return LayerSpec(weight, None, activation, output), False
     if _has_int32_bias(request, is_integer(request.weight) and is_integer(layer.input_tensors)):
         return LayerSpec(weight, None, activation, output), True
     bias = _one_scale(weight) if layer.bias is None else _lower_bias(layer.bias, options)
     return LayerSpec(weight, bias, activation, output), False
-
-
-def _refuse_bias(request: Request) -> None:
-    """Raise ConfigError for a bias that is asked for in integers where the target computes wrongly with one."""
-    asked = [name for name in ("QuantizeBias", "Int32Bias", "Int16Bias") if request.options.get(name)]
-    if request.layer.bias is not None:
-        asked.append("a spec of biases")
-    if asked:
-        raise ConfigError(f"The target {request.target.name!r} needs float biases: leave out {', '.join(asked)}.")
 
 
 def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSettings:
