@@ -21,8 +21,10 @@ from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.evaluation.damage import LEAST
 from quark.onnx.operators.targets import TARGETS
 
-CPU_TARGET, CPU, CPU_WEIGHTS = "ort_x64", "INT8_CPU", "INT8_CPU_WEIGHTS"
-"""What is quantized for without a configuration, the preset with data, and that where no integers are faster."""
+CPU_TARGET = "ort_x64"
+"""What is quantized for without a configuration."""
+CPU, CPU_DYNAMIC, CPU_WEIGHTS = "INT8_CPU", "INT8_CPU_DYNAMIC", "INT8_CPU_WEIGHTS"
+"""The preset with data, that without, and that where no integers are faster."""
 QUICK_BUDGET = "60s"
 
 
@@ -127,7 +129,7 @@ def default_config(reader: PathDataReader | None, target: str | None) -> str:
         )
     if target == "openvino":
         return "INT8_OPENVINO"
-    return "UINT8_DYNAMIC_QUANT" if reader is None else CPU
+    return CPU_DYNAMIC if reader is None else CPU
 
 
 def named_config(name: str) -> Any:

@@ -223,6 +223,7 @@ LEGACY: dict[str, Row] = {
     "INT8_OPENVINO": _onnx(
         "QInt8", "QInt8", {"Target": "openvino", "ActivationSymmetric": True}, PERCENTILE, per_channel=True
     ),
+    "INT8_CPU_DYNAMIC": _onnx("QUInt8", "QInt8", CPU, per_channel=True, use_dynamic_quant=True),
     "INT8_CPU_WEIGHTS": _onnx("QUInt8", "QInt8", {**CPU, "WeightsOnly": True}, per_channel=True),
     "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": NBITS}),
 }
