@@ -101,7 +101,7 @@ def loop_over_blocks(
     """
     state = state or LoopState()
     for index, name in enumerate(progress(names, "blocks", total=len(names))):
-        own_calls = [_on(call, weights.device) for call in calls.pop(name, [])]
+        own_calls = [on_device(call, weights.device) for call in calls.pop(name, [])]
         if index < state.done:
             continue
         weights.bring(name)
@@ -140,7 +140,7 @@ def _with_hidden(calls: Sequence[Call], hidden: Hidden) -> list[Call]:
     return [call.with_hidden(x) for call, x in zip(calls, hidden, strict=True)]
 
 
-def _on(call: Call, device: torch.device | None) -> Call:
+def on_device(call: Call, device: torch.device | None) -> Call:
     """The call with its tensors on a device."""
     if device is None:
         return call

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from quark.core.solvers.hadamard import Rotation
-from quark.core.spec import LayerSpec
+from quark.core.spec import LayerSpec, TensorSpec
 from quark.log import progress
 from quark.torch.checkpoint.loading import empty_activation, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.layout import Layout, Tensors
-from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.layers.attention import probability_quantizers
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -124,18 +123,22 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
         yield _entry(f"{name}.{role}", tensors)
 
 
-def predicted_bytes(model: nn.Module, plan: Plan | None) -> int:
+def predicted_bytes(model: nn.Module, plan: Plan | None, form: Format = FORMATS["quark"]) -> int:
     """Bytes of all tensors of the checkpoint that the plan gives (None: of the float model). Reads no value."""
     specs = plan.layers if plan else {}
     total = 0
     for name, parameter in model.named_parameters():
         parent, _, leaf = name.rpartition(".")
-        spec = getattr(specs.get(parent, LayerSpec()), leaf, None) if leaf in ("weight", "bias") else None
-        tensors: Tensors = {"": parameter}
-        if spec is not None:
-            tensors = stored_like(QuarkLayout(spec, parameter.dtype), spec, parameter)
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        layer = specs.get(parent, LayerSpec())
+        spec = getattr(layer, leaf, None) if leaf in ("weight", "bias") else None
+        total += parameter.nbytes if spec is None else stored_bytes(parameter, spec, layer, form)
     return total
+
+
+def stored_bytes(x: torch.Tensor, spec: TensorSpec, layer: LayerSpec, form: Format = FORMATS["quark"]) -> int:
+    """Bytes of a tensor under a spec, with its scales and zero points, in a format. Reads no value."""
+    tensors = stored_like(form.make_layout(spec, layer, x.dtype, "reorder", True), spec, x)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def names_in_file(

@@ -1,0 +1,89 @@
+"""What the error of a layer's weight does to the outputs, to second order.
+
+The outputs are distributions p (softmax of the logits), one for each of T positions. A layer reads x and gives y = W x.
+Labels are drawn from p itself, and g = d log p(label) / dy is their score. For a small change D of W (out, in) the
+divergence of the outputs is half of the Fisher form,
+
+    KL(p || p_D) per position  =  1/(2 T) sum over tokens of E (g^T D x)^2
+                               ~  1/(2 n T) sum_ij G_i X_j D_ij^2          G_i = sum_t g_i^2,  X_j = sum_t x_j^2
+
+over the n tokens that the layer reads. Rounding errors are nearly independent of each other, so that of both second
+moments the diagonal is left; keeping all of them (K-FAC, Martens and Grosse 2015) ranks layers no better. The error e
+of an input that is quantized, too, adds G_i W_ij^2 sum_t e_j^2 in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.core.quantize import fake_quantize
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.torch.algorithms.input_group import flat
+from quark.torch.calibration.calibrate import tensor_qparams
+
+
+class Moments:
+    """Sums over the tokens that a layer reads.
+
+    Attributes:
+        count: Tokens, n.
+        inputs: X, of shape (in_features,), float32.
+        scores: G, of shape (out_features,), float32.
+        errors: Spec of a live input -> sum of the squared errors of each channel.
+    """
+
+    def __init__(self, layer: nn.Linear, specs: Sequence[TensorSpec]) -> None:
+        device = layer.weight.device
+        self.count = 0
+        self.inputs = torch.zeros(layer.in_features, device=device)
+        self.scores = torch.zeros(layer.out_features, device=device)
+        self.errors = {spec: torch.zeros(layer.in_features, device=device) for spec in specs}
+
+    def add_inputs(self, x: torch.Tensor) -> None:
+        """Add what the layer reads."""
+        rows = flat(x).float()
+        self.count += len(rows)
+        self.inputs += rows.square().sum(0)
+        for spec, total in self.errors.items():
+            if rows.numel():
+                total += (fake_quantize(rows.contiguous(), None, spec) - rows).square().sum(0)
+
+    def add_scores(self, gradient: torch.Tensor) -> None:
+        """Add the scores of what it gives."""
+        self.scores += flat(gradient).float().square().sum(0)
+
+    def divergence(self, weight: torch.Tensor, spec: LayerSpec, positions: int) -> float:
+        """What quantizing the layer costs, in nats for each output position; 0 for one that reads nothing."""
+        if self.count == 0:
+            return 0.0
+        values = weight.detach().float()
+        form = torch.zeros_like(self.inputs, dtype=torch.float64)
+        if spec.weight is not None:
+            params = None if spec.weight.is_cast else tensor_qparams(weight.detach(), spec.weight)
+            error = fake_quantize(weight.detach(), params, spec.weight).float() - values
+            form += self.inputs.double() * (self.scores @ error.square()).double()
+        if spec.input is not None:
+            form += self.errors[spec.input].double() * (self.scores @ values.square()).double()
+        return float(form.sum()) / (2 * self.count * positions)
+
+
+@contextmanager
+def collecting(layers: Mapping[str, nn.Linear], specs: Sequence[TensorSpec]) -> Iterator[dict[str, Moments]]:
+    """Within: what runs forward and backward through the layers is added to their moments."""
+    moments = {name: Moments(layer, specs) for name, layer in layers.items()}
+
+    def note(own: Moments, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        own.add_inputs(args[0].detach())
+        if output.requires_grad:
+            output.register_hook(own.add_scores)  # type: ignore[no-untyped-call]
+
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(note, moments[name])))
+        yield moments

@@ -1,0 +1,219 @@
+"""The table of sensitivities: what layers lose and weigh under each candidate; a budget then costs no data.
+
+least sum of losses   subject to   sum of bytes <= budget        exactly, by core/solvers/knapsack.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quark import __version__
+from quark.core.solvers.knapsack import cheapest_choice
+from quark.errors import ConfigError, FormatError, did_you_mean
+from quark.files import atomic_file
+from quark.torch.bit_budget.groups import patterns_of_group
+from quark.torch.config.config import QConfig
+from quark.torch.config.llm_template import LLMTemplate
+
+KIND = "quark sensitivity"
+
+
+@dataclass(frozen=True)
+class AlikeLayers:
+    """Layers that get the same scheme.
+
+    Attributes:
+        layers: Full names.
+        weights: Elements of their weights.
+        sizes: Candidate -> bytes that the layers take; only candidates that fit all of them.
+        losses: Candidate -> divergence of the outputs, in nats for each position, to second order.
+    """
+
+    layers: tuple[str, ...]
+    weights: int
+    sizes: Mapping[str, int]
+    losses: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BudgetChoice:
+    """A scheme for each group.
+
+    Attributes:
+        schemes: Full name of a layer -> candidate.
+        size: Bytes of the whole checkpoint.
+        bits: Bits for each weight of the layers that were chosen for, scales and zero points included.
+        loss: Sum of the losses, in nats for each position.
+    """
+
+    schemes: dict[str, str]
+    size: int
+    bits: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class SensitivityTable:
+    """The table of a model.
+
+    Attributes:
+        model: Fingerprint of its weights.
+        data: Fingerprint of the calibration data.
+        candidates: Names of schemes.
+        groups: All layers that a scheme is chosen for.
+        rest: Bytes of all else in the checkpoint: embeddings, head, norms.
+    """
+
+    model: str
+    data: str
+    candidates: tuple[str, ...]
+    groups: tuple[AlikeLayers, ...]
+    rest: int
+
+    def choose(
+        self, *, bits: float | None = None, size: int | None = None, candidates: tuple[str, ...] | None = None
+    ) -> BudgetChoice:
+        """The schemes that lose least within a budget.
+
+        Args:
+            bits: For each weight of the layers that are chosen for, scales and zero points included.
+            size: Bytes of the whole checkpoint, embeddings and head included.
+            candidates: Only these.
+
+        Raises:
+            ConfigError: Not one of both, an unknown candidate, or a budget below the smallest or above the largest
+                choice; says what they are.
+        """
+        if (bits is None) == (size is None):
+            raise ConfigError(f"A budget is bits or size, one of both; got bits={bits}, size={size}.")
+        named = self._named(candidates)
+        options = [[name for name in named if name in group.sizes] for group in self.groups]
+        for group, possible in zip(self.groups, options, strict=True):
+            if not possible:
+                raise ConfigError(
+                    f"None of the candidates {', '.join(named)} fits {', '.join(group.layers[:3])}. Possible: "
+                    f"{', '.join(group.sizes)}."
+                )
+        sizes = [[group.sizes[name] for name in names] for group, names in zip(self.groups, options, strict=True)]
+        losses = [[group.losses[name] for name in names] for group, names in zip(self.groups, options, strict=True)]
+        budget = math.floor(bits * self.weights / 8) if bits is not None else (size or 0) - self.rest
+        self._check_budget(budget, sizes, losses, bits, size)
+        picked = cheapest_choice(sizes, losses, budget)
+        schemes = {
+            layer: names[i]
+            for group, names, i in zip(self.groups, options, picked, strict=True)
+            for layer in group.layers
+        }
+        used = sum(row[i] for row, i in zip(sizes, picked, strict=True))
+        loss = math.fsum(row[i] for row, i in zip(losses, picked, strict=True))
+        return BudgetChoice(schemes, used + self.rest, 8 * used / self.weights, loss)
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weights that are chosen for."""
+        return sum(group.weights for group in self.groups)
+
+    def uniform(self, candidate: str) -> BudgetChoice | None:
+        """One candidate for all layers; None where it does not fit one."""
+        if any(candidate not in group.sizes for group in self.groups):
+            return None
+        used = sum(group.sizes[candidate] for group in self.groups)
+        loss = math.fsum(group.losses[candidate] for group in self.groups)
+        layers = {layer: candidate for group in self.groups for layer in group.layers}
+        return BudgetChoice(layers, used + self.rest, 8 * used / self.weights, loss)
+
+    def config(self, choice: BudgetChoice, base: QConfig) -> QConfig:
+        """`base` with the schemes of a choice, behind the layers that it names itself.
+
+        The scheme of most weights is the global one, and the others are named.
+        """
+        count: Counter[str] = Counter()
+        for group in self.groups:
+            count[choice.schemes[group.layers[0]]] += group.weights
+        common = count.most_common(1)[0][0]
+        named = {
+            pattern: LLMTemplate.scheme(choice.schemes[group.layers[0]])
+            for group in self.groups
+            if choice.schemes[group.layers[0]] != common
+            for pattern in patterns_of_group(group.layers)
+        }
+        return replace(
+            base,
+            global_quant_config=LLMTemplate.scheme(common),
+            layer_quant_config={**base.layer_quant_config, **named},
+        )
+
+    def _named(self, candidates: tuple[str, ...] | None) -> tuple[str, ...]:
+        for name in candidates or ():
+            if name not in self.candidates:
+                raise ConfigError(
+                    f"The candidate {name!r} is not in this table. {did_you_mean(name, self.candidates)} Or measure "
+                    "again, into another file."
+                )
+        return candidates or self.candidates
+
+    def _check_budget(
+        self, budget: int, sizes: list[list[int]], losses: list[list[float]], bits: float | None, size: int | None
+    ) -> None:
+        least = sum(map(min, sizes))
+        # More bytes than those of the best candidate of each group are of no use.
+        most = sum(min(zip(row, used, strict=True))[1] for row, used in zip(losses, sizes, strict=True))
+        if least <= budget <= most:
+            return
+
+        def shown(used: int) -> str:
+            if bits is not None:
+                return f"{8 * used / self.weights:.4g} bits"
+            return f"{(used + self.rest) / 1e6:.2f} MB"
+
+        asked = f"{bits:g} bits" if bits is not None else f"{(size or 0) / 1e6:.2f} MB"
+        which = "below the smallest" if budget < least else "above the largest"
+        raise ConfigError(
+            f"A budget of {asked} is {which} choice. Possible with these candidates: {shown(least)} to {shown(most)}."
+        )
+
+    def save(self, file: Path) -> None:
+        """Write the table as JSON."""
+        with atomic_file(file) as path:
+            path.write_text(json.dumps({"kind": KIND, "quark": __version__, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, file: Path) -> SensitivityTable:
+        """Read what `save` wrote. Raises FormatError for anything else."""
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            if stored["kind"] != KIND:
+                raise ValueError(f"its kind is {stored['kind']!r}")
+            groups = tuple(_group(entry) for entry in stored["groups"])
+            candidates = tuple(str(name) for name in stored["candidates"])
+            table = cls(str(stored["model"]), str(stored["data"]), candidates, groups, int(stored["rest"]))
+        except OSError as error:
+            raise FormatError(f"{file} cannot be read: {error.strerror}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{file} is no table of sensitivities: {error}.") from None
+        if not groups or any(not group.layers or group.sizes.keys() != group.losses.keys() for group in groups):
+            raise FormatError(f"{file} is no table of sensitivities: a group of layers is incomplete.")
+        return table
+
+    def check(self, model: str, data: str | None) -> None:
+        """Raise ConfigError where the table is of another model, or of other data (None: not given)."""
+        if self.model != model:
+            raise ConfigError("The table of sensitivities is of another model. Possible: another file.")
+        if data is not None and self.data != data:
+            raise ConfigError(
+                "The table of sensitivities is of other calibration data. Possible: the same data, or another file."
+            )
+
+
+def _group(entry: Mapping[str, Any]) -> AlikeLayers:
+    sizes = {str(name): int(value) for name, value in entry["sizes"].items()}
+    losses = {str(name): float(value) for name, value in entry["losses"].items()}
+    if not all(math.isfinite(value) and value >= 0 for value in losses.values()):
+        raise ValueError("a loss is negative, or no number")
+    return AlikeLayers(tuple(map(str, entry["layers"])), int(entry["weights"]), sizes, losses)

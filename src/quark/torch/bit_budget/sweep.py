@@ -1,0 +1,263 @@
+"""Two passes over the data, block by block: forward, which keeps the inputs of each block; back, with the scores.
+
+    forward:  for each block: run it on what the block before it gave, keep its inputs
+    tail:     final norm and head; labels drawn from the model's own distribution; scores of the last block's outputs
+    back:     for each block from the last: run it again with gradients, collect `Moments`, hand down the scores
+
+One block is in memory, and what one pass keeps for the next lies on a `Tape`: a killed run goes on at its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quark.core.spec import LayerSpec
+from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError
+from quark.log import progress
+from quark.torch.algorithms.base import Block
+from quark.torch.algorithms.block_loop import (
+    BlockWeights,
+    Hidden,
+    LoopState,
+    is_inside,
+    loop_over_blocks,
+    on_device,
+    record_inputs,
+)
+from quark.torch.bit_budget.groups import alike_experts, alike_in_block
+from quark.torch.bit_budget.moments import Moments, collecting
+from quark.torch.bit_budget.tape import Tape
+from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
+from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
+
+SEED = 0
+"""Of the labels: a run gives the same losses again."""
+
+Losses = dict[str, list[float | None]]
+"""Full name of a layer -> divergence in nats for each position, under each candidate; None: it does not fit."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What both passes found.
+
+    Attributes:
+        groups: Full names of the layers that must be alike.
+        losses: Of each layer.
+    """
+
+    groups: list[list[str]]
+    losses: Losses
+
+
+class Sweep:
+    """Both passes over one model.
+
+    Args:
+        model: Float model whose weights `weights` brings; its parameters need no gradient.
+        layers: Full name of each linear layer -> its spec under each candidate.
+        data: Batches as `quantize_model` takes them.
+        weights: Brings and takes the weights of blocks.
+        tape: Where a killed run goes on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Sequence[LayerSpec | None]],
+        data: Sequence[Any],
+        weights: BlockWeights,
+        tape: Tape,
+    ) -> None:
+        self.model, self.layers, self.data, self.weights, self.tape = model, layers, data, weights, tape
+        self.names = find_blocks(model)
+        if self.names == [WHOLE]:
+            raise NotSupportedError(
+                f"{type(model).__name__} has no list of blocks, one of which could be measured at a time. Possible: "
+                "name a scheme, and others for some layers (layer_config)."
+            )
+
+    def run(self) -> Swept:
+        """Run both passes, or what a killed run left of them.
+
+        Raises:
+            CalibrationError: No data, or a layer that no batch reaches; names it.
+            NonFiniteError: Scores hold NaN or Inf; names the block.
+            NotSupportedError: The model gives no logits.
+        """
+        with evaluating(self.model), _without_gradients(self.model):
+            calls = record_inputs(self.model, {}, self.names, self.data, self.weights)
+            self._forward(calls)
+            if not self.tape.has(self._scores(len(self.names))) and self.tape.result("tail") is None:
+                self._tail(calls[self.names[0]][0])
+            for index in progress(range(len(self.names) - 1, -1, -1), "sensitivity", total=len(self.names)):
+                self._back(index, calls[self.names[index]])
+        return self._swept()
+
+    def _inputs(self, index: int) -> str:
+        return f"inputs-{index}"
+
+    def _scores(self, index: int) -> str:
+        """Scores of the inputs of a block; behind the last one, of its outputs."""
+        return f"scores-{index}"
+
+    def _forward(self, calls: Mapping[str, list[Call]]) -> None:
+        """Keep the inputs of each block, and the outputs of the last."""
+        last = len(self.names)
+        if self.tape.has(self._inputs(last)) or self.tape.result("tail") is not None:
+            return
+        done = next((index for index in range(last, 0, -1) if self.tape.has(self._inputs(index))), 0)
+
+        def work(block: Block) -> tuple[Hidden, Hidden]:
+            index = self.names.index(block.name)
+            with torch.no_grad():
+                outputs = [call.run(block.module) for call in block.calls]
+            if index == 0:
+                self.tape.keep(self._inputs(0), [call.hidden for call in block.calls])
+            self.tape.keep(self._inputs(index + 1), outputs)
+            return outputs, None
+
+        state = LoopState(done, self.tape.read(self._inputs(done)) if done else None)
+        loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state)
+
+    def _tail(self, first: Call) -> None:
+        """What is behind the blocks: the scores of their outputs, and the losses of layers there."""
+        outside = [name for name in self.layers if not any(is_inside(name, block) for block in self.names)]
+        generator = torch.Generator().manual_seed(SEED)
+        output, scores, positions = BlockOutput(), [], 0
+        block = self.model.get_submodule(self.names[0])
+        with self.weights.around(self.names), torch.no_grad():
+            device = input_device(self.model)
+            if self.weights.device is None:
+                output.learn(self.names[0], block(*first.args, **first.kwargs))
+            else:
+                here = on_device(first, device)
+                output.learn(self.names[0], block(*here.args, **here.kwargs))
+            layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in outside}
+            with torch.enable_grad(), collecting(layers, self._live(outside)) as moments:
+                for batch, hidden in zip(self.data, self.tape.read(self._inputs(len(self.names))), strict=True):
+                    leaf = hidden.to(device).requires_grad_()
+                    likelihood, count = self._likelihood(batch, leaf, output, device, generator)
+                    likelihood.backward()  # type: ignore[no-untyped-call]
+                    assert leaf.grad is not None
+                    scores.append(leaf.grad)
+                    positions += count
+            _require_finite("the outputs of the model", scores)
+            losses = self._losses(moments, positions)
+        self.tape.keep(self._scores(len(self.names)), scores)
+        self.tape.keep_result("tail", {"positions": positions, "losses": losses, "groups": [[n] for n in outside]})
+
+    def _likelihood(
+        self, batch: Any, hidden: torch.Tensor, output: BlockOutput, device: torch.device, generator: torch.Generator
+    ) -> tuple[torch.Tensor, int]:
+        """The log likelihood of labels drawn at each position, and the number of positions."""
+        seen: list[Any] = []
+        handle = self.model.register_forward_hook(lambda module, args, result: seen.append(result))
+        try:
+            with passing_through(self.model, self.names, lambda name, call: None, output):
+                for name in self.names:
+                    self.model.get_submodule(name).forward = lambda *args, **kwargs: output.of(hidden)
+                calibration_step(self.model, batch, device, 0)
+        finally:
+            handle.remove()
+        logits = next((x for name, x in named_outputs(seen[0]) if name == "logits"), None)
+        if logits is None:
+            raise NotSupportedError(
+                f"{type(self.model).__name__} gives no logits, by whose distribution a loss is measured. Possible: a "
+                "model with a head (AutoModelForCausalLM, ...)."
+            )
+        rows = torch.log_softmax(logits.float(), -1).flatten(0, -2)
+        labels = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
+        drawn = rows.gather(1, labels)[:, 0]
+        mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+        if isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:-1]:
+            drawn = drawn[mask.flatten().bool().to(drawn.device)]  # padding predicts nothing
+        return drawn.sum(), len(drawn)
+
+    def _back(self, index: int, calls: Sequence[Call]) -> None:
+        """Collect the moments of one block, and hand the scores to the one before it."""
+        name = self.names[index]
+        if self.tape.result(f"block-{index}") is not None:
+            return
+        inputs, scores = self.tape.read(self._inputs(index)), self.tape.read(self._scores(index + 1))
+        own = [layer for layer in self.layers if is_inside(layer, name)]
+        below: list[torch.Tensor] = []
+        self.weights.bring(name)
+        try:
+            block = self.model.get_submodule(name)
+            layers = {layer: cast(nn.Linear, self.model.get_submodule(layer)) for layer in own}
+            here = [on_device(call.with_hidden(x), self.weights.device) for call, x in zip(calls, inputs, strict=True)]
+            with torch.no_grad():
+                groups = alike_in_block(name, block, own, here[0])
+            with torch.enable_grad(), collecting(layers, self._live(own)) as moments:
+                for call, score in zip(here, scores, strict=True):
+                    leaf = call.hidden.detach().requires_grad_()
+                    result = call.with_hidden(leaf).run(block)
+                    result.backward(score.to(result.device))  # type: ignore[no-untyped-call]
+                    assert leaf.grad is not None
+                    below.append(leaf.grad.cpu() if self.weights.device is not None else leaf.grad)
+            _require_finite(f"the block {name!r}", below)
+            losses = self._losses(moments, self.tape.result("tail")["positions"])
+        finally:
+            self.weights.take(name)
+        self.tape.keep(self._scores(index), below)
+        self.tape.keep_result(f"block-{index}", {"losses": losses, "groups": groups})
+        self.tape.drop(self._scores(index + 1))
+        self.tape.drop(self._inputs(index + 1))
+
+    def _live(self, names: Iterable[str]) -> list[Any]:
+        """The specs of the inputs that candidates quantize."""
+        found = {spec.input for name in names for spec in self.layers[name] if spec is not None and spec.input}
+        return sorted(found, key=str)
+
+    def _losses(self, moments: Mapping[str, Moments], positions: int) -> dict[str, list[float | None]]:
+        losses: dict[str, list[float | None]] = {}
+        experts = {layer for group in alike_experts(self.layers) for layer in group}
+        for name, own in moments.items():
+            # An expert that no token reaches loses nothing here; its mixture is chosen by those that are reached.
+            if name not in experts and (own.count == 0 or not bool(own.scores.any())):
+                raise CalibrationError(
+                    f"{name}: no output depends on this layer in the calibration data. Possible: other data, or "
+                    "exclude it."
+                )
+            weight = cast(torch.Tensor, self.model.get_submodule(name).weight)
+            try:
+                losses[name] = [
+                    None if spec is None else own.divergence(weight, spec, positions) for spec in self.layers[name]
+                ]
+            except QuarkError as error:
+                raise type(error)(f"{name}: {error}") from None
+        return losses
+
+    def _swept(self) -> Swept:
+        results = [self.tape.result(f"block-{index}") for index in range(len(self.names))]
+        results.append(self.tape.result("tail"))
+        losses = {name: row for result in results for name, row in result["losses"].items()}
+        return Swept([group for result in results for group in result["groups"]], losses)
+
+
+def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:
+    if not all(bool(torch.isfinite(x).all()) for x in scores):
+        raise NonFiniteError(
+            f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
+            "overflow, and calibration data that it gives finite outputs for."
+        )
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Within: parameters take no gradient, which would be as large as the model."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)

@@ -1,0 +1,270 @@
+"""Sensitivities against measured divergences, both ways to load a model, a killed run, and what budgets give."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from quark.core.quantize import fake_quantize
+from quark.core.schemes import SCHEMES
+from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.bit_budget.measure import measure_sensitivity
+from quark.torch.bit_budget.sensitivity import SensitivityTable
+from quark.torch.bit_budget.tape import Tape
+from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.flows.from_disk import stream
+from tests.models.architectures import build
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, token_batches
+
+CANDIDATES = ("int3_wo_128", "uint4_wo_64", "int8_wo")
+
+
+@pytest.fixture(scope="module")
+def table() -> SensitivityTable:
+    return measure_sensitivity(tiny_llama(), token_batches(), CANDIDATES)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(place)
+    return place
+
+
+def windows(name: str, count: int) -> list[torch.Tensor]:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(LANGUAGE_MODEL)((TEXT / f"{name}.txt").read_text(), verbose=False).input_ids
+    return list(torch.tensor(ids[: count * 256]).view(count, 1, 256))
+
+
+def divergence(model: Any, other: Any, batches: list[torch.Tensor]) -> float:
+    """Mean KL of two models' next tokens, by torch."""
+    with torch.no_grad():
+        pairs = [[m(batch).logits.log_softmax(-1) for m in (other, model)] for batch in batches]
+    return sum(float(torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")) / p[..., 0].numel()
+               for q, p in pairs) / len(pairs)  # fmt: skip
+
+
+def ranks(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values).argsort().argsort().double()
+
+
+@pytest.mark.slow
+def test_it_ranks_layers_as_measured_one_at_a_time() -> None:
+    """Spearman's correlation with the divergence of the model with that group alone quantized, on the same text."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=torch.float32).eval()
+    data = windows("calibration", 4)
+    table = measure_sensitivity(model, data, ("int2_wo_64", "int3_wo_128"))
+    expected, found = [], []
+    for group in table.groups:
+        other = copy.deepcopy(model)
+        spec = SCHEMES["int3_wo_128"].weight
+        assert spec is not None
+        for name in group.layers:
+            weight = other.get_submodule(name).weight.data
+            weight.copy_(fake_quantize(weight, tensor_qparams(weight, spec), spec))
+        expected.append(divergence(model, other, data))
+        found.append(group.losses["int3_wo_128"])
+    both = torch.stack([ranks(expected), ranks(found)])
+    assert float(torch.corrcoef(both)[0, 1]) > 0.9
+    # Sums of the losses are divergences too, not only their order.
+    assert sum(found) == pytest.approx(sum(expected), rel=0.5)
+
+
+@pytest.mark.slow
+def test_a_budget_loses_less_than_one_scheme_of_its_size() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=torch.float32).eval()
+    table = measure_sensitivity(model, windows("calibration", 4), CANDIDATES)
+    uniform = table.uniform("uint4_wo_64")
+    assert uniform is not None
+    choice = table.choose(size=uniform.size)
+    base = LLMTemplate.get("auto").get_config("uint4_wo_64")
+    lost = []
+    for config in (base, table.config(choice, base)):
+        quantized = ModelQuantizer(config).quantize_model(copy.deepcopy(model))
+        lost.append(divergence(model, quantized, windows("heldout", 4)))
+    assert choice.size <= uniform.size
+    assert lost[1] < 0.9 * lost[0]
+
+
+def test_layers_that_read_one_tensor_are_alike(table: SensitivityTable) -> None:
+    leaves = [tuple(name.rpartition(".")[2] for name in group.layers) for group in table.groups]
+    block = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
+    assert leaves == block * 2
+
+
+@pytest.mark.slow
+def test_experts_of_a_mixture_are_alike_under_one_pattern() -> None:
+    model = build("mixtral")
+    table = measure_sensitivity(model, token_batches(vocabulary=32), ("int8_wo", "uint4_wo_per_channel"))
+    mixtures = [group for group in table.groups if any("experts" in name for name in group.layers)]
+    assert mixtures and all(all("experts" in name for name in group.layers) for group in mixtures)
+    choice = table.choose(bits=6)
+    config = table.config(choice, LLMTemplate.get("auto").get_config("int8_wo"))
+    assert sum("experts" in pattern for pattern in config.layer_quant_config) <= len(mixtures)
+    quantized: Any = ModelQuantizer(config).quantize_model(build("mixtral"))
+    for name, spec in quantized.quant_plan.layers.items():
+        assert str(spec) == str(SCHEMES[choice.schemes[name]])
+
+
+def test_a_folder_gives_what_the_model_in_memory_gives(table: SensitivityTable, folder: Path) -> None:
+    streamed = measure_sensitivity(folder, token_batches(), CANDIDATES)
+    assert streamed.rest == table.rest
+    for one, other in zip(streamed.groups, table.groups, strict=True):
+        assert (one.layers, one.sizes) == (other.layers, other.sizes)
+        assert one.losses == pytest.approx(other.losses, rel=1e-4)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("kept", ["inputs-1", "tail", "scores-1", "block-1"])
+def test_a_killed_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    whole = measure_sensitivity(folder, token_batches(), CANDIDATES)
+    keep, keep_result = Tape.keep, Tape.keep_result
+    done: list[str] = []
+
+    def dying(real: Callable[..., None]) -> Callable[..., None]:
+        def keep_and_die(tape: Tape, name: str, value: Any) -> None:
+            real(tape, name, value)
+            done.append(name)
+            if name == kept:
+                raise KeyboardInterrupt
+
+        return keep_and_die
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tape, "keep", dying(keep))
+        patch.setattr(Tape, "keep_result", dying(keep_result))
+        measure_sensitivity(folder, token_batches(), CANDIDATES, work=tmp_path / "work")
+    before = set(done) - {"settings"}
+    done.clear()
+
+    def noting(real: Callable[..., None]) -> Callable[..., None]:
+        def keep_and_note(tape: Tape, name: str, value: Any) -> None:
+            real(tape, name, value)
+            done.append(name)
+
+        return keep_and_note
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tape, "keep", noting(keep))
+        patch.setattr(Tape, "keep_result", noting(keep_result))
+        resumed = measure_sensitivity(folder, token_batches(), CANDIDATES, work=tmp_path / "work")
+    assert resumed == whole
+    assert "block-1" not in before or "block-1" not in done
+    assert "inputs-1" not in done  # the first block was run already
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_run_of_other_data_does_not_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("quark.torch.bit_budget.sweep.Sweep._tail", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        measure_sensitivity(folder, token_batches(), CANDIDATES, work=tmp_path / "work")
+    with pytest.raises(ConfigError, match="calibration data"):
+        measure_sensitivity(folder, token_batches(2), CANDIDATES, work=tmp_path / "work")
+
+
+@pytest.mark.parametrize("form", ["quark", "compressed-tensors"])
+def test_the_size_is_that_of_the_files(folder: Path, tmp_path: Path, form: str) -> None:
+    model = tiny_llama()
+    table = measure_sensitivity(model, token_batches(), ("int3_wo_128", "int4_wo_64", "int8_wo"), export_format=form)
+    choice = table.choose(bits=5)
+    config = table.config(choice, LLMTemplate.get("auto").get_config("int8_wo"))
+    assert len(set(choice.schemes.values())) > 1
+    quantizer = ModelQuantizer(config)
+    export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), tmp_path / "out", form)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118 - no mapping
+    assert sum(stored.values()) == choice.size
+    if form == "quark":
+        stream(config, folder, tmp_path / "streamed")
+        assert (tmp_path / "streamed" / "model.safetensors").read_bytes() == (
+            tmp_path / "out" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_more_bits_lose_less_and_fit(table: SensitivityTable) -> None:
+    choices = [table.choose(bits=bits) for bits in (3.4, 3.7, 4, 5, 6, 8)]
+    assert [choice.bits <= bits for choice, bits in zip(choices, (3.4, 3.7, 4, 5, 6, 8), strict=True)] == [True] * 6
+    losses = [choice.loss for choice in choices]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+
+
+def test_a_table_is_read_as_it_was_written(table: SensitivityTable, tmp_path: Path) -> None:
+    table.save(tmp_path / "table.json")
+    assert SensitivityTable.load(tmp_path / "table.json") == table
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}', '{"kind": "quark sensitivity", "groups": []}'])
+def test_other_files_are_no_table(tmp_path: Path, text: str) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(FormatError, match=r"table\.json is no table of sensitivities"):
+        SensitivityTable.load(tmp_path / "table.json")
+
+
+def test_a_loss_that_is_no_number_is_refused(table: SensitivityTable, tmp_path: Path) -> None:
+    table.save(tmp_path / "table.json")
+    stored = json.loads((tmp_path / "table.json").read_text())
+    stored["groups"][0]["losses"]["int8_wo"] = -1.0
+    (tmp_path / "table.json").write_text(json.dumps(stored))
+    with pytest.raises(FormatError, match="negative"):
+        SensitivityTable.load(tmp_path / "table.json")
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"bits": 2}, "2 bits is below the smallest choice. Possible with these candidates: 3.312 bits to 8.278"),
+        ({"bits": 9}, "9 bits is above the largest choice"),
+        ({"size": 10}, "0.00 MB is below the smallest choice"),
+        ({}, "one of both"),
+        ({"bits": 4, "size": 9}, "one of both"),
+        ({"bits": 4, "candidates": ("int8",)}, "'int8' is not in this table. Did you mean"),
+    ],
+)
+def test_budgets_that_cannot_be_met_say_what_can(table: SensitivityTable, budget: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        table.choose(**budget)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"candidates": ("int5_wo", "int8_wo")}, ConfigError, "Unknown scheme 'int5_wo'"),
+        ({"candidates": ("int8_wo",)}, ConfigError, "two candidates"),
+        ({"candidates": ("int8", "int8_wo")}, ConfigError, "static activation scales"),
+        ({"data": []}, CalibrationError, "empty"),
+        ({"export_format": "awq"}, NotSupportedError, "awq does not hold several schemes"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    options = {"data": token_batches(), "candidates": CANDIDATES} | given
+    with pytest.raises(kind, match=message):
+        measure_sensitivity(tiny_llama(), **options)
+
+
+def test_a_model_in_float16_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is float16"):
+        measure_sensitivity(tiny_llama(dtype=torch.float16), token_batches(), CANDIDATES)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_llama()
+    before = {name: (tensor.clone(), tensor.requires_grad) for name, tensor in model.named_parameters()}
+    measure_sensitivity(model, token_batches(), CANDIDATES)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, before[name][0])
+        assert (tensor.requires_grad, tensor.grad) == (before[name][1], None)
