@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.errors import OutputError
 
@@ -24,6 +25,10 @@ Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or no
 Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
 
 Scheme = Annotated[str | None, folder_option(help="Name of a scheme; `quark schemes` lists them.")]
+Bits = Annotated[float | None, folder_option(min=0, help=BITS_HELP)]
+Size = Annotated[str | None, folder_option(help=SIZE_HELP)]
+Candidates = Annotated[list[str] | None, folder_option(help=CANDIDATES_HELP)]
+SensitivityFile = Annotated[Path | None, folder_option("--sensitivity", help=SENSITIVITY_HELP)]
 Layer = Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some layers; repeatable.")]
 Algorithm = Annotated[
     list[str] | None, folder_option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.")
@@ -108,6 +113,10 @@ def quantize(
     exclude: Exclude = None,
     force: Force = False,
     scheme: Scheme = None,
+    bits: Bits = None,
+    size: Size = None,
+    candidates: Candidates = None,
+    sensitivity: SensitivityFile = None,
     layer: Layer = None,
     algorithm: Algorithm = None,
     kv_cache: KvCache = None,
@@ -140,6 +149,8 @@ def quantize(
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
+    Example: quark quantize ./llama --bits 4.25 --calib text.txt -o ./llama-4.25
+
     Example: quark quantize model.onnx --calib samples.npz -o fast.onnx
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
@@ -167,9 +178,11 @@ def quantize(
     from quark.commands.export_torch import Export
     from quark.commands.quantize_torch import quantize_folder
 
+    bit_budget = asked_budget(scheme, bits, size, candidates, sensitivity, export_format)
     quantize_folder(
-        model, require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude, layer=layer,
-        algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
+        model, bit_budget or require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude,
+        layer=layer, algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
+        stream=stream,
         load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
         export=Export(Path(output), export_format, weight_format, pack_method, max_shard_size, force),
     )  # fmt: skip

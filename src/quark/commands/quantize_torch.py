@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.command_line import results
+from quark.commands.bit_budget import Budget, choice_table, choose_for_budget
 from quark.commands.export_torch import Export
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
 """The calibration data for a model that takes these inputs."""
@@ -25,7 +26,7 @@ STREAMED = "quark"
 
 def quantize_folder(
     model: Path,
-    scheme: str,
+    scheme: str | Budget,
     *,
     calib: Path | None,
     samples: int | None,
@@ -47,11 +48,21 @@ def quantize_folder(
 
     export.check_output(model, calib)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
-    config = scheme_config(scheme, exclude, layer, kind, kv_cache, attention, algorithm)
+    budget = scheme if isinstance(scheme, Budget) else None
+    if budget is not None:
+        _refuse_beside_budget(budget, [kv_cache, attention], load)
+    title = budget.named() if budget else scheme
+    of_all = any_scheme() if isinstance(scheme, Budget) else scheme
+    config = scheme_config(of_all, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)
-    export.check(model, [scheme, *(item.rpartition("=")[2] for item in layer or [])])
-    _require_calibration(scheme, layer, [kv_cache, attention], config, calib)
+    named = [*(budget.candidates if budget else [of_all]), *(item.rpartition("=")[2] for item in layer or [])]
+    export.check(model, named)
+    _require_calibration(of_all, layer, [kv_cache, attention], config, calib)
     console, start, before = results(), time.perf_counter(), folder_bytes(model)
+    if budget is not None:
+        table, choice = choose_for_budget(model, budget, config, calib, samples, device)
+        config = table.config(choice, config)
+        console.print(choice_table(table, choice))
 
     def data(inputs: ModelInputs) -> list[Any] | None:
         return inputs.read(calib, samples or CALIBRATION_SAMPLES, CALIBRATION_LENGTH) if calib else None
@@ -61,9 +72,30 @@ def quantize_folder(
     else:
         after = _in_memory(model, config, data, device, dtype, export, load)
     console.print(
-        f"{scheme}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
+        f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
+
+
+def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mapping[str, bool]) -> None:
+    """Raise for options under which a budget cannot be kept, or layers not be measured."""
+    if any(inside):
+        raise NotSupportedError(
+            f"{budget.named()} chooses the schemes of weights; --kv-cache and --attention give layers schemes of their "
+            "own. Possible: --scheme and --layer."
+        )
+    if any(load.values()):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in load.items() if value)
+        raise ConfigError(
+            f"{given} with {budget.named()}: block by block, a class of transformers is needed that holds all."
+        )
+
+
+def any_scheme() -> str:
+    """A scheme for the config that a budget completes: what it says of all layers is replaced."""
+    from quark.torch.bit_budget.measure import FITS_ALL
+
+    return FITS_ALL
 
 
 def _in_memory(

@@ -247,7 +247,7 @@ def test_budgets_that_cannot_be_met_say_what_can(table: SensitivityTable, budget
         ({"candidates": ("int8_wo",)}, ConfigError, "two candidates"),
         ({"candidates": ("int8", "int8_wo")}, ConfigError, "static activation scales"),
         ({"data": []}, CalibrationError, "empty"),
-        ({"export_format": "awq"}, NotSupportedError, "awq does not hold several schemes"),
+        ({"export_format": "awq"}, NotSupportedError, "not counted in the format awq"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,10 +38,12 @@ from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import Plan, check_shapes, make_plan
 from quark.torch.replace import prepared
 
-CANDIDATES = ("int2_wo_64", "int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32", "int8_wo")
-"""What is chosen from by default: schemes of weights, each the better at its size."""
-MIXED = ("quark", "compressed-tensors")
-"""Formats whose config.json says what each layer has."""
+CANDIDATES = {
+    "quark": ("int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32", "int8_wo"),
+    "compressed-tensors": ("int2_wo_64", "int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32", "int8_wo"),
+}
+"""Formats whose config.json says what each layer has -> what is chosen from by default: each the best at its size. The
+quark format stores a value of int2 in 32 bits."""
 FITS_ALL = "int8_wo"
 """A scheme that fits every linear layer: the plan under it says which layers there are to choose for."""
 
@@ -48,7 +51,7 @@ FITS_ALL = "int8_wo"
 def measure_sensitivity(
     model: nn.Module | str | Path,
     data: Iterable[Any],
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] | None = None,
     config: QConfig | None = None,
     *,
     export_format: str = "quark",
@@ -60,10 +63,11 @@ def measure_sensitivity(
     Args:
         model: A float model in float32 or bfloat16, or a folder, of which one block at a time is loaded, in float32.
         data: Batches as `quantize_model` takes them; some thousand tokens are enough.
-        candidates: Names of schemes, of weights alone or with dynamic inputs.
+        candidates: Names of schemes, of weights alone or with dynamic inputs. Default: those of the format in
+            `CANDIDATES`.
         config: What is excluded (`exclude`); layers that its `layer_quant_config` names keep what it says. Default:
             that of `LLMTemplate`.
-        export_format: Whose bytes are counted; one that holds several schemes in a model (`MIXED`).
+        export_format: Whose bytes are counted: a name in `CANDIDATES`.
         device: Where blocks of a folder run.
         work: Folder for what the first pass leaves for the second: a run that was killed goes on there. Default: in
             memory.
@@ -74,7 +78,7 @@ def measure_sensitivity(
         CalibrationError, ShapeError, NonFiniteError: See there; each names the layer.
     """
     form = mixed_format(export_format)
-    specs = {name: _candidate(name) for name in candidates}
+    specs = {name: _candidate(name, form) for name in (CANDIDATES[export_format] if candidates is None else candidates)}
     if len(specs) < 2:
         raise ConfigError(f"A choice needs two candidates at least, got {', '.join(specs) or 'none'}.")
     if world() > 1:
@@ -91,30 +95,36 @@ def measure_sensitivity(
 
 
 def mixed_format(name: str) -> Format:
-    """The format of a name. Raises NotSupportedError for one whose folders say one scheme for all layers."""
-    if name not in MIXED:
+    """The format of a name. Raises NotSupportedError for one that is a file or holds one scheme."""
+    if name not in CANDIDATES:
         raise NotSupportedError(
-            f"The format {name} does not hold several schemes in one model. Possible: {', '.join(MIXED)}."
+            f"Bits for a budget are not counted in the format {name}. Possible: {', '.join(CANDIDATES)}."
         )
     return FORMATS[name]
 
 
-def model_fingerprint(folder: Path) -> str:
-    """What a table of sensitivities knows a folder by."""
-    return fingerprint_of_files([folder / "config.json", *shard_files(folder)])
+def settings_of_folder(folder: Path, config: QConfig, export_format: str) -> str:
+    """What a table of sensitivities is of: the folder, what is excluded or has a scheme of its own, the format."""
+    stored = config.to_dict()
+    kept = [stored[name] for name in ("exclude", "layer_quant_config")]
+    files = fingerprint_of_files([folder / "config.json", *shard_files(folder)])
+    return hashlib.sha256(json.dumps([files, kept, export_format]).encode()).hexdigest()
 
 
 def _plan_scheme() -> Any:
     return LLMTemplate.scheme(FITS_ALL)
 
 
-def _candidate(name: str) -> LayerSpec:
+def _candidate(name: str, form: Format) -> LayerSpec:
     spec = SCHEMES[name] if name in SCHEMES else lower_layer(LLMTemplate.scheme(name))
     if spec.needs_data or spec.output is not None or spec.bias is not None:
         raise ConfigError(
             f"The candidate {name!r} has static activation scales, whose error is not measured. Possible: schemes of "
-            f"weights, or with dynamic inputs: {', '.join(CANDIDATES)} ..."
+            f"weights, or with dynamic inputs: {', '.join(CANDIDATES[form.name])} ..."
         )
+    reason = form.refusal(spec)
+    if reason:
+        raise NotSupportedError(f"The {form.name} format cannot hold {reason} ({name}). {form.possible()}")
     return spec
 
 
@@ -160,7 +170,17 @@ def _on_disk(
         fill_buffers(job.model)
         return found
 
-    return _measure(job.model, job.plan, data, specs, config, model_fingerprint(Path(source)), folder, weights, form)
+    return _measure(
+        job.model,
+        job.plan,
+        data,
+        specs,
+        config,
+        settings_of_folder(Path(source), config, form.name),
+        folder,
+        weights,
+        form,
+    )
 
 
 def _measure(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from quark.files import atomic_file
 from quark.torch.bit_budget.groups import patterns_of_group
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
+from quark.torch.flows.resume import fingerprint_of_data
 
 KIND = "quark sensitivity"
 
@@ -63,7 +64,7 @@ class SensitivityTable:
     """The table of a model.
 
     Attributes:
-        model: Fingerprint of its weights.
+        model: Fingerprint of its weights; of a folder also of what is excluded, and of the format.
         data: Fingerprint of the calibration data.
         candidates: Names of schemes.
         groups: All layers that a scheme is chosen for.
@@ -201,13 +202,17 @@ class SensitivityTable:
             raise FormatError(f"{file} is no table of sensitivities: a group of layers is incomplete.")
         return table
 
-    def check(self, model: str, data: str | None) -> None:
+    def check(self, model: str, data: Sequence[Any] | None) -> None:
         """Raise ConfigError where the table is of another model, or of other data (None: not given)."""
         if self.model != model:
-            raise ConfigError("The table of sensitivities is of another model. Possible: another file.")
-        if data is not None and self.data != data:
             raise ConfigError(
-                "The table of sensitivities is of other calibration data. Possible: the same data, or another file."
+                "The table of sensitivities is of another model, of other excluded layers, or of another format. "
+                "Possible: another file."
+            )
+        if data is not None and self.data != fingerprint_of_data(data):
+            raise ConfigError(
+                "The table of sensitivities is of other calibration data. Possible: the same data, none, or another "
+                "file."
             )
 
 

@@ -1,0 +1,164 @@
+"""`--bits` and `--size`: a budget in place of a scheme, and the table of sensitivities behind it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from quark.command_line import new_table
+from quark.errors import CalibrationError, ConfigError
+from quark.files import check_file
+
+if TYPE_CHECKING:
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+
+BITS_HELP = "In place of --scheme: bits for each weight, scales included; layers get schemes that lose least."
+SIZE_HELP = "In place of --scheme: size of the model, as in 2.1GB; layers get schemes that lose least."
+CANDIDATES_HELP = "Schemes that --bits and --size choose from, with commas or repeated."
+SENSITIVITY_HELP = "File of what each layer loses: written, or read for another --bits or --size."
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+         "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}  # fmt: skip
+SAMPLES, LENGTH = 128, 512
+"""Windows of a text that are read, and tokens in one; see `quantize_torch`."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the options say.
+
+    Attributes:
+        bits: For each weight of the layers that are chosen for; None: size.
+        size: Bytes of the whole model; None: bits.
+        candidates: Names of schemes; empty: the default.
+        sensitivity: File of the table.
+        export_format: Whose bytes are counted.
+    """
+
+    bits: float | None
+    size: int | None
+    candidates: tuple[str, ...]
+    sensitivity: Path | None
+    export_format: str
+
+    def named(self) -> str:
+        """The budget as an option, for what is printed."""
+        return f"--bits {self.bits:g}" if self.bits is not None else f"--size {(self.size or 0) / 1e6:.2f}MB"
+
+
+def asked_budget(
+    scheme: str | None,
+    bits: float | None,
+    size: str | None,
+    candidates: list[str] | None,
+    sensitivity: Path | None,
+    export_format: str = "quark",
+) -> Budget | None:
+    """The budget that the options ask for, or None where --scheme says all.
+
+    Raises:
+        ConfigError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
+            size that is no size.
+        NotSupportedError: A format that holds one scheme only.
+    """
+    given = {"--scheme": scheme, "--bits": bits, "--size": size}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} say the same twice. Possible: one of --scheme, --bits and --size.")
+    if bits is None and size is None:
+        for name, value in (("--candidates", candidates), ("--sensitivity", sensitivity)):
+            if value:
+                raise ConfigError(f"{name} belongs to --bits or --size, which are not given.")
+        return None
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.torch.bit_budget.measure import mixed_format
+
+    mixed_format(export_format)
+    named = tuple(name.strip() for item in candidates or [] for name in item.split(",") if name.strip())
+    return Budget(bits, None if size is None else bytes_of(size), named, sensitivity, export_format)
+
+
+def bytes_of(text: str) -> int:
+    """The bytes of a size such as 2.1GB (10^9) or 2GiB (2^30). Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    if not found:
+        raise ConfigError(f"--size {text!r} is no size. Possible: 2.1GB, 800MB, 2GiB.")
+    return int(float(found[1]) * UNITS[found[2] or ""])
+
+
+def choose_for_budget(
+    model: Path,
+    budget: Budget,
+    base: Any,
+    calib: Path | None,
+    samples: int | None,
+    device: str = "cpu",
+) -> tuple[SensitivityTable, BudgetChoice]:
+    """The table of a model, read from its file or measured, and the choice within the budget.
+
+    Args:
+        model: Folder.
+        budget: What is asked for.
+        base: Config of what is excluded, and of layers with a scheme of their own.
+        calib, samples: Calibration data, needed where there is no table yet.
+        device: Where blocks run.
+
+    Raises:
+        CalibrationError: Neither a table nor data.
+        ConfigError: The table is of another model or other data, has other candidates, or the budget cannot be met.
+    """
+    table = _table(model, budget, base, calib, samples, device)
+    return table, table.choose(bits=budget.bits, size=budget.size, candidates=budget.candidates or None)
+
+
+def _table(
+    model: Path, budget: Budget, base: Any, calib: Path | None, samples: int | None, device: str
+) -> SensitivityTable:
+    from quark.commands.models import inputs_of, load_meta_model
+    from quark.torch.bit_budget.measure import measure_sensitivity, settings_of_folder
+    from quark.torch.bit_budget.sensitivity import SensitivityTable
+
+    file = budget.sensitivity
+    data = None
+    if calib is not None:
+        data = inputs_of(model, load_meta_model(model)).read(calib, samples or SAMPLES, LENGTH)
+    if file is not None and file.exists():
+        table = SensitivityTable.load(file)
+        table.check(settings_of_folder(model, base, budget.export_format), data)
+        return table
+    if data is None:
+        missing = "" if file is None else f" {file} is not there."
+        raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.{missing}")
+    work = None
+    if file is not None:
+        check_file(file, overwrite=False)
+        work = file.with_name(f"{file.name}.partial")
+    table = measure_sensitivity(
+        model, data, budget.candidates or None, base, export_format=budget.export_format, device=device, work=work
+    )
+    if file is not None:
+        table.save(file)
+    return table
+
+
+def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
+    """What each group gets, and what one scheme for all would give."""
+    shown = new_table("layers", "scheme", "MB", "loss", title="Choice")
+    for group in table.groups:
+        name = choice.schemes[group.layers[0]]
+        leaves = [layer.rpartition(".")[2] for layer in group.layers]
+        more = f" ... {leaves[-1]}" if len(leaves) > 1 else ""
+        shown.add_row(f"{group.layers[0]}{more}", name, f"{group.sizes[name] / 1e6:.2f}", f"{group.losses[name]:.2e}")
+    shown.add_section()
+    for candidate in table.candidates:
+        uniform = table.uniform(candidate)
+        if uniform is not None:
+            shown.add_row(
+                "all", f"{candidate} ({uniform.bits:.3f} bits)", f"{uniform.size / 1e6:.2f}", f"{uniform.loss:.2e}"
+            )
+    shown.add_row("chosen", f"{choice.bits:.3f} bits", f"{choice.size / 1e6:.2f}", f"{choice.loss:.2e}")
+    return shown

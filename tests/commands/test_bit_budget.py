@@ -1,0 +1,105 @@
+"""`--bits` and `--size`: a budget in place of a scheme, on the command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quark.commands.bit_budget import bytes_of
+from quark.errors import ConfigError
+from quark.torch.layers.replace import quantized_layers
+from tests.commands.program import quark
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a text and the table that `quark plan` makes of both."""
+    root = tmp_path_factory.mktemp("budget")
+    tiny_llama(vocab_size=2048, max_position_embeddings=64).save_pretrained(root / "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / name, root / "llama" / name)
+    (root / "text.txt").write_text((TEXT / "heldout.txt").read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    done = quark(
+        "plan", root / "llama", "--bits", 4.5, "--calib", root / "text.txt", "--samples", 4,
+        "--sensitivity", root / "table.json",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert "chosen" in done.out and "int3_wo_128" in done.out
+    return root
+
+
+def test_a_table_gives_another_budget_without_data(place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    done = quark("quantize", place / "llama", "--bits", 3.8, "--sensitivity", place / "table.json", "-o", place / "out")
+    assert done.code == 0, done.err
+    assert "--bits 3.8:" in done.out
+    layers = quantized_layers(AutoModelForCausalLM.from_pretrained(place / "out"))
+    bits = {layer.spec.weight.dtype.bits for layer in layers.values() if layer.spec.weight}
+    assert len(layers) == 14 and len(bits) > 1
+    assert quark("evaluate", place / "llama", place / "out", "--data", place / "text.txt").code == 0
+    assert quark("inspect", place / "out").code == 0
+
+
+def test_streamed_it_is_the_same_folder_with_an_algorithm_too(place: Path) -> None:
+    made = []
+    for name, more in (("whole", "--no-stream"), ("streamed", "--stream")):
+        done = quark(
+            "quantize", place / "llama", "--size", "2.3MB", "--sensitivity", place / "table.json",
+            "--algorithm", "gptq", "--calib", place / "text.txt", "--samples", 4, more, "-o", place / name,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        made.append((place / name / "model.safetensors").read_bytes())
+    assert made[0] == made[1]
+    assert len(made[0]) < 2.3e6 + 10_000  # names and shapes come before the tensors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--bits 2 --sensitivity {table}", "2 bits is below the smallest choice"),
+        ("--bits 12 --sensitivity {table}", "12 bits is above the largest choice"),
+        ("--bits 4", "--bits 4 needs calibration data: pass --calib FILE"),
+        ("--bits 4 --sensitivity {root}/none.json", "none.json is not there"),
+        ("--bits 4 --candidates int3_wo_128,int9 --calib {text}", "Unknown scheme 'int9'"),
+        ("--bits 4 --candidates mxfp4,int8_wo --sensitivity {table}", "'mxfp4' is not in this table"),
+        ("--bits 4 --scheme int8_wo", "--scheme and --bits say the same twice"),
+        ("--size 3MB --bits 4", "--bits and --size say the same twice"),
+        ("--size 3bananas", "'3bananas' is no size"),
+        ("--scheme int8_wo --candidates int8_wo", "--candidates belongs to --bits or --size"),
+        ("--bits 4 --sensitivity {table} --export-format awq", "not counted in the format awq"),
+        ("--bits 4 --sensitivity {table} --export-format gguf", "not counted in the format gguf"),
+        ("--bits 4 --sensitivity {table} --export-format compressed-tensors", "of another format"),
+        ("--bits 4 --sensitivity {table} --exclude *.down_proj", "other excluded layers"),
+        ("--bits 4 --sensitivity {table} --calib {text} --samples 3", "of other calibration data"),
+        ("--bits 4 --sensitivity {table} --kv-cache fp8", "--kv-cache and --attention"),
+        ("--bits 4 --sensitivity {table} --keep-unexpected", "--keep-unexpected with --bits 4"),
+        ("--bits 4 --sensitivity {text}", "is no table of sensitivities"),
+        ("", "Missing option --scheme"),
+    ],
+)
+def test_a_wrong_budget_is_one_line(place: Path, words: str, message: str) -> None:
+    more = words.format(table=place / "table.json", text=place / "text.txt", root=place).split()
+    done = quark("quantize", place / "llama", *more, "-o", place / "wrong")
+    assert done.code == 1
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not (place / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2.1GB", 2_100_000_000), ("800MB", 800_000_000), ("2GiB", 2 << 30), ("17", 17), ("1.5k", 1500)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1,5GB", "1PB"])
+def test_other_words_are_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        bytes_of(text)
