@@ -24,6 +24,8 @@ from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, token_batches
 
+pytestmark = pytest.mark.slow
+
 CANDIDATES = ("int3_wo_128", "uint4_wo_64", "int8_wo")
 
 
@@ -58,7 +60,6 @@ def ranks(values: list[float]) -> torch.Tensor:
     return torch.tensor(values).argsort().argsort().double()
 
 
-@pytest.mark.slow
 def test_it_ranks_layers_as_measured_one_at_a_time() -> None:
     """Spearman's correlation with the divergence of the model with that group alone quantized, on the same text."""
     from transformers import AutoModelForCausalLM
@@ -82,7 +83,6 @@ def test_it_ranks_layers_as_measured_one_at_a_time() -> None:
     assert sum(found) == pytest.approx(sum(expected), rel=0.5)
 
 
-@pytest.mark.slow
 def test_a_budget_loses_less_than_one_scheme_of_its_size() -> None:
     from transformers import AutoModelForCausalLM
 
@@ -106,7 +106,6 @@ def test_layers_that_read_one_tensor_are_alike(table: SensitivityTable) -> None:
     assert leaves == block * 2
 
 
-@pytest.mark.slow
 def test_experts_of_a_mixture_are_alike_under_one_pattern() -> None:
     model = build("mixtral")
     table = measure_sensitivity(model, token_batches(vocabulary=32), ("int8_wo", "uint4_wo_per_channel"))
