@@ -41,7 +41,7 @@ def plan(
 
     Example: quark plan ./llama --scheme mxfp4
 
-    Example: quark plan ./llama --bits 4.25 --calib text.txt --sensitivity llama.json
+    Example: quark plan ./llama --bits 4.25 --calib heldout.txt --sensitivity llama.json
     """
     # Before the libraries load: a wrong path is answered at once.
     require_config(model)

@@ -149,7 +149,7 @@ def quantize(
 
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
-    Example: quark quantize ./llama --bits 4.25 --calib text.txt -o ./llama-4.25
+    Example: quark quantize ./llama --bits 4.25 --calib heldout.txt -o ./llama-4.25
 
     Example: quark quantize model.onnx --calib samples.npz -o fast.onnx
 
