@@ -10,6 +10,7 @@ LISTS = {
 }
 FULL_FOLDERS = {
     ".": "what both flows stand on, in files of their own, beside the rooms",
+    "core": "a concept of quantizing each; two of them are the block types of GGUF, their rows and their search",
     "torch": "the rooms of the flow, its four files and the documented addresses",
     "onnx": "the files that are the flow, beside the rooms that it leads through",
 }

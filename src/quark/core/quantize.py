@@ -3,6 +3,7 @@
     integers          q = clamp(round(x * (1/scale)) + zero_point, qmin, qmax)  y = (q - zero_point) * scale
     float zero point  q = clamp(round(x * (1/scale) + zero_point), qmin, qmax)
     floats            q = round_to(clamp(x / scale, -fmax, fmax))               y = q * scale
+    block types       see block_types.py and block_search.py
     scales quantized  scale = q2 * scale2                                       (NVFP4)
     codes quantized   q2 = quantize(q), y = dequantize(q2) * scale              (int4 of FP8 codes)
 
@@ -22,11 +23,14 @@ from dataclasses import replace
 import numpy as np
 
 from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, is_torch, minmax, namespace, row_chunks
+from quark.core.block_search import search_levels
+from quark.core.block_types import BlockType, block_codes, block_values
+from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.rounding import round_integer, round_to
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NonFiniteError, ShapeError
 
 
 def range_of(x: Array, spec: TensorSpec) -> tuple[Array, Array]:
@@ -39,10 +43,33 @@ def range_of(x: Array, spec: TensorSpec) -> tuple[Array, Array]:
 
 
 def compute_qparams(x: Array, spec: TensorSpec) -> QParams:
-    """Scale and zero point of x from its own minimum and maximum."""
+    """Scale and zero point of x from its own minimum and maximum; of a block type, by search."""
+    if isinstance(spec.dtype, BlockType):
+        return block_qparams(x, None, spec)
     low, high = range_of(x, spec)
     params = qparams_from_range(low, high, spec, dtype_name(x))
     return second_level(params, x, spec)
+
+
+def block_qparams(x: Array, importance: Array | None, spec: TensorSpec) -> QParams:
+    """The scales of a block type that lose least on x, a matrix; see block_search.py.
+
+    Of two levels, `scale` and `zero_point` are the integers c and k of the groups, and those of `second` d and e of the
+    blocks; of one level they are d and m.
+
+    Raises:
+        ShapeError: x is no matrix, or its rows are no whole blocks.
+        NonFiniteError: A scale is too large for float16.
+    """
+    if x.ndim != 2:
+        raise ShapeError(f"{spec.dtype} cuts the rows of a matrix into blocks; this tensor has shape {tuple(x.shape)}.")
+    assert isinstance(spec.dtype, BlockType)
+    spec.granularity.scale_shape(tuple(x.shape))
+    c, k, d, e = search_levels(x, importance, spec.dtype)
+    halves = [half for half in ((c, k) if d is None else (d, e)) if half is not None]
+    if any(bool((abs(half) >= DTYPES["float16"].max).any()) for half in halves):
+        raise NonFiniteError("A scale is beyond the 65504 of float16, in which GGUF stores it.")
+    return QParams(c, k, None if d is None else QParams(d, e))
 
 
 def second_level(params: QParams, x: Array, spec: TensorSpec) -> QParams:
@@ -69,6 +96,13 @@ def quantize_scales(params: QParams, second: QParams | None, spec: TensorSpec) -
 
 def effective(params: QParams, spec: TensorSpec) -> QParams:
     """One-level parameters: quantized scales multiplied out."""
+    if isinstance(spec.dtype, BlockType) and params.second is not None:
+        d, e = params.second.scale, params.second.zero_point
+        grouped = (*d.shape, spec.dtype.groups)
+        scale = (params.scale.reshape(grouped) * d[..., None]).reshape(params.scale.shape)
+        if params.zero_point is None or e is None:
+            return QParams(scale)
+        return QParams(scale, (params.zero_point.reshape(grouped) * e[..., None]).reshape(scale.shape))
     if spec.scale_spec is None or params.second is None:
         return params
     return QParams(dequantize(params.scale, params.second, spec.scale_spec), params.zero_point)
@@ -210,6 +244,8 @@ def _qdq(x: Array, scale: Array | None, zero: Array | None, spec: TensorSpec) ->
 def _encode(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:
     xp, dtype = namespace(x), spec.dtype
     x = astype(x, _work_dtype(spec))
+    if isinstance(dtype, BlockType):
+        return block_codes(x, scale, zero, dtype)
     if dtype.is_float:
         # A group of zeros may have scale 0 (E5M3): its codes are 0.
         return round_to(x / xp.where(scale == 0, 1.0, scale), dtype, spec.rounding)
@@ -225,6 +261,9 @@ def _encode(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Arr
 
 def _decode(codes: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:
     codes = astype(codes, _work_dtype(spec))
+    if isinstance(spec.dtype, BlockType):
+        y: Array = block_values(codes, scale, zero)
+        return y
     if zero is not None and not (spec.symmetric and spec.dtype.signed):
         codes = codes - zero
     return astype(codes * scale, "float32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
+from quark.core.block_types import BLOCK_TYPES, BlockType
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerGroup, PerTensor
 from quark.core.rounding import RoundType
@@ -94,6 +95,11 @@ class TensorSpec:
                 f"{self.dtype} shares an exponent in blocks of {self.dtype.block} along one axis: "
                 f"its granularity must be PerGroup(axis, size), got {self.granularity}."
             )
+        if isinstance(self.dtype, BlockType) and (self.dynamic or self.granularity != PerGroup(-1, self.dtype.block)):
+            raise ConfigError(
+                f"{self.dtype} is a block type of GGUF files: for static weights, in groups of {self.dtype.block} "
+                f"along the last axis; got {self.granularity}{' of live values' if self.dynamic else ''}."
+            )
         if self.dtype.name in MICRO_EXPONENT and getattr(self.granularity, "size", 0) % 2:
             raise ConfigError(f"{self.dtype} shifts pairs: its block size must be even, got {self.granularity}.")
         if self.float_zero_point and (self.symmetric or self.dtype.is_float):
@@ -129,7 +135,11 @@ class TensorSpec:
 
     @property
     def split(self) -> Granularity:
-        """The granularity of the stored step: pairs for the micro-exponent formats, else `granularity`."""
+        """The granularity of the stored step: pairs for the micro-exponent formats, groups for the block types, else
+        `granularity`.
+        """
+        if isinstance(self.dtype, BlockType) and isinstance(self.granularity, PerGroup):
+            return PerGroup(self.granularity.axis, self.dtype.group)
         if self.dtype.name in MICRO_EXPONENT and isinstance(self.granularity, PerGroup):
             return PerGroup(self.granularity.axis, 2, pad=True)
         return self.granularity
@@ -185,3 +195,9 @@ class LayerSpec:
 def spec(dtype: str, granularity: Granularity | None = None, **options: object) -> TensorSpec:
     """Short form: `spec("int8", PerChannel(0), symmetric=False)`."""
     return TensorSpec(DTYPES[dtype], granularity or PerTensor(), **options)  # type: ignore[arg-type]
+
+
+def block_spec(name: str) -> TensorSpec:
+    """The spec of a weight in a block type of `BLOCK_TYPES`."""
+    dtype = BLOCK_TYPES[name]
+    return TensorSpec(dtype, PerGroup(-1, dtype.block), observer="block")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from quark.core.block_types import BLOCK_TYPES, BlockType
+from quark.core.dtypes import Dtype
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
@@ -271,8 +273,20 @@ def check_shapes(name: str, kind: str, weight: tuple[int, ...] | None, features:
 def _fit(spec: TensorSpec, shape: tuple[int, ...], role: str) -> None:
     """Raise ShapeError, naming the tensor, when the granularity does not fit the shape."""
     try:
+        _fit_blocks(spec.dtype, shape)
         spec.split.scale_shape(shape)
         if spec.code_spec is not None:
             spec.code_spec.split.scale_shape(shape)
     except ShapeError as error:
         raise ShapeError(f"{role}: {error}") from None
+
+
+def _fit_blocks(dtype: Dtype, shape: tuple[int, ...]) -> None:
+    """Raise ShapeError where rows are no whole number of the blocks of a block type."""
+    if not isinstance(dtype, BlockType) or (len(shape) == 2 and shape[1] % dtype.block == 0):
+        return
+    smaller = [row.name for row in BLOCK_TYPES.values() if len(shape) == 2 and shape[1] % row.block == 0]
+    raise ShapeError(
+        f"{dtype} cuts the rows of a matrix into blocks of {dtype.block}. Possible here: "
+        f"{', '.join(smaller) or 'no block type'}, or a mix, which chooses by itself."
+    )

@@ -11,11 +11,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from quark.core.block_types import BLOCK_TYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
-from quark.core.spec import ScaleType, TensorSpec, spec
+from quark.core.spec import ScaleType, TensorSpec, block_spec, spec
 from quark.errors import (
     ConfigError,
     FormatError,
@@ -138,6 +140,23 @@ def test_blocks_decode_to_the_quantized_values(tensor_spec: TensorSpec) -> None:
     assert torch.equal(layout.load(stored, (16, 256)), expected)
 
 
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("trained", [False, True])
+def test_block_types_decode_to_the_quantized_values(name: str, dtype: torch.dtype, trained: bool) -> None:
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 16)[:, None]
+    x[3, :256] = 0
+    if trained:
+        x = load_file(LANGUAGE_MODEL / "model.safetensors")["model.layers.1.mlp.up_proj.weight"][:32].float()
+    x, tensor_spec, shape = x.to(dtype), block_spec(name), tuple(x.shape)
+    layout, params = GgufLayout(tensor_spec, dtype), compute_qparams(x, tensor_spec)
+    expected = fake_quantize(x, params, tensor_spec)
+    for stored in (layout.store(x, params), layout.store(expected, params, frozen=True)):
+        assert stored[""].shape[1] == shape[1] // BLOCK_TYPES[name].block * BLOCK_TYPES[name].bytes
+        assert torch.equal(torch.from_numpy(decoded(layout, stored[""], shape)).to(dtype), expected)  # type: ignore[arg-type]
+        assert torch.equal(layout.load(stored, shape), expected)
+
+
 def test_the_offset_of_q4_1_is_a_float16() -> None:
     tensor_spec = spec("uint4", PerGroup(-1, 32), symmetric=False, **F16_SCALE)
     x = torch.randn(16, 256) + 0.3
@@ -152,6 +171,8 @@ def test_the_offset_of_q4_1_is_a_float16() -> None:
 
 def test_a_scale_beyond_float16_is_refused() -> None:
     x = torch.full((1, 32), 1e7)
+    with pytest.raises(NonFiniteError, match="65504"):
+        compute_qparams(x, block_spec("q5_0"))
     with pytest.raises(NonFiniteError, match="65504"):
         GgufLayout(EXACT[0], F32).store(x, compute_qparams(x, spec("int4", PerGroup(-1, 32))))
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quark.core.array import Array, astype, dtype_name, namespace
+from quark.core.block_types import BlockType
 from quark.core.granularity import PerChannel, PerGroup
-from quark.core.quantize import fake_quantize, quantize_scales, range_of, second_level
+from quark.core.quantize import block_qparams, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.solvers.columns import part_errors
 from quark.core.spec import TensorSpec
@@ -35,6 +36,8 @@ def weighted_qparams(weight: Array, importance: Array, spec: TensorSpec, second:
         spec: What the weight is quantized to; its observer has no part in it.
         second: The second-level scale, where it is shared with other weights.
     """
+    if isinstance(spec.dtype, BlockType):
+        return block_qparams(weight, importance, spec)
     return _Search(weight, importance, spec, second).solve()
 
 

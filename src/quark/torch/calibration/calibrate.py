@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quark.core.array import dtype_name
+from quark.core.block_types import BlockType
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
@@ -66,7 +67,8 @@ def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
     """
     params = _tensor_qparams(x, spec)
     # Scales of integers are not below the epsilon of float32, and others have lost their digits at its smallest normal.
-    if bool((params.scale <= EPS).all()) and bool(x.any()):
+    scale = params.scale if not isinstance(spec.dtype, BlockType) else (params.second or params).scale.abs()
+    if bool((scale <= EPS).all()) and bool(x.any()):
         largest = float(x.abs().amax())
         if largest < TINY or not bool(fake_quantize(x, params, spec).any()):
             raise CalibrationError(
@@ -77,6 +79,10 @@ def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
 
 
 def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+    if isinstance(spec.dtype, BlockType):
+        if not bool(torch.isfinite(x).all()):
+            raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+        return compute_qparams(x, spec)
     if spec.observer not in FROM_OWN_RANGE:
         observer = OBSERVERS[spec.observer](spec)
         observer.update(x)

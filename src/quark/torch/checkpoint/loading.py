@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from quark.core.block_types import BlockType
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
@@ -198,6 +199,10 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
     scale = torch.empty(spec.split.scale_shape(shape), dtype=torch.float32, device="meta")
     zero = torch.empty_like(scale) if spec.has_zero_point else None
     second = None
+    if isinstance(spec.dtype, BlockType):
+        levels = torch.empty(spec.granularity.scale_shape(shape), device="meta")
+        empty = [x if spec.dtype.has_minimum else None for x in (scale, levels)]
+        return QParams(scale, empty[0], QParams(levels, empty[1]) if spec.dtype.scales is not None else None)
     if spec.scale_spec is not None:
         second = empty_params(spec.scale_spec, tuple(scale.shape))
     elif spec.code_spec is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quark.core import dtypes
+from quark.core import block_types, dtypes
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleType
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
@@ -38,14 +38,14 @@ class _Rows(EnumMeta):
 
 
 class Dtype(Enum, metaclass=_Rows):
-    """Element types: one for each row of core/dtypes.py.
+    """Element types: one for each row of core/dtypes.py, and the block types of core/block_types.py.
 
     `fp4` is E2M1 and `fp8_e5m3` is unsigned. `mx` is an OCP MX block whose element type is `mx_element_dtype`;
     `mx4 mx6 mx9` are micro-exponent formats; `bfp16` is a block of 8 with 8-bit mantissas.
     """
 
     _ignore_ = "_name"
-    for _name in dtypes.DTYPES:
+    for _name in (*dtypes.DTYPES, *block_types.BLOCK_TYPES):
         vars()[NAME_OF_ROW.get(_name, _name)] = NAME_OF_ROW.get(_name, _name)
 
     @property
@@ -53,6 +53,8 @@ class Dtype(Enum, metaclass=_Rows):
         """The row of core/dtypes.py. `mx` has none of its own and raises NotSupportedError."""
         if self is Dtype.mx:
             raise NotSupportedError("Dtype.mx is a family: its width and storage are those of mx_element_dtype.")
+        if self.value in block_types.BLOCK_TYPES:
+            return block_types.BLOCK_TYPES[self.value]
         return dtypes.DTYPES["fp4_e2m1" if self is Dtype.fp4 else self.value]
 
     @staticmethod

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quark.core.block_types import BlockType
 from quark.core.dtypes import DTYPES
 from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
@@ -92,7 +93,7 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
         e8m0 = config.dtype is Dtype.mx
         return TensorSpec(
             dtype,
-            PerGroup(_given(config.ch_axis), _given(config.group_size), pad=True),
+            PerGroup(_given(config.ch_axis), _given(config.group_size), pad=not isinstance(dtype, BlockType)),
             dynamic=live or bool(config.is_dynamic),
             scale_type=ScaleType.float8_e8m0fnu if e8m0 else ScaleType.float32,
             scale_rule=ScaleRule(config.scale_calculation_mode or "even") if e8m0 else ScaleRule.even,

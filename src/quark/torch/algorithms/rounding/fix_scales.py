@@ -71,7 +71,7 @@ def _least_loss(
     weights: Sequence[torch.Tensor], importance: Sequence[torch.Tensor], spec: TensorSpec
 ) -> Iterator[QParams]:
     """`weighted_qparams` of weights of one shape; rows have scales of their own, so those of many may be one weight."""
-    alone = not by_row(spec) or spec.scale_spec is not None or spec.code_spec is not None
+    alone = not by_row(spec) or spec.dtype.is_block or spec.scale_spec is not None or spec.code_spec is not None
     step = 1 if alone else max(1, SIDE_BY_SIDE // weights[0].numel())
     for start in range(0, len(weights), step):
         batch, weighing = weights[start : start + step], importance[start : start + step]

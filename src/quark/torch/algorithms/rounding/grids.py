@@ -173,6 +173,12 @@ def by_row(spec: TensorSpec) -> bool:
 def dynamic_group(spec: TensorSpec) -> int:
     """The group size along the columns whose scale can be found on the way; 1 where there is none."""
     split = spec.split
-    if not isinstance(split, PerGroup) or split.axis not in (-1, 1) or split.pad or spec.scale_spec is not None:
+    if (
+        not isinstance(split, PerGroup)
+        or split.axis not in (-1, 1)
+        or split.pad
+        or spec.scale_spec is not None
+        or spec.dtype.is_block
+    ):
         return 1
     return max(split.size, 1)

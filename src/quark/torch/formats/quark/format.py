@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from quark import __version__
+from quark.core.block_types import BlockType
 from quark.core.spec import LayerSpec
 from quark.torch.config.config import QConfig
 from quark.torch.formats.format import Folder, FolderFormat, Stored
@@ -23,6 +24,8 @@ class QuarkFormat(FolderFormat):
     options = True
 
     def refusal(self, spec: LayerSpec) -> str | None:
+        if spec.weight is not None and isinstance(spec.weight.dtype, BlockType):
+            return f"the block types of GGUF; here {spec.weight}"
         return None
 
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:

@@ -6,6 +6,9 @@
     MXFP4   E8M0 byte e, 16 bytes            y = 2^(e - 127) * fp4(q)
     F32, F16, BF16                           values
 
+Types whose scales were found for them (`BLOCK_TYPES`: Q2_K ... Q6_K, Q5_0, IQ4_XS ...) are decoded as block_types.py of
+the core says, and lie in the file as block_bytes.py says.
+
 The low nibbles of the 16 bytes are values 0 to 15 of the block, the high nibbles 16 to 31. A scale shared by more than
 32 values along a row is repeated. d and m are rounded to float16: where the scale of the model is a float16 or
 bfloat16 number in its range, d is that scale; m = -d * zero_point is at most 2^-11 of itself away.
@@ -18,16 +21,18 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from quark.core.block_types import BLOCK_TYPES, BlockType, block_values
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.packing import decode, encode
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams, exp2, exponent
-from quark.core.spec import LayerSpec, ScaleType, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec, block_spec
 from quark.core.spec import spec as make_spec
 from quark.errors import NonFiniteError, ShapeError
 from quark.torch.formats.format import Format, only_weight
 from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.writers.gguf.block_bytes import pack_blocks, unpack_blocks
 
 BLOCK = 32
 CASTS = {"float16": "F16", "bfloat16": "BF16"}
@@ -39,6 +44,7 @@ SPECS = {
     "MXFP4": make_spec("fp4_e2m1", PerGroup(-1, BLOCK), scale_type=ScaleType.float8_e8m0fnu, observer="block"),
 }
 """Block type -> what a weight of this type in a file is, as a spec."""
+SPECS |= {name.upper(): block_spec(name) for name in BLOCK_TYPES if name.upper() not in SPECS}
 HEAD = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2, "MXFP4": 1}
 """Block type -> bytes before its codes."""
 
@@ -47,6 +53,8 @@ def block_type(spec: TensorSpec) -> str | None:
     """The GGUF type that holds a weight of this spec; None if there is none."""
     if spec.is_cast:
         return CASTS[spec.dtype.name]
+    if isinstance(spec.dtype, BlockType):
+        return spec.dtype.name.upper()
     if not _whole_blocks(spec.granularity) or spec.scale_spec or spec.code_spec or spec.float_zero_point:
         return None
     if spec.scale_type is ScaleType.float8_e8m0fnu:
@@ -74,6 +82,8 @@ class GgufLayout(Layout):
         if self.spec.is_cast:
             return {"": fake_quantize(x, None, self.spec).to(getattr(torch, self.spec.dtype.torch))}
         assert params is not None
+        if isinstance(self.spec.dtype, BlockType):
+            return {"": self._store_block_type(x, params, frozen)}
         scale, zero = self._per_block(params.scale, x), self._per_block(params.zero_point, x)
         assert scale is not None
         head = _head(kind, scale, zero)
@@ -83,11 +93,34 @@ class GgufLayout(Layout):
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         if self.spec.is_cast:
             return tensors[""].to(self.model_dtype)
+        if isinstance(self.spec.dtype, BlockType):
+            return self._load_block_type(tensors[""], self.spec.dtype, shape).to(self.model_dtype)
         kind = block_type(self.spec)
         assert kind is not None
         blocks = tensors[""].reshape(shape[0], shape[1] // BLOCK, -1)
         head, rest = blocks[..., : HEAD[kind]].contiguous(), blocks[..., HEAD[kind] :].contiguous()
         return _values(kind, head, rest).reshape(shape).to(self.model_dtype)
+
+    def _store_block_type(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
+        dtype = self.spec.dtype
+        assert isinstance(dtype, BlockType)
+        two, second = dtype.scales is not None, params.second
+        found = {"q": self.codes(x, params, frozen), "c" if two else "d": params.scale}
+        found |= {} if params.zero_point is None else {"k" if two else "e": params.zero_point}
+        if second is not None:
+            found |= {"d": second.scale} | ({} if second.zero_point is None else {"e": second.zero_point})
+        blocks = (x.shape[0], x.shape[1] // dtype.block, -1)
+        return pack_blocks({name: part.reshape(blocks) for name, part in found.items()}, dtype).flatten(1)
+
+    def _load_block_type(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> torch.Tensor:
+        parts = unpack_blocks(stored.reshape(shape[0], shape[1] // dtype.block, -1), dtype)
+        scale, minimum = parts["d"], parts.get("e")
+        if dtype.scales is not None:
+            scale, minimum = scale * parts["c"], None if minimum is None else minimum * parts["k"]
+        codes = torch.unflatten(parts["q"], -1, (dtype.groups, dtype.group))
+        minimum = None if minimum is None else minimum[..., None]
+        values: torch.Tensor = block_values(codes, scale[..., None], minimum)
+        return values.reshape(shape)
 
     def store_params(self, params: QParams) -> Tensors:
         """GGUF has no static activations, and `refusal` lets none come here."""

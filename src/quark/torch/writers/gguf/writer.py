@@ -33,6 +33,15 @@ FILE_TYPES = {
     "Q4_1": "MOSTLY_Q4_1",
     "Q8_0": "MOSTLY_Q8_0",
     "MXFP4": "MOSTLY_MXFP4_MOE",
+    "Q5_0": "MOSTLY_Q5_0",
+    "Q5_1": "MOSTLY_Q5_1",
+    "Q2_K": "MOSTLY_Q2_K",
+    "Q3_K": "MOSTLY_Q3_K_M",
+    "Q4_K": "MOSTLY_Q4_K_M",
+    "Q5_K": "MOSTLY_Q5_K_M",
+    "Q6_K": "MOSTLY_Q6_K",
+    "IQ4_NL": "MOSTLY_IQ4_NL",
+    "IQ4_XS": "MOSTLY_IQ4_XS",
 }
 """Type of most values in the matrices of the blocks -> general.file_type."""
 

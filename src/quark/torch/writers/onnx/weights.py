@@ -23,6 +23,7 @@ import onnx_ir as ir
 import torch
 
 from quark.core.array import NumpyArray, to_numpy
+from quark.core.block_types import BlockType
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode, encode
@@ -79,6 +80,8 @@ class Weight:
 
 def write_weight(writer: GraphWriter, node: ir.Node, tensor: MarkedTensor, x: torch.Tensor, four_bit: bool) -> None:
     """Put stored codes and their decoding in the place of a marker."""
+    if isinstance(tensor.spec.dtype, BlockType):
+        raise NotSupportedError(f"{tensor.name}: {tensor.spec.dtype} is a block type of GGUF and has no ONNX form.")
     weight = Weight(tensor, x, tensor.params(x))
     readers = [use.node for use in node.outputs[0].uses()]
     if tensor.spec.is_cast or _is_linear(tensor.spec):
