@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from quark.commands import COMMANDS
 from quark.core.schemes import SCHEMES
+from quark.torch.config.block_mixes import MIXES
 from tests.commands.program import Done, quark
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
@@ -225,6 +226,8 @@ def test_inspect_opens_no_pipe_and_follows_no_link_that_leads_nowhere(tmp_path: 
 def test_schemes_lists_every_scheme() -> None:
     done = quark("schemes")
     assert done.code == 0
+    for name in MIXES:
+        assert f" {name} " in done.out, name
     for name, layer in SCHEMES.items():
         assert re.search(rf"{name} +\S +{re.escape(str(layer.weight))} ", done.out), name
 

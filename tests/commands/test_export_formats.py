@@ -80,6 +80,13 @@ REFUSED = {
         "--stream with --export-format awq: block by block only the quark format is written",
     ),
     "gguf block by block": (("--scheme", "uint4_wo_32", "--export-format", "gguf", "--stream"), "--stream with"),
+    "a mix in a folder": (("--scheme", "q4_k_m"), "only GGUF files hold its block types"),
+    "a block type in a folder": (("--scheme", "int8_wo", "--layer", "*.down_proj=q6_k"), "block types of GGUF"),
+    "a mix in capitals": (("--scheme", "Q4_K_M", "--export-format", "gguf"), "Did you mean 'q4_k_m'"),
+    "a mix and a cache": (
+        ("--scheme", "q4_k_m", "--export-format", "gguf", "--kv-cache", "fp8"),
+        "--kv-cache and --attention do not apply",
+    ),
     "a misspelled format": (("--scheme", "int8_wo", "--export-format", "compressed_tensors"), "'compressed-tensors'"),
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.command_line import results
 from quark.commands.bit_budget import Budget, choice_table, choose_for_budget
-from quark.commands.export_torch import Export
+from quark.commands.export_torch import GGUF, Export
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
@@ -49,14 +49,20 @@ def quantize_folder(
     export.check_output(model, calib)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
     budget = scheme if isinstance(scheme, Budget) else None
+    mixed = isinstance(scheme, str) and is_mix(scheme, export.form)
     if budget is not None:
         _refuse_beside_budget(budget, [kv_cache, attention], load)
     title = budget.named() if budget else scheme
     of_all = any_scheme() if isinstance(scheme, Budget) else scheme
-    config = scheme_config(of_all, exclude, layer, kind, kv_cache, attention, algorithm)
+    if mixed:
+        if kv_cache or attention:
+            raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
+        config = mix_config(model, of_all, exclude, layer, algorithm, load["trust_remote_code"])
+    else:
+        config = scheme_config(of_all, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)
-    named = [*(budget.candidates if budget else [of_all]), *(item.rpartition("=")[2] for item in layer or [])]
-    export.check(model, named)
+    named = [*(budget.candidates if budget else [] if mixed else [of_all])]
+    export.check(model, [*named, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(of_all, layer, [kv_cache, attention], config, calib)
     console, start, before = results(), time.perf_counter(), folder_bytes(model)
     if budget is not None:
@@ -152,11 +158,14 @@ def _require_calibration(
     scheme: str, layers: list[str] | None, inside: list[str | None], config: Any, calib: Path | None
 ) -> None:
     """Raise before anything is loaded when a scheme has static activations, or an algorithm, and there is no text."""
-    from quark.core.schemes import SCHEMES
+    from quark.core.schemes import scheme_of
     from quark.torch.algorithms import algorithms_of
+    from quark.torch.config.block_mixes import MIXES
 
     names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
-    static = [name for name in names if SCHEMES[name].needs_data] + [name for name in inside if name]
+    static = [name for name in names if name not in MIXES and scheme_of(name).needs_data] + [
+        name for name in inside if name
+    ]
     if static and calib is None:
         raise CalibrationError(
             f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
@@ -165,6 +174,42 @@ def _require_calibration(
     reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs]
     if reading and calib is None:
         raise CalibrationError(f"The algorithm {reading[0]!r} needs calibration data: pass --calib FILE.")
+
+
+def is_mix(scheme: str, form: str) -> bool:
+    """Whether a scheme is a mix of block types. Raises ConfigError for one beside another format than GGUF."""
+    from quark.torch.config.block_mixes import MIXES
+
+    if scheme in MIXES and form != GGUF:
+        raise ConfigError(f"--scheme {scheme}: only GGUF files hold its block types. Possible: --export-format {GGUF}.")
+    return scheme in MIXES
+
+
+def mix_config(
+    model: Path,
+    scheme: str,
+    exclude: list[str] | None,
+    layers: list[str] | None,
+    algorithms: list[str] | None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The config of a mix of block types for the model of a folder."""
+    from quark.commands.models import load_meta_model
+    from quark.torch import gguf_config
+
+    skeleton = load_meta_model(model, trust_remote_code)
+    return gguf_config(skeleton, scheme, algorithms, exclude or [], _layer_rules(layers))
+
+
+def _layer_rules(layers: list[str] | None) -> dict[str, str]:
+    """Pattern -> scheme of --layer. Raises ConfigError for another form."""
+    rules = {}
+    for item in layers or []:
+        pattern, separator, name = item.rpartition("=")
+        if not separator:
+            raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
+        rules[pattern] = name
+    return rules
 
 
 def scheme_config(
@@ -179,12 +224,6 @@ def scheme_config(
     """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
     from quark.torch import LLMTemplate
 
-    rules = {}
-    for item in layers or []:
-        pattern, separator, name = item.rpartition("=")
-        if not separator:
-            raise ConfigError(f"--layer takes PATTERN=SCHEME, got {item!r}; for one: '*.down_proj=int8_wo'.")
-        rules[pattern] = name
     template = LLMTemplate.get(kind)
     default = list(template.exclude_layers_name)
     return template.get_config(
@@ -192,6 +231,6 @@ def scheme_config(
         algorithms,
         kv_cache_scheme=kv_cache,
         attention_scheme=attention,
-        layer_config=rules,
+        layer_config=_layer_rules(layers),
         exclude_layers=default + (exclude or []),
     )

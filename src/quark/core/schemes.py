@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quark.core.block_types import BLOCK_TYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.registry import Registry
-from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec, block_spec, spec
 
 SCHEMES: Registry[LayerSpec] = Registry("scheme")
 
@@ -99,3 +100,8 @@ _row("mxfp8_e4m3", _ocp("fp8_e4m3"), _live(_ocp("fp8_e4m3")))
 _row("mxfp8_e5m2", _ocp("fp8_e5m2"), _live(_ocp("fp8_e5m2")))
 for _name in ("float16", "bfloat16"):
     _row(_name, spec(_name, observer="placeholder"))
+
+
+def scheme_of(name: str) -> LayerSpec:
+    """The scheme of this name, or the weights of a block type. Raises ConfigError with the nearest names."""
+    return LayerSpec(weight=block_spec(name)) if name in BLOCK_TYPES and name not in SCHEMES else SCHEMES[name]

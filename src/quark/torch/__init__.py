@@ -13,6 +13,7 @@ from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.not_supported import ModelPruner
 from quark.torch.kernels import RuntimeOptions, accelerate, disable_native_inference, enable_native_inference
 from quark.torch.quantizer import ModelQuantizer
+from quark.torch.writers.gguf.mix_config import gguf_config
 from quark.torch.writers.gguf.reader import import_model_from_gguf
 from quark.torch.writers.onnx.export import export_onnx
 from quark.torch.writers.safetensors import ModelExporter, export_gguf, export_safetensors
@@ -31,6 +32,7 @@ __all__ = [
     "export_gguf",
     "export_onnx",
     "export_safetensors",
+    "gguf_config",
     "import_model_from_gguf",
     "import_model_from_safetensors",
     "load_params",

@@ -27,7 +27,14 @@ from quark.errors import (
     OutputExistsError,
     ShapeError,
 )
-from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer, export_gguf, import_model_from_gguf
+from quark.torch import (
+    LLMTemplate,
+    ModelExporter,
+    ModelQuantizer,
+    export_gguf,
+    gguf_config,
+    import_model_from_gguf,
+)
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
@@ -283,6 +290,79 @@ def test_quantized_embeddings_travel_too(tmp_path: Path) -> None:
     file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
     assert tensors(file)["token_embd.weight"].tensor_type.name == "Q8_0"
     assert torch.equal(logits(import_model_from_gguf(build("llama", F16, seed=5), file)), logits(model))
+
+
+# Mixes of block types -------------------------------------------------------------------------------------------------
+
+MIX_SIZES = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8}
+MIX_TYPES = {"q2_k": ("Q2_K", 10), "q3_k_s": ("Q3_K_S", 11), "q4_k_s": ("Q4_K_S", 14), "iq4_xs": ("IQ4_XS", 30)}
+
+
+def mixed(mix: str, kind: str = "llama", algorithm: str | None = None, **options: Any) -> Any:
+    model = build(kind, F32, **(MIX_SIZES | options))
+    quantizer = ModelQuantizer(gguf_config(model, mix, algorithm))
+    return quantizer.freeze(quantizer.quantize_model(model, [IDS] if algorithm else None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", MIX_TYPES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mix_is_read_back_to_the_bit(mix: str, tied: bool, tmp_path: Path) -> None:
+    model = mixed(mix, attention_bias=False, tie_word_embeddings=tied)
+    file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
+    held = tensors(file)
+    assert metadata(file)["general.file_type"] == MIX_TYPES[mix][1]
+    assert metadata(file)["general.name"] == LANGUAGE_MODEL.name
+    assert ("output.weight" in held) is not tied
+    assert held["token_embd.weight" if tied else "output.weight"].tensor_type.name == "Q6_K"
+    float_model = build("llama", seed=5, **MIX_SIZES, attention_bias=False, tie_word_embeddings=tied)
+    for result in (import_model_from_gguf(float_model, file), *([theirs(file, model)] if mix != "iq4_xs" else ())):
+        assert torch.equal(logits(result), logits(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "phi3", "gpt2"])
+def test_mixes_of_other_architectures(kind: str, tmp_path: Path) -> None:
+    """Queries, keys and values in one matrix (phi3), and matrices that lie transposed (gpt2)."""
+    sizes = {"n_embd": 256, "hidden_size": 256} if kind == "gpt2" else MIX_SIZES
+    model = mixed("q4_k_m", kind, **sizes)
+    file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors(file).items()}
+    assert kinds["blk.0.attn_output.weight"] == "Q4_K" and kinds["blk.0.attn_norm.weight"] == "F32"
+    if kind != "qwen3":
+        assert kinds["blk.1.attn_qkv.weight"] == "Q5_K"
+    assert kinds.get("position_embd.weight", "F32") == "F32"
+    loaded = import_model_from_gguf(build(kind, seed=5, **(MIX_SIZES | sizes)), file)
+    # gpt2: a product over a transposed matrix sums in another order.
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-4 if kind == "gpt2" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["importance", "gptq", "qronos"])
+def test_algorithms_round_on_the_grids_of_block_types(algorithm: str, tmp_path: Path) -> None:
+    """The file decodes to what was solved, and the solution is nearer on the data than rounding is."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = (TEXT / "calibration.txt").read_text(encoding="utf-8")[:40000]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(LANGUAGE_MODEL)(text)["input_ids"])[: 32 * 256].reshape(8, 4, 256)
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=F32).eval()
+
+    def divergence(model: Any) -> float:
+        ours, floats = (torch.log_softmax(m(ids[0]).logits, -1) for m in (model, load()))
+        return float((floats.exp() * (floats - ours)).sum(-1).mean())
+
+    found = {}
+    for name in (None, algorithm):
+        model = load()
+        quantizer = ModelQuantizer(gguf_config(model, "q3_k_m", name))
+        model = quantizer.freeze(quantizer.quantize_model(model, list(ids)))
+        with torch.no_grad():
+            found[name] = divergence(model)
+    assert found[algorithm] < found[None]
+    loaded = import_model_from_gguf(load(), export_gguf(model, tmp_path, "m", LANGUAGE_MODEL))
+    assert torch.equal(logits(loaded), logits(model))
 
 
 # Tokenizers -----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quark.checked import as_dict, as_list, snapshot
+from quark.core.block_types import BLOCK_TYPES
 from quark.core.registry import Registry
-from quark.core.schemes import SCHEMES
+from quark.core.schemes import SCHEMES, scheme_of
 from quark.errors import ConfigError, did_you_mean
 from quark.log import logger
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
+from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.families import EXCLUDED, with_shown
 from quark.torch.config.lowering import config_of_layer, lower_layer
@@ -156,7 +158,7 @@ class LLMTemplate:
 
     @classmethod
     def get_supported_schemes(cls) -> list[str]:
-        """The names that `get_config` takes."""
+        """The names that `get_config` takes, beside those of the block types of GGUF files (`BLOCK_TYPES`)."""
         return [*SCHEMES, *(name for name in cls._schemes if name not in SCHEMES)]
 
     @classmethod
@@ -168,9 +170,15 @@ class LLMTemplate:
         if known and name in cls._schemes:
             return snapshot(cls._schemes[name])
         built_in = OLD_SCHEMES.get(name, name) if known else ""
-        if built_in not in SCHEMES:
-            raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name), cls.get_supported_schemes())}")
-        return config_of_layer(SCHEMES[built_in])
+        if built_in in MIXES and built_in not in BLOCK_TYPES:
+            raise ConfigError(
+                f"The scheme {name!r} gives each tensor of a GGUF file a type of its own, which depends on the model. "
+                f"Possible: quark.torch.gguf_config(model, {name!r}), or a block type ({', '.join(BLOCK_TYPES)})."
+            )
+        if built_in not in SCHEMES and built_in not in BLOCK_TYPES:
+            names = [*cls.get_supported_schemes(), *MIXES]
+            raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name).lower(), names)}")
+        return config_of_layer(scheme_of(built_in))
 
     def get_config(
         self,

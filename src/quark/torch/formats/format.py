@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from quark.core.schemes import SCHEMES
+from quark.core.schemes import SCHEMES, scheme_of
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.config.lowering import config_of_layer
@@ -159,7 +159,7 @@ class Format(ABC):
 
     def check_scheme(self, scheme: str) -> None:
         """Raise NotSupportedError for a named scheme that cannot be stored: known before any model is loaded."""
-        reason = self.refusal(SCHEMES[scheme])
+        reason = self.refusal(scheme_of(scheme))
         if reason:
             raise NotSupportedError(f"The {self.name} format cannot hold {reason} ({scheme}). {self.possible()}")
 

@@ -30,6 +30,7 @@ from quark.core.scales import QParams, exp2, exponent
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, block_spec
 from quark.core.spec import spec as make_spec
 from quark.errors import NonFiniteError, ShapeError
+from quark.torch.config.block_mixes import MIXES
 from quark.torch.formats.format import Format, only_weight
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.writers.gguf.block_bytes import pack_blocks, unpack_blocks
@@ -146,6 +147,9 @@ class GgufFormat(Format):
             if weight is not None and block_type(weight)
             else f"anything but weights in its block types; here {spec}"
         )
+
+    def possible(self) -> str:
+        return f"{super().possible()} And, in `quark quantize` or `gguf_config`, the mixes {', '.join(MIXES)}."
 
     def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
         """Linear layers and embeddings, in rows of whole blocks."""

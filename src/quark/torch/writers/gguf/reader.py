@@ -19,7 +19,7 @@ from quark.torch.formats import Stored
 from quark.torch.layers import layer_class
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.writer import import_gguf, is_conv1d, tensor_names
+from quark.torch.writers.gguf.writer import import_gguf, is_conv1d, tensor_names, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -45,6 +45,10 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
     name_of = tensor_names(model, architecture)
     # Not every parameter has a name there: a head that is always tied has none.
     names = {name: name_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    if tied := tied_weights(model):
+        head, embeddings = tied
+        if names.get(head) not in tensors:  # the head is computed with the embeddings
+            names[head] = names[embeddings]
     named = {name: tensors[stored] for name, stored in names.items() if stored in tensors}
     config = _config(model, named)
     # The values are made while the model changes: what they depend on is known before.

@@ -19,31 +19,16 @@ from quark.errors import NotSupportedError, require_packages
 from quark.files import atomic_file
 from quark.log import logger, progress
 from quark.torch.checkpoint.shards import entries
+from quark.torch.config.block_mixes import MIXES, Mix, place_of
 from quark.torch.formats.layout import Tensors
+from quark.torch.layers import QuantLayer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of, write_hyperparameters
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
 
-FILE_TYPES = {
-    "F32": "ALL_F32",
-    "F16": "MOSTLY_F16",
-    "BF16": "MOSTLY_BF16",
-    "Q4_0": "MOSTLY_Q4_0",
-    "Q4_1": "MOSTLY_Q4_1",
-    "Q8_0": "MOSTLY_Q8_0",
-    "MXFP4": "MOSTLY_MXFP4_MOE",
-    "Q5_0": "MOSTLY_Q5_0",
-    "Q5_1": "MOSTLY_Q5_1",
-    "Q2_K": "MOSTLY_Q2_K",
-    "Q3_K": "MOSTLY_Q3_K_M",
-    "Q4_K": "MOSTLY_Q4_K_M",
-    "Q5_K": "MOSTLY_Q5_K_M",
-    "Q6_K": "MOSTLY_Q6_K",
-    "IQ4_NL": "MOSTLY_IQ4_NL",
-    "IQ4_XS": "MOSTLY_IQ4_XS",
-}
-"""Type of most values in the matrices of the blocks -> general.file_type."""
+OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
+"""Type of most values in the matrices of the blocks -> general.file_type, where it is not MOSTLY_ and the type."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +55,8 @@ def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], o
     items = list(file_items(model, architecture))
     with atomic_file(file, overwrite) as temporary:
         writer = gguf.GGUFWriter(temporary, architecture.arch)
-        writer.add_name(f"{type(model).__name__} by quark")
-        writer.add_file_type(int(getattr(gguf.LlamaFileType, FILE_TYPES[_main_type(items)])))
+        writer.add_name(_name(model, Path(tokenizer_path)))
+        writer.add_file_type(int(getattr(gguf.LlamaFileType, _file_type(items, model.config))))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         write_hyperparameters(writer, architecture, model.config)
         write_tokenizer(writer, tokenizer_path, model.config.vocab_size)
@@ -91,7 +76,10 @@ def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTen
     """The tensors of the file. Raises NotSupportedError for one that the architecture has no name for."""
     layers = quantized_layers(model)
     file_name = tensor_names(model, architecture)
+    left_out = _left_out(model)
     for name, make, shapes in entries(model, "reorder", True, GgufFormat()):
+        if name == left_out:
+            continue
         parent, _, leaf = name.rpartition(".")
         spec = layers[parent].spec.weight if parent in layers and leaf == "weight" else None
         flipped = is_conv1d(model, name)
@@ -107,6 +95,25 @@ def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTen
             raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
         change = _change(architecture, name, model, flipped)
         yield GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+
+
+def tied_weights(model: Any) -> tuple[str, str] | None:
+    """Names of the weights of head and embeddings where the model ties them."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    return f"{names[model.get_output_embeddings()]}.weight", f"{names[model.get_input_embeddings()]}.weight"
+
+
+def _left_out(model: Any) -> str | None:
+    """Name of the weight of a tied head that is quantized as the embeddings are: readers compute it with those."""
+    tied = tied_weights(model)
+    layers = [] if tied is None else [model.get_submodule(name.removesuffix(".weight")) for name in tied]
+    if tied is None or not all(isinstance(layer, QuantLayer) for layer in layers):
+        return None
+    head, embeddings = layers
+    same = head.spec.weight == embeddings.spec.weight and torch.equal(head.weight, embeddings.weight)
+    return tied[0] if same else None
 
 
 def _made(make: Callable[[], Tensors], change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -135,6 +142,27 @@ def _change(architecture: Architecture, name: str, model: Any, flipped: bool) ->
     if architecture.adds_one(name):
         return lambda x: x.float() + 1
     return lambda x: x.t().contiguous() if flipped else x
+
+
+def _name(model: Any, folder: Path) -> str:
+    """What a reader shows: the name of the folder or of the repository that the model came from."""
+    source = str(getattr(model.config, "_name_or_path", "") or folder.resolve())
+    return source.rstrip("/").rpartition("/")[2]
+
+
+def _file_type(items: list[GgufTensor], config: Any) -> str:
+    """The name in gguf.LlamaFileType: of the mix whose rules give these types, or of the main type."""
+    main = _main_type(items)
+    if main in OTHER_FILE_TYPES:
+        return OTHER_FILE_TYPES[main]
+    # Mixes of one base differ in what they make wider; the file has the name of the one that it is nearest to.
+    alike = [mix for mix in MIXES.values() if mix.base.upper() == main]
+    places = [(place_of(item.name, item.shape[-1], config), item.kind) for item in items if len(item.shape) == 2]
+
+    def strange(mix: Mix) -> int:
+        return sum((mix.type_of(place) or kind).upper() != kind for place, kind in places)
+
+    return f"MOSTLY_{min(alike, key=strange).file_type if alike else main}"
 
 
 def _main_type(items: list[GgufTensor]) -> str:

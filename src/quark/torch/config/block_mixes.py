@@ -1,0 +1,195 @@
+"""The mixes of block types that llama.cpp calls Q4_K_M and so on: which tensor of a GGUF file gets which type.
+
+A mix has a type for most tensors; the values of attention and the way down of the feed-forward network, which lose
+most, get a wider one in some layers. The head (and embeddings that are the head too) is Q6_K. llama.cpp's
+llama_tensor_get_type (llama-quant.cpp) is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quark.core.block_types import BLOCK_TYPES
+from quark.core.registry import Registry
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a model a tensor is.
+
+    Attributes:
+        name: Of the tensor in the file, without ".weight": "blk.3.attn_v".
+        columns: Values in a row.
+        layers: Blocks of the model.
+        sharing: Query heads for each head of keys and values.
+        experts: Experts of a block; 0 where there are none.
+        tied: Whether the embeddings are the head too.
+    """
+
+    name: str
+    columns: int
+    layers: int
+    sharing: int = 1
+    experts: int = 0
+    tied: bool = False
+
+    @property
+    def layer(self) -> int:
+        """The block; 0 outside of blocks."""
+        parts = self.name.split(".")
+        return int(parts[1]) if parts[0] == "blk" else 0
+
+    @property
+    def role(self) -> str:
+        """The name without the block, experts as the layer that they are: "attn_v", "ffn_down"."""
+        return self.name.rpartition(".")[2].removesuffix("_exps").removesuffix("_shexp")
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the logits are products with this tensor."""
+        return self.name == "output" or (self.tied and self.name == "token_embd")
+
+
+def place_of(name: str, columns: int, config: Any) -> Place:
+    """The place of a tensor.
+
+    Args:
+        name: In the file.
+        columns: Values in a row.
+        config: Of the transformers model.
+    """
+    heads = config.num_attention_heads
+    sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return Place(name.removesuffix(".weight"), columns, config.num_hidden_layers, sharing, int(experts), tied)
+
+
+Rule = Callable[[Place], bool]
+
+
+def always(place: Place) -> bool:
+    """Every layer."""
+    return True
+
+
+def more_bits(place: Place) -> bool:
+    """The first and the last eighth of the layers, and every third between."""
+    first, last = place.layers // 8, 7 * place.layers // 8
+    return place.layer < first or place.layer >= last or (place.layer - first) % 3 == 2
+
+
+def first(share: int) -> Rule:
+    """The first 1 / share of the layers."""
+    return lambda place: place.layer < place.layers // share
+
+
+def below(layer: int) -> Rule:
+    """The layers before this one."""
+    return lambda place: place.layer < layer
+
+
+def shared(place: Place) -> bool:
+    """Whether at least four heads read the same keys and values: their tensors are small then, and matter more."""
+    return place.sharing >= 4
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One mix.
+
+    Attributes:
+        base: Type of what no rule names.
+        file_type: The member of gguf.LlamaFileType, without "MOSTLY_".
+        wider: Role -> rules in the order that they are asked, and the type that each gives.
+    """
+
+    base: str
+    file_type: str
+    wider: Mapping[str, tuple[tuple[Rule, str], ...]] = field(default_factory=dict)
+
+    def type_of(self, place: Place) -> str | None:
+        """The block type of a tensor; None where it stays in float, as its rows are no whole blocks of any."""
+        chosen = self._head(place) if place.is_head else self._wanted(place)
+        while place.columns % BLOCK_TYPES[chosen].block:
+            if not BLOCK_TYPES[chosen].narrower:
+                return None
+            chosen = BLOCK_TYPES[chosen].narrower
+        return chosen
+
+    def _head(self, place: Place) -> str:
+        whole = place.columns % BLOCK_TYPES[self.base].block == 0
+        return "q6_k" if whole and self.base != "q8_0" else "q8_0"
+
+    def _wanted(self, place: Place) -> str:
+        if place.experts == 8 and place.role in ("attn_k", "attn_v"):
+            return "q8_0"  # small beside eight experts
+        if place.experts == 8 and place.role == "attn_output" and self.base in ("q2_k", "q3_k", "q4_k", "iq4_nl"):
+            return self.base if self.file_type == "Q3_K_L" else "q5_k"
+        chosen = next((to for rule, to in self.wider.get(place.role, ()) if rule(place)), self.base)
+        # Of the models of 70 billion parameters, eight heads share one tensor of values.
+        large = place.role == "attn_v" and place.layers == 80 and chosen in ("q3_k", "q4_k")
+        return "q5_k" if large else chosen
+
+
+MIXES: Registry[Mix] = Registry("mix of block types")
+_NL = {"attn_v": ((shared, "q5_k"),), "ffn_down": ((first(8), "q5_k"),)}
+for _name, _mix in {
+    "q2_k": Mix(
+        "q2_k",
+        "Q2_K",
+        {
+            "attn_v": ((shared, "q4_k"), (always, "q3_k")),
+            "ffn_down": ((always, "q3_k"),),
+            "attn_output": ((always, "q3_k"),),
+        },
+    ),
+    "q3_k_s": Mix("q3_k", "Q3_K_S"),
+    "q3_k_m": Mix(
+        "q3_k",
+        "Q3_K_M",
+        {
+            "attn_v": ((below(2), "q5_k"), (always, "q4_k")),
+            "ffn_down": ((first(16), "q5_k"), (always, "q4_k")),
+            "attn_output": ((always, "q4_k"),),
+            "attn_qkv": ((always, "q4_k"),),
+        },
+    ),
+    "q3_k_l": Mix(
+        "q3_k",
+        "Q3_K_L",
+        {
+            "attn_v": ((always, "q5_k"),),
+            "ffn_down": ((always, "q5_k"),),
+            "attn_output": ((always, "q5_k"),),
+            "attn_qkv": ((always, "q4_k"),),
+        },
+    ),
+    "q4_k_s": Mix("q4_k", "Q4_K_S", {"attn_v": ((below(4), "q5_k"),), "ffn_down": ((first(8), "q5_k"),)}),
+    "q4_k_m": Mix(
+        "q4_k",
+        "Q4_K_M",
+        {
+            "attn_v": ((more_bits, "q6_k"),),
+            "ffn_down": ((more_bits, "q6_k"),),
+            "attn_qkv": ((always, "q5_k"),),
+        },
+    ),
+    "q5_k_s": Mix("q5_k", "Q5_K_S"),
+    "q5_k_m": Mix(
+        "q5_k",
+        "Q5_K_M",
+        {
+            "attn_v": ((more_bits, "q6_k"),),
+            "ffn_down": ((more_bits, "q6_k"),),
+            "attn_qkv": ((always, "q6_k"),),
+        },
+    ),
+    "q6_k": Mix("q6_k", "Q6_K"),
+    "iq4_xs": Mix("iq4_xs", "IQ4_XS", _NL),
+    "iq4_nl": Mix("iq4_nl", "IQ4_NL", _NL),
+    **{name: Mix(name, name.upper()) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")},
+}.items():
+    MIXES.register(_name, _mix)

@@ -1,0 +1,79 @@
+"""The config of a model under a mix of block types, embeddings and head included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quark.core.spec import LayerSpec, TensorSpec, block_spec
+from quark.errors import ConfigError
+from quark.torch.config.block_mixes import MIXES, Place, place_of
+from quark.torch.config.config import QConfig
+from quark.torch.config.llm_template import Algorithms, LLMTemplate
+from quark.torch.config.lowering import config_of_layer
+from quark.torch.layers import layer_class
+from quark.torch.writers.gguf.architectures import architecture_of
+from quark.torch.writers.gguf.writer import is_conv1d, tensor_names
+
+KEPT = ("position_embd", "token_types", "ffn_gate_inp", "ffn_gate_inp_shexp")
+"""Tensors that stay in float: small, and read by few values or by the choice of experts."""
+
+
+def gguf_config(
+    model: Any,
+    mix: str,
+    algorithm: Algorithms | Sequence[Algorithms] | None = None,
+    exclude_layers: Sequence[str] = (),
+    layer_config: dict[str, str] | None = None,
+) -> QConfig:
+    """The config that makes a GGUF file of a mix, such as "q4_k_m", from a model.
+
+    Args:
+        model: The float model of transformers, on any device, meta too.
+        mix: A name in `MIXES`, as llama.cpp has it.
+        algorithm: See `LLMTemplate.get_config`; "importance" weighs errors by what reaches a layer, "gptq" and
+            "qronos" round so that errors of columns make up for each other.
+        exclude_layers: Patterns of layers that stay in float.
+        layer_config: Pattern -> scheme, in place of what the mix says.
+
+    Raises:
+        ConfigError: No such mix.
+        NotSupportedError: A model that GGUF files are not written of.
+    """
+    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in _specs(model, mix)}
+    template = LLMTemplate.get(model.config.model_type)
+    chosen = {pattern: template.scheme(name) for pattern, name in (layer_config or {}).items()}
+    return QConfig(
+        global_quant_config=config_of_layer(LayerSpec()),
+        layer_quant_config=chosen | layers,
+        exclude=list(exclude_layers),
+        algo_config=template.get_config("int8_wo", algorithm).algo_config,
+    )
+
+
+def _specs(model: Any, mix: str) -> Iterator[tuple[str, TensorSpec]]:
+    """Name of a layer -> the spec of its weight."""
+    row, places = MIXES[mix], list(places_of(model))
+    if not places:
+        raise ConfigError(f"{type(model).__name__} has no layer that the mix {mix!r} could quantize.")
+    for name, place in places:
+        chosen = row.type_of(place)
+        if chosen is not None:
+            yield name, block_spec(chosen)
+
+
+def places_of(model: Any) -> Iterator[tuple[str, Place]]:
+    """Name of each layer with a weight that a mix may quantize, and its place in the file."""
+    file_name = tensor_names(model, architecture_of(model.config))
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if weight is None or weight.ndim != 2 or not (layer_class(layer) or is_conv1d(model, f"{name}.weight")):
+            continue
+        # The head of a tied model has no tensor of its own in the file: it is computed with the embeddings.
+        is_head = tied and layer is model.get_output_embeddings()
+        stored = "token_embd.weight" if is_head else file_name(f"{name}.weight")
+        if stored is None or stored.removesuffix(".weight").rpartition(".")[2] in KEPT:
+            continue
+        columns = weight.shape[0] if is_conv1d(model, f"{name}.weight") else weight.shape[1]
+        yield name, place_of(stored, int(columns), model.config)
