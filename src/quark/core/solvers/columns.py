@@ -18,6 +18,7 @@ from typing import Any
 
 from quark import native
 from quark.core.array import Array, dtype_name, is_torch, namespace
+from quark.core.block_types import BlockType
 from quark.core.quantize import quantize_elements
 from quark.core.rounding import RoundType
 from quark.core.spec import TensorSpec
@@ -81,8 +82,8 @@ class _Rule(ctypes.Structure):
                 if dtype.ebits == 8
                 else cls(dtype.min, dtype.max, float_bits=dtype.mbits, smallest_power=2.0**dtype.emin)
             )
-        if dtype.bits > 16:
-            return None
+        if dtype.bits > 16 or isinstance(dtype, BlockType):
+            return None  # the compiled loops know no minimums and no tables
         shifted = spec.has_zero_point and not (spec.symmetric and dtype.signed)
         before = spec.float_zero_point
         return cls(dtype.min, dtype.max, dtype.is_block, before, shifted and not before, shifted, -1, 0.0)
