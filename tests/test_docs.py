@@ -38,6 +38,7 @@ from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
 from quark.torch.checkpoint.loading import empty_params
 from quark.torch.config.algo_configs import ALGO_CONFIGS
+from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.observer_classes import OBSERVER_CLASSES
 from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
@@ -418,7 +419,7 @@ def test_every_scheme_that_a_page_names_exists() -> None:
     for page in PAGES:
         for name in re.findall(r"(?:--scheme |get_config\(\s*\")([\w]+)", page.read_text(encoding="utf-8")):
             added = {"uint4_fp8_dynamic", "uint4_wo_12"}  # registered on the page; the misspelling of "Errors"
-            assert name in SCHEMES or name in added, f"{page_name(page)} names {name}"
+            assert name in SCHEMES or name in MIXES or name in added, f"{page_name(page)} names {name}"
 
 
 def test_the_changelog_has_the_version() -> None:

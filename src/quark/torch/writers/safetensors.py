@@ -121,7 +121,7 @@ def export_gguf(
 
     Args:
         model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not, its weights quantized in groups
-            that are whole blocks of 32: int4, uint4 (asymmetric), int8 or MXFP4; not changed.
+            that are whole blocks of 32 (int4, uint4 asymmetric, int8, MXFP4) or in block types; not changed.
         output_dir: Folder of the file.
         model_type: Name of the file without ".gguf".
         tokenizer_path: Folder that holds the tokenizer.
