@@ -145,6 +145,10 @@ def test_the_search_of_scales_counts_the_same_errors(rule: TensorSpec, wrap: Cal
     found = columns.part_errors(*arrays, rule, size)
     assert found is not None
     assert np.allclose(np.asarray(found), lost.reshape(-1, size).sum(1).reshape(params.scale.shape), rtol=1e-4, atol=0)
+    # The diagonal of second moments has strides, and ONNX layers have a row.
+    for same in (wrap(np.diag(importance)).diagonal(), wrap(importance[None])):
+        again = columns.part_errors(arrays[0], same, *arrays[2:], rule, size)
+        assert again is not None and bool((again == found).all())
 
 
 @WRAPS

@@ -13,7 +13,7 @@ from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.errors import CalibrationError, ConfigError, QuarkError, StructureError
+from quark.errors import CalibrationError, ConfigError, NonFiniteError, QuarkError, StructureError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import Algorithm, Block
 from quark.torch.algorithms.block_sweep import sweep
@@ -370,7 +370,9 @@ def test_algorithms_run_in_the_order_given() -> None:
     assert events == ["a:model.layers.0", "b:model.layers.0", "a:model.layers.1", "b:model.layers.1"]
 
 
-def test_importance_scales_are_those_of_the_second_moments() -> None:
+def test_importance_scales_are_those_of_the_second_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The squares of channels are enough: the products of all pairs take longer than the model.
+    monkeypatch.setattr(InputGroup, "_moments", None)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 8, bias=False))
     data = [torch.randn(64, 32) * torch.linspace(0.01, 3, 32)]
@@ -383,6 +385,20 @@ def test_importance_scales_are_those_of_the_second_moments() -> None:
         return float(((fake_quantize(weight, found, INT3) - weight) ** 2 * moments).sum())
 
     assert loss(params) < 0.9 * loss(compute_qparams(weight, INT3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_mean_squares_are_the_diagonal_of_second_moments(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batches = [(200 * torch.randn(2, 700, 24)).to(dtype), torch.randn(1, 3, 24).to(dtype)]
+    group = InputGroup({"layer": nn.Linear(24, 8)}, batches, [])
+    tokens = torch.cat([x.reshape(-1, 24) for x in batches]).double()
+    rounding = len(tokens) * 2.0**-24  # at most, of a float32 sum of that many positive numbers
+    assert torch.allclose(group.mean_square.double(), tokens.square().mean(0), rtol=rounding, atol=0)
+    assert torch.allclose(group.mean_square, group.gram.diagonal(), rtol=2 * rounding, atol=0)
+    batches[1][0, 1, 5] = torch.inf
+    with pytest.raises(NonFiniteError, match="layer: an input holds NaN or Inf"):
+        _ = InputGroup({"layer": nn.Linear(24, 8)}, batches, []).mean_square
 
 
 def test_scales_that_are_found_before_leave_the_float_model_to_what_follows() -> None:

@@ -147,21 +147,23 @@ def part_errors(
 
     Args:
         values: Contiguous, float32.
-        importance: (the last axis of values,), or the shape of values.
+        importance: One for each value along the last axis, or the shape of values; any strides.
         scale, zero: One for each run.
         spec: The element type and the rules.
         size: Values of a run, which is a part of one row.
     """
     rule = _Rule.of(spec)
+    whole = importance.shape == values.shape
+    fits = whole or tuple(importance.shape) in ((values.shape[-1],), (1, values.shape[-1]))
+    if not whole and fits:
+        importance = importance.reshape(-1) * 1.0  # may be the diagonal of a matrix, a view with strides
     arrays = [values, importance, scale, *([] if zero is None else [zero])]
-    fits = importance.ndim == 1 or importance.shape == values.shape
     if values.shape[-1] < WORTH_COMPILING and values.shape[-1] != size:
         return None
     if rule is None or not fits or not all(_plain(x) and _contiguous(x) for x in arrays) or _library() is None:
         return None
     xp, parts, period = namespace(values), scale.reshape(-1).shape[0], importance.reshape(-1).shape[0]
     errors = xp.empty_like(scale)
-    whole = importance.ndim > 1
 
     def part(own: list[Any], start: int, count: int) -> None:
         x, weight, scales, zeros, found = own

@@ -50,6 +50,21 @@ class InputGroup:
         return self._moments(self.inputs, self.inputs)
 
     @cached_property
+    def mean_square(self) -> torch.Tensor:
+        """The diagonal of `gram`, shape (in_features,), float32, without the products that are not on it.
+
+        Raises: As `gram` does.
+        """
+        self._require_tokens()
+        total = self.inputs[0].new_zeros(self.inputs[0].shape[-1], dtype=torch.float32)
+        for x in self.inputs:
+            for tokens in torch.split(flat(x), TILE):
+                total += tokens.float().square().sum(0)
+        total = summed(total) / self.count
+        self._require_finite(total)
+        return total
+
+    @cached_property
     def cross(self) -> torch.Tensor:
         """X~^T X / count of the real inputs X~ and those of the float model X."""
         return self._moments(self.inputs, self.float_inputs)
@@ -72,7 +87,7 @@ class InputGroup:
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
         self.inputs = [x / scale.to(x) for x in self.inputs]
-        for name in ("gram", "cross", "max_abs", "mean_abs"):
+        for name in ("gram", "mean_square", "cross", "max_abs", "mean_abs"):
             self.__dict__.pop(name, None)
 
     def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -97,10 +112,13 @@ class InputGroup:
         if left is right:
             _mirror(total)
         total = summed(total)
-        low, high = total.aminmax()
+        self._require_finite(total)
+        return total
+
+    def _require_finite(self, moments: torch.Tensor) -> None:
+        low, high = moments.aminmax()
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
-        return total
 
     def _require_tokens(self) -> None:
         if self.count == 0:

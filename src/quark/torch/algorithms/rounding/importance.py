@@ -18,4 +18,4 @@ class ImportanceScale(Algorithm):
         layers = chosen_layers(group, block, self.config.inside_layer_modules)
         if layers:
             with naming(", ".join(layers)):
-                fix_scales(layers, block, dict.fromkeys(layers, group.gram.diagonal()))
+                fix_scales(layers, block, dict.fromkeys(layers, group.mean_square))
