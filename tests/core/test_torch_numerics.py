@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.array import Array
+from quark.core.array import Array, minmax
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.packing import MSB_PAIRS, decode, encode, pack_bits, pack_int4
@@ -119,3 +119,15 @@ def test_documented_packing(case: str, library: object) -> None:
         pack = {"uint2": lambda: pack_bits(codes, 2, MSB_PAIRS), "int3": lambda: pack_bits(codes, 3)}
         packed = decode(codes, dtype) if name == "int2" else pack.get(name, lambda: pack_int4(codes))()
     assert np.array_equal(np.asarray(packed), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "axis"), [((6, 300), 1), ((300, 6), 0), ((4, 5, 7), 1), ((9, 31), 1), ((9, 64), 1)])
+def test_extremes_along_an_axis_are_those_of_numpy(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x.view(-1)[-1] = torch.nan
+    low, high = minmax(x, (axis,))
+    assert low.dtype == high.dtype == dtype
+    expected = x.float().numpy()
+    np.testing.assert_array_equal(low.float().numpy(), expected.min(axis, keepdims=True))
+    np.testing.assert_array_equal(high.float().numpy(), expected.max(axis, keepdims=True))
