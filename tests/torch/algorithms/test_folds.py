@@ -10,7 +10,8 @@ from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError
 from quark.torch import ModelQuantizer
-from quark.torch.algorithms.scaling.find_folds import Discovery, _sibling
+from quark.torch.algorithms.scaling.find_folds import Discovery, _Search, _sibling
+from quark.torch.algorithms.scaling.float64_forward import Exact
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
 from quark.torch.config.algo_configs import ALGO_CONFIGS
 from quark.torch.config.config import QConfig
@@ -293,3 +294,30 @@ def test_latent_attention_with_splits_of_heads(algorithm: str) -> None:
         found = ModelQuantizer(config).quantize_model(model, token_batches())(ids).logits
     # 16 bits leave 1e-4; a wrong fold would leave nothing.
     assert float((found - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_in_float64_is_that_of_its_weight_in_float64(bias: bool) -> None:
+    layer = nn.Linear(24, 150, bias=bias).bfloat16()  # more rows than are converted at once
+    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (found,), _ = Exact(layer, (x,), {}).run()
+    with torch.no_grad():
+        expected = nn.functional.linear(x, layer.weight.double(), layer.bias.double() if bias else None)
+    assert found.dtype == torch.float64 and torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_named_folds_are_sought_in_one_block_of_a_structure_and_proved_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    sought: list[str] = []
+    candidate = _Search.candidate
+
+    def noted(self: _Search, layers: tuple[str, ...], producer: str | None = None) -> Fold | Refusal:
+        sought.append(str(producer))
+        return candidate(self, layers, producer)
+
+    monkeypatch.setattr(_Search, "candidate", noted)
+    discovery, item = Discovery(), {"prev_op": "0", "layers": ["1"], "inp": "1"}
+    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        (fold,) = discovery.explicit(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 70)), (x,), {}, [item])
+        assert isinstance(fold, Fold)
+    assert sought == ["0"]

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from quark.core.array import minmax
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.torch.layers import QuantLayer
@@ -26,6 +27,12 @@ def weight_spec(layer: QuantLayer) -> TensorSpec:
 def float_weight(layer: QuantLayer) -> torch.Tensor:
     """The weight of a linear layer, (out, in), float32."""
     return cast(torch.Tensor, layer.weight).detach().float()
+
+
+def largest_of_columns(layer: QuantLayer) -> torch.Tensor:
+    """Largest magnitude of each column of a linear layer's weight, (in,), float32."""
+    low, high = minmax(cast(torch.Tensor, layer.weight).detach(), (0,))
+    return torch.maximum(-low, high)[0].float()
 
 
 def store_qparams(layer: QuantLayer, params: QParams) -> None:

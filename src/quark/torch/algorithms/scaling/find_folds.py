@@ -63,8 +63,10 @@ class Discovery:
         search = _Search(block, args, kwargs)
         for item in scaling_layers:
             search.check(item)
-        candidates = [search.candidate(tuple(item["layers"]), item["prev_op"]) for item in scaling_layers]
-        proved = search.proved(candidates)
+        named = tuple((item["prev_op"], tuple(item["layers"])) for item in scaling_layers)
+        if (search.structure, named) not in self._known:
+            self._known[search.structure, named] = [search.candidate(layers, before) for before, layers in named]
+        proved = search.proved(self._known[search.structure, named])
         for item, result in zip(scaling_layers, proved, strict=True):
             if isinstance(result, Refusal):
                 raise ConfigError(f"scaling_layers: {item['prev_op']!r} into {item['layers']}: {result.reason}.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,6 +23,8 @@ from quark.torch.layers.replace import quantized_layers
 
 Tensors = Mapping[str, torch.Tensor]
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
+ROWS = 64
+"""Rows of a weight that are float64 at once."""
 
 
 class Float64(TorchFunctionMode):
@@ -35,6 +38,8 @@ class Float64(TorchFunctionMode):
             func = torch.Tensor.double
         if name.endswith("grouped_mm"):
             func = _grouped_mm  # torch has none for float64
+        if func is F.linear and not kwargs and args[1].dtype in NARROW:
+            return _linear(*args)
         args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -100,6 +105,13 @@ def difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     return max(
         (float((x - y).abs().max() / x.abs().max().clamp_min(1e-300)) for x, y in zip(a, b, strict=True)), default=0.0
     )
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` in float64; of the weight only some rows are float64 at a time, and these stay in the cache."""
+    x = x.double()
+    y = torch.cat([F.linear(x, rows.double()) for rows in torch.split(weight, ROWS)], -1)
+    return y if bias is None else y + bias.double()
 
 
 def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor | None]:

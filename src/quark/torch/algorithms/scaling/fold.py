@@ -9,12 +9,16 @@ decide nothing. `quark.torch.algorithms.scaling.find_folds` finds folds and prov
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from quark.torch.model.record_forward import is_linear
+
+ROWS = 64
+"""Rows of a weight that are scaled at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +61,18 @@ class Fold:
             block: The block that the names belong to.
             s: Positive, (channels,), as `feasible` returns.
         """
+        s, producer = s.float(), block.get_submodule(self.producer)
         with torch.no_grad():
-            for name, value in (self.divided(block, s.float()) | self.multiplied(block, s.float())).items():
-                block.get_parameter(name).copy_(value)
+            if is_linear(producer):
+                for parameter in producer.parameters(recurse=False):
+                    by = self.factor(block, s).to(parameter.device)
+                    _rewrite(torch.div, parameter, by.unsqueeze(-1) if parameter.ndim == 2 else by)
+            else:
+                for name, value in self.divided(block, s).items():
+                    block.get_parameter(name).copy_(value)
+            for name in (*self.layers, *self.others):
+                weight = block.get_parameter(f"{name}.weight")
+                _rewrite(torch.mul, weight, s.to(weight.device))
 
     def divided(self, block: nn.Module, s: torch.Tensor) -> dict[str, torch.Tensor]:
         """Full name -> value of the producer's parameters after the division, in the dtype of s."""
@@ -85,6 +98,16 @@ class Fold:
         """Full name -> weights of the readers (all, or those named) with their columns times s, in the dtype of s."""
         weights = {f"{n}.weight": block.get_parameter(f"{n}.weight") for n in names or (*self.layers, *self.others)}
         return {name: weight.detach().to(s.dtype) * s.to(weight.device) for name, weight in weights.items()}
+
+
+def _rewrite(operation: Callable[..., torch.Tensor], parameter: torch.Tensor, factors: torch.Tensor) -> None:
+    """Write operation(parameter, factors), computed in the dtype of the factors, over a parameter.
+
+    ROWS at a time: these stay in the cache, and no second copy of the parameter is made.
+    """
+    of_rows = torch.split(factors.expand_as(parameter), ROWS)
+    for rows, own in zip(torch.split(parameter, ROWS), of_rows, strict=True):
+        rows.copy_(operation(rows.to(factors.dtype), own))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quark.core.solvers import smooth
-from quark.torch.algorithms.layer_weights import float_weight
+from quark.torch.algorithms.layer_weights import largest_of_columns
 from quark.torch.algorithms.scaling.base import Folding, InputStatistics
 from quark.torch.algorithms.scaling.fold import Fold
 from quark.torch.layers import QuantLayer
@@ -25,7 +25,7 @@ def smoothed(
     fold: Fold, layers: dict[str, QuantLayer], act_max: torch.Tensor, alpha: float, floor: float
 ) -> torch.Tensor:
     """SmoothQuant's scale, one for all channels that the fold ties together."""
-    of_layers = [float_weight(layer).abs().amax(0) for layer in layers.values()]
+    of_layers = [largest_of_columns(layer) for layer in layers.values()]
     weight_max = torch.stack(of_layers).amax(0).to(act_max.device)
     s = smooth.smoothing_scale(fold.shared(act_max), fold.shared(weight_max), alpha, floor)
     return fold.feasible(s)
