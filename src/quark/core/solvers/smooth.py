@@ -30,6 +30,8 @@ WORTH = 0.95
 
 FACTORS = tuple((44 - i) / 40 for i in range(29))
 """Candidates for the factor of a group's range, 1.1 to 0.4."""
+ELEMENTS, LEAST_ROWS = 1 << 23, 32
+"""Elements of the errors of all candidates that are in memory at once, about, and rows that are done at least."""
 
 
 def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: float = 1e-3) -> Array:
@@ -123,7 +125,7 @@ def best_scale(
 
 
 def best_steps(
-    weight: Array, gram: Array, quantize: Callable[..., Array], groups: int, sweeps: int = 2, rows: int = 256
+    weight: Array, gram: Array, quantize: Callable[..., Array], groups: int, sweeps: int = 2, rows: int = 0
 ) -> Array:
     """The factor of the range of each group of each row that leaves the least output error.
 
@@ -133,44 +135,48 @@ def best_steps(
         quantize: (factors (rows, groups), rows) -> those rows of the weight, quantized with their ranges times factors.
         groups: Groups in a row.
         sweeps: Passes of the coordinate descent.
-        rows: Rows done at a time (they are independent); bounds the memory.
+        rows: Rows done at a time (they are independent); bounds the memory. 0: as many as ELEMENTS allows.
 
     Returns:
         Factors, (out, groups); 1 is round to nearest. No row has a larger loss than with all factors 1.
     """
-    xp = namespace(weight)
     parts = []
-    for start in range(0, len(weight), rows):
-        part = slice(start, min(start + rows, len(weight)))
+    step = rows or max(LEAST_ROWS, ELEMENTS // (weight.shape[1] * len(FACTORS)))
+    for start in range(0, len(weight), step):
+        part = slice(start, min(start + step, len(weight)))
         parts.append(_descend(weight[part], gram, partial(quantize, rows=part), groups, sweeps))
-    return xp.concatenate(parts)
+    return namespace(weight).concatenate(parts)
 
 
 def _descend(weight: Array, gram: Array, quantize: Callable[[Array], Array], groups: int, sweeps: int) -> Array:
+    """Group by group, from what is best alone: of all factors, the one that loses least given the rest of the row."""
     xp, (rows, width) = namespace(weight), weight.shape
     size = width // groups
-    diagonal = xp.stack([gram[i : i + size, i : i + size] for i in range(0, width, size)])
+    row = like(list(range(rows)), weight, "int64")
 
     def split(x: Array) -> Array:
         """Turn (rows, width) into (groups, rows, size)."""
         return xp.swapaxes(x.reshape(rows, groups, size), 0, 1)
 
-    def joined(x: Array) -> Array:
-        """Turn (groups, rows, size) into (rows, width)."""
-        return xp.swapaxes(x, 0, 1).reshape(rows, width)
-
-    candidates = xp.stack([split(quantize(xp.ones_like(weight[:, :groups]) * c) - weight) for c in FACTORS])
-    alone = gram_loss(candidates, diagonal)
-    chosen = alone.argmin(0)
-    row = like(list(range(rows)), weight, "int64")
-    error = xp.stack([candidates[chosen[g], g, row] for g in range(groups)])
-    pulled = split(joined(error) @ gram)
+    errors = xp.stack([split(weight)] * len(FACTORS), 1)  # group, factor, row, column of the group
+    for index, factor in enumerate(FACTORS):
+        errors[:, index] = split(quantize(xp.ones_like(weight[:, :groups]) * factor) - weight)
+    columns = [slice(start, start + size) for start in range(0, width, size)]
+    # One group after the other: what a step works on stays in the cache.
+    alone = [
+        gram_loss(of_group.reshape(-1, size), gram[here, here]).reshape(-1, rows)
+        for of_group, here in zip(errors, columns, strict=True)
+    ]
+    chosen = xp.stack([losses.argmin(0) for losses in alone])
+    error = xp.concatenate([of_group[best, row] for of_group, best in zip(errors, chosen, strict=True)], -1)
+    pulled = error @ gram
     for g in list(range(groups)) * sweeps:
-        rest = pulled[g] - error[g] @ diagonal[g]
-        chosen[g] = (alone[:, g] + 2 * (candidates[:, g] * rest).sum(-1)).argmin(0)
-        change = candidates[chosen[g], g, row] - error[g]
-        error[g] += change
-        pulled += split(change @ gram[g * size : (g + 1) * size])
-    plain = joined(candidates[FACTORS.index(1.0)])
-    better = gram_loss(joined(error), gram) < gram_loss(plain, gram)
+        here = columns[g]
+        rest = pulled[:, here] - error[:, here] @ gram[here, here]
+        chosen[g] = (alone[g] + 2 * (errors[g] * rest).sum(-1)).argmin(0)
+        change = errors[g][chosen[g], row] - error[:, here]
+        error[:, here] += change
+        pulled += change @ gram[here]
+    plain = xp.swapaxes(errors[:, FACTORS.index(1.0)], 0, 1).reshape(rows, width)
+    better = (error * pulled).sum(-1) < gram_loss(plain, gram)
     return xp.where(better[:, None], like(FACTORS, weight)[chosen].T, 1.0)
