@@ -13,8 +13,8 @@ from onnx import numpy_helper
 
 from quark.errors import ConfigError, NothingToQuantizeError
 from quark.onnx import Config, ModelQuantizer, get_default_config
-from tests.models.onnx_bodies import in_branches, rows, sums
-from tests.models.onnx_zoo import Array, Reader, branches, cnn, images, mlp, run, vectors
+from tests.models.onnx_bodies import identity_if, in_branches, rows, sums
+from tests.models.onnx_zoo import Array, Builder, Reader, branches, cnn, images, mlp, run, vectors
 
 PRESETS = ("A8W8", "XINT8", "U8S8_AAWS", "UINT8_DYNAMIC_QUANT", "MATMUL_NBITS", "BF16")
 QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "MatMulNBits", "MatMulInteger", "ExtendedQuantizeLinear")
@@ -150,6 +150,23 @@ def test_a_branch_that_no_sample_runs_stays_in_float(capsys: pytest.CaptureFixtu
     assert "chosen_node.else_branch stays in float: no calibration sample runs it" in capsys.readouterr().err
     # Where no range is needed, what runs does not matter.
     assert all(counts(quantized(branches(), None, "UINT8_DYNAMIC_QUANT", EnableSubgraph=True)).values())
+
+
+def test_a_branch_that_reads_only_zeros_stays_in_float(capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of the state of a recurrent model does, where every sample is a first step."""
+    b, rng = Builder(), np.random.default_rng(0)
+    b.node("MatMul", ["x", b.constant("w", b.random.normal(0, 0.5, (8, 8)))], "y")
+    identity_if(b, "state", "passed")
+    model = b.model({"x": ["n", 8], "state": ["n", 8]}, {"y": ["n", 8], "passed": ["n", 8]})
+    feeds = [{"x": rng.normal(1, 0.1, (1, 8)), "state": np.zeros((1, 8))} for _ in range(2)]
+    samples = [{name: array.astype(np.float32) for name, array in feed.items()} for feed in feeds]
+    options: dict[str, Any] = {"EnableSubgraph": True, "ForceQuantizeNoInputCheck": True}
+    (holder,) = (node.name for node in model.graph.node if node.op_type == "If")
+    found = counts(quantized(model, samples, **options))
+    assert found[""] and not found[f"{holder}.then_branch"]
+    assert f"{holder}.then_branch stays in float: all that it reads is zero" in capsys.readouterr().err
+    samples[1]["state"][0, 3] = 1
+    assert counts(quantized(model, samples, **options))[f"{holder}.then_branch"]
 
 
 def test_nodes_of_bodies_are_chosen_and_left_out_by_name() -> None:

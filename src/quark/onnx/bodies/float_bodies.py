@@ -18,6 +18,7 @@ from quark.errors import CalibrationError, NothingToQuantizeError, QuarkError
 from quark.log import logger
 from quark.onnx.bodies.body_feeds import BodyFeeds
 from quark.onnx.bodies.body_model import Body, as_model, bodies_of, put_back
+from quark.onnx.calibration.data.readers import is_alive
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
@@ -101,6 +102,10 @@ def _quantized(
     except QuarkError as error:
         if isinstance(error, CalibrationError) and feeds is not None and first is None:
             logger.warning("%s stays in float: no calibration sample runs it.", body)
+            return False
+        if isinstance(error, CalibrationError) and feeds is not None and not any(map(is_alive, feeds)):
+            # An initial state is zero in every sample of a model that is used step by step: no fault of the data.
+            logger.warning("%s stays in float: all that it reads is zero in the calibration samples.", body)
             return False
         if isinstance(error, CalibrationError) and feeds is None and _never_seen(settings, own):
             logger.warning("%s stays in float: there are no statistics of it.", body)

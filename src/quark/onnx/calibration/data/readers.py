@@ -188,16 +188,18 @@ def usable(feeds: Iterable[Feed]) -> Iterator[Feed]:
     floats, alive = False, False
     for count, feed in enumerate(feeds):
         for name, array in feed.items():
-            if array.dtype.kind != "f":
-                alive = alive or bool((array != 0).any())
-                continue
-            if np.isnan(array).any():
+            if array.dtype.kind == "f" and np.isnan(array).any():
                 raise NonFiniteError(f"The input {name!r} of the calibration sample {count} holds NaN.")
-            floats = floats or array.size > 0
-            alive = alive or bool(((array != 0) & (abs(array) >= TINY)).any())
+            floats = floats or (array.dtype.kind == "f" and array.size > 0)
+        alive = alive or is_alive(feed)
         yield feed
     if floats and not alive:
         raise CalibrationError(
             "Every calibration sample is zero, or below the smallest normal float32 (1.2e-38), in every float input: "
             "they say nothing about the ranges. Possible: data like those that the model will see."
         )
+
+
+def is_alive(feed: Feed) -> bool:
+    """Whether any value of a sample is other than zero; one below the normal float32 counts as zero."""
+    return any(bool(((x != 0) & ((abs(x) >= TINY) if x.dtype.kind == "f" else True)).any()) for x in feed.values())
