@@ -25,19 +25,18 @@ NOW = [name for name in (*ROWS, *QROWS) if name not in (*MIXED, *TUNED)]
 
 FLOORS = {
     "A8W8": 29, "A8W8_QCONFIG": 29, "S8S8_AAWS": 31, "U8S8_AAWS": 31, "U8U8_AAWA": 32, "INT8_CNN_DEFAULT": 31,
-    "INT8_TRANSFORMER_DEFAULT": 33, "UINT8_DYNAMIC_QUANT": 34, "XINT8": 16, "XINT8_QCONFIG": 16, "VINT8": 22,
+    "INT8_TRANSFORMER_DEFAULT": 33, "UINT8_DYNAMIC_QUANT": 31, "XINT8": 16, "XINT8_QCONFIG": 16, "VINT8": 22,
     "VINT8_QCONFIG": 22, "A16W8": 36, "A16W8_QCONFIG": 36, "S16S8_ASWS": 36, "U16S8_AAWS": 36,
     "INT16_CNN_DEFAULT": 70, "INT16_TRANSFORMER_DEFAULT": 70, "FP16": 57, "BF16": 42, "BF16_QCONFIG": 42, "BFP16": 30,
     "BFP16_QCONFIG": 30, "BF16_BFP16": 35, "BF16_MXINT8": 35, "MX9_INT8": 31, "MX9": 32, "MX6": 12, "MX4": 2.5,
     "MXINT8": 28, "MXFP8E5M2": 6, "MXFP8E4M3": 7, "MXFP6E3M2": 6, "MXFP6E2M3": 12, "MXFP4E2M1": 2.5, "MATMUL_NBITS": 12,
-    "INT8_CPU": 34, "INT8_CPU_DYNAMIC": 34, "INT8_CPU_WEIGHTS": 36, "INT8_OPENVINO": 30,
+    "INT8_CPU": 34, "INT8_CPU_WEIGHTS": 36, "INT8_OPENVINO": 30, "INT8_CPU_DYNAMIC": 34,
 }  # fmt: skip
 """Least SQNR in dB over the zoo: what the type gives on its hardest model (cubes of Gelu, products of gates)."""
 
 LINEAR = {"UINT8_DYNAMIC_QUANT": {"Conv", "Gemm", "MatMul"}, "MATMUL_NBITS": {"MatMul"}}
-LINEAR["INT8_CPU"] = LINEAR["INT8_CPU_DYNAMIC"] = LINEAR["INT8_CPU_WEIGHTS"] = LINEAR["INT8_OPENVINO"] = LINEAR[
-    "UINT8_DYNAMIC_QUANT"
-]
+for _own in ("INT8_CPU", "INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC", "INT8_OPENVINO"):
+    LINEAR[_own] = LINEAR["UINT8_DYNAMIC_QUANT"]
 LINEAR |= {f"INT{bits}_TRANSFORMER_DEFAULT": {"Gemm", "MatMul"} for bits in (8, 16)}
 """Presets that quantize these op types only: a model without them has nothing to quantize."""
 

@@ -21,10 +21,8 @@ from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.evaluation.damage import LEAST
 from quark.onnx.operators.targets import TARGETS
 
-CPU_TARGET = "ort_x64"
-"""What is quantized for without a configuration."""
-CPU, CPU_DYNAMIC, CPU_WEIGHTS = "INT8_CPU", "INT8_CPU_DYNAMIC", "INT8_CPU_WEIGHTS"
-"""The preset with data, that without, and that where no integers are faster."""
+CPU_TARGET, CPU, CPU_WEIGHTS, CPU_DYNAMIC = "ort_x64", "INT8_CPU", "INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC"
+"""What is quantized for without a configuration; the preset with data, where no integers are faster, without data."""
 QUICK_BUDGET = "60s"
 
 

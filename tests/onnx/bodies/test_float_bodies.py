@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
+from quark.core.metrics import sqnr
 from quark.errors import ConfigError, NothingToQuantizeError
 from quark.onnx import Config, ModelQuantizer, get_default_config
 from tests.models.onnx_bodies import identity_if, in_branches, rows, sums
@@ -148,8 +149,22 @@ def test_a_branch_that_no_sample_runs_stays_in_float(capsys: pytest.CaptureFixtu
     found = counts(quantized(branches(), feeds, EnableSubgraph=True))
     assert found[""] and found["chosen_node.then_branch"] and not found["chosen_node.else_branch"]
     assert "chosen_node.else_branch stays in float: no calibration sample runs it" in capsys.readouterr().err
-    # Where no range is needed, what runs does not matter.
-    assert all(counts(quantized(branches(), None, "UINT8_DYNAMIC_QUANT", EnableSubgraph=True)).values())
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"), [("UINT8_DYNAMIC_QUANT", {}), ("INT8_CPU_DYNAMIC", {}), ("U8S8_AAWS", {"WeightsOnly": True})]
+)
+def test_where_no_range_is_needed_bodies_are_quantized_unless_the_option_says_no(
+    preset: str, options: dict[str, Any]
+) -> None:
+    """What runs does not matter then, and a branch may hold most of the weights."""
+    model, feeds = branches(), [{"x": np.full((1, 8), value, np.float32)} for value in (1, -2)]
+    result = quantized(model, None, preset, **options)
+    assert all(counts(result).values())
+    for feed in feeds:
+        assert sqnr(run(model, feed), run(result, feed)) > 20  # dB: 3 products in series, each of 8 bits, and margin
+    without = counts(quantized(model, None, preset, EnableSubgraph=False, **options))
+    assert without[""] and not without["chosen_node.then_branch"] and not without["chosen_node.else_branch"]
 
 
 def test_a_branch_that_reads_only_zeros_stays_in_float(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.config import Config
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
-from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
 EVERY = pytest.mark.parametrize("model", MODELS)
@@ -83,6 +83,35 @@ def test_dynamic_is_as_good_as_onnxruntimes(model: str, kind: QuantType, tmp_pat
     kernels = {n.op_type for n in ours.graph.node}
     assert kernels >= {"DynamicQuantizeLinear", "MatMulInteger"} and "MatMul" not in kernels and "Gemm" not in kernels
     assert not {"Conv"} & kernels
+
+
+def test_dynamic_for_a_cpu_stores_the_weights_of_convolutions_per_channel() -> None:
+    """A channel a thousand times as loud as the others takes nothing of them.
+
+    Each channel has a scale of its own, and the input is not quantized: the error is at most a step (half of it from
+    the zero point, which is rounded too) at each of 3 * 3 * 3 inputs of at most 1.
+    """
+    b = Builder()
+    weight = b.random.uniform(-1, 1, (8, 3, 3, 3)).astype(np.float32)
+    weight[0] *= 1000
+    conv = b.node("Conv", ["x", b.constant("w", weight)], "conv", kernel_shape=[3, 3])
+    flat = b.node("Flatten", [conv], "flat")
+    b.node("MatMul", [flat, b.constant("m", b.random.normal(0, 0.3, (32, 4)))], "y")
+    model = b.model({"x": [1, 3, 4, 4]}, {"conv": [1, 8, 2, 2], "y": [1, 4]})
+    done = ModelQuantizer(Config(get_default_config("INT8_CPU_DYNAMIC"))).quantize_model(model)
+    assert done is not None
+    kinds = [node.op_type for node in done.graph.node]
+    assert "Conv" in kinds and "MatMulInteger" in kinds and "MatMul" not in kinds and "ConvInteger" not in kinds
+    (codes,) = (t for t in done.graph.initializer if list(t.dims) == list(weight.shape))
+    assert codes.data_type == onnx.TensorProto.UINT8
+    feed = {"x": np.random.default_rng(0).uniform(-1, 1, (1, 3, 4, 4)).astype(np.float32)}
+    steps = np.ptp(weight.reshape(8, -1), axis=1) / 255
+    errors = np.abs(outputs(done, feed)[0] - outputs(model, feed)[0]).max(axis=(0, 2, 3))
+    assert (errors <= steps * 27).all()
+    loud = ModelQuantizer(Config(get_default_config("UINT8_DYNAMIC_QUANT"))).quantize_model(model)
+    assert loud is not None
+    one_scale = np.abs(outputs(loud, feed)[0] - outputs(model, feed)[0]).max(axis=(0, 2, 3))
+    assert one_scale[1:].max() > 10 * errors[1:].max()
 
 
 def test_dynamic_handles_a_transposed_gemm_and_a_shared_input() -> None:

@@ -93,7 +93,12 @@ _obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
 _obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever OpTypesToQuantize says")
 _obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
 _obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
-_obeyed("EnableSubgraph", BOOL, False, "quantize the bodies of If, Loop and Scan too")
+_obeyed(
+    "EnableSubgraph",
+    BOOL,
+    None,
+    "quantize the bodies of If, Loop and Scan too; by itself where no ranges are needed: weights only, or dynamic",
+)
 _obeyed("InputNodes", LIST, [], "nodes that quantization begins with: all before them stay in float")
 _obeyed("OutputNodes", LIST, [], "nodes that quantization ends with: all after them stay in float")
 _obeyed(

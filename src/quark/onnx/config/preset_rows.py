@@ -223,8 +223,9 @@ LEGACY: dict[str, Row] = {
     "INT8_OPENVINO": _onnx(
         "QInt8", "QInt8", {"Target": "openvino", "ActivationSymmetric": True}, PERCENTILE, per_channel=True
     ),
-    "INT8_CPU_DYNAMIC": _onnx("QUInt8", "QInt8", CPU, per_channel=True, use_dynamic_quant=True),
     "INT8_CPU_WEIGHTS": _onnx("QUInt8", "QInt8", {**CPU, "WeightsOnly": True}, per_channel=True),
+    # Unsigned: int8 beside uint8 saturates on processors without VNNI.
+    "INT8_CPU_DYNAMIC": _onnx("QUInt8", "QUInt8", CPU, per_channel=True, use_dynamic_quant=True),
     "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": NBITS}),
 }
 WITH_ADAROUND = ("XINT8", "S8S8_AAWS", "U8S8_AAWS", "S16S8_ASWS", "U16S8_AAWS", "A8W8", "A16W8")

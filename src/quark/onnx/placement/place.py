@@ -62,7 +62,8 @@ def place(model: ir.Model, settings: Settings) -> Placement:
 def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     """Quantize one selected node, unless it computes in floats all the same."""
     target = TARGETS[settings.qdq.target]
-    if placement.computes_other_float(node) or not gains(node, target, placement):
+    # What a target gains is said of static activations.
+    if placement.computes_other_float(node) or not (settings.specs.weights_apart or gains(node, target, placement)):
         return
     stored = stored_specs(node, layer, settings, placement)
     if stored:
@@ -97,13 +98,15 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
 
 def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
     """Quantize a node with an integer kernel and a constant weight; everything else stays in float."""
+    if node.op_type in TARGETS[settings.qdq.target].stores:
+        if has_weight(node, layer, settings):
+            assert layer.weight is not None
+            placement.nodes.append(node)
+            placement.weights[node, 1] = weight_spec(node, layer.weight, settings)
+        return
     if not fits_dynamic(node) or layer.weight is None:
         return
     placement.nodes.append(node)
-    if node.op_type == "Conv" and TARGETS[settings.qdq.target].folds_casts:
-        # ConvInteger takes four times the time of a float Conv there; stored weights take none.
-        placement.weights[node, 1] = weight_spec(node, layer.weight, settings)
-        return
     placement.dynamic.append(node)
     spec = weight_spec(node, layer.weight, settings)
     # ConvInteger has one zero point for all channels of a weight.

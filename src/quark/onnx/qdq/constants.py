@@ -82,12 +82,10 @@ class ConstantStore:
         return self.writer.shared(name, codes, dtype, _swapped(shape) if transpose else shape)
 
     def _folds(self, spec: TensorSpec) -> bool:
-        """Whether its node computes in float, and the runtime decodes its weights when it loads the file."""
+        """Whether no activation has Q/DQ, and the runtime decodes the weights when it loads the file."""
         per_axis = isinstance(spec.granularity, (PerTensor, PerChannel))
         plain = spec.dtype.name in ("int8", "uint8") and per_axis and not self.settings.qdq.float_weights
-        given = self.settings.specs.layer.input
-        in_float = self.settings.specs.weights_only or (given is not None and given.dynamic)
-        return plain and in_float and TARGETS[self.settings.qdq.target].folds_casts
+        return plain and self.settings.specs.weights_apart and TARGETS[self.settings.qdq.target].folds_casts
 
     def write_weight(self, operand: Operand, spec: TensorSpec) -> None:
         """Put codes and what decodes them between a constant and the node that reads it."""

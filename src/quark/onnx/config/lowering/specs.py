@@ -104,8 +104,14 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
         refine_block_axis=value_of(options, "RefineBlockAxis"),
         unsigned_relu=value_of(options, "UseUnsignedReLU"),
         overrides=_overrides(options),
-        bodies=value_of(options, "EnableSubgraph"),
+        bodies=_bodies(request),
     )
+
+
+def _bodies(request: Request) -> bool:
+    """Whether bodies are quantized: by an option, else where activations have no ranges, which need runs of bodies."""
+    enabled: bool | None = value_of(request.options, "EnableSubgraph")
+    return (request.weights_only or request.dynamic) if enabled is None else enabled
 
 
 def _has_int32_bias(request: Request, integers: bool) -> bool:
