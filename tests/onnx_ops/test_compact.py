@@ -138,3 +138,11 @@ def test_an_input_with_a_default_and_an_output_keep_their_own() -> None:
     made.graph.input.append(helper.make_tensor_value_info("b", F, [4]))
     made.graph.output.append(helper.make_tensor_value_info("c", F, [4]))
     assert share_constants(ir.from_proto(made)) == 0
+
+
+def test_a_constant_that_is_an_output_keeps_its_type() -> None:
+    made = model([helper.make_node("Add", ["x", "w"], ["y"])], {"w": np.ones((1, 4), np.float32)})
+    made.graph.output.append(helper.make_tensor_value_info("w", F, [1, 4]))
+    inside = ir.from_proto(made)
+    drop_inferable(inside)
+    assert ir.to_proto(inside).graph.output[1] == made.graph.output[1]

@@ -93,9 +93,12 @@ def drop_inferable(model: ir.Model) -> int:
     """
     count, needed = 0, _not_inferred(message_without_weights(model))
     for graph, kept in zip(_parts(model.graph), needed, strict=True):
-        made = (value for node in graph for value in node.outputs if not value.is_graph_output())
+        made = (value for node in graph for value in node.outputs)
         for value in (*made, *(constant for constant in graph.initializers.values() if not constant.is_graph_input())):
-            if value.name not in kept and (value.type is not None or value.shape is not None):
+            # What is an output, a constant too, has its type by the standard.
+            if value.is_graph_output() or value.name in kept:
+                continue
+            if value.type is not None or value.shape is not None:
                 value.type = value.shape = None
                 count += 1
     return count
