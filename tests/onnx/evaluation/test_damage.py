@@ -13,6 +13,7 @@ import pytest
 from quark.errors import DamageError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
+from quark.onnx.evaluation.compare_models import damaged_layers
 from quark.onnx.evaluation.damage import LEAST, SAMPLES, damage
 from quark.onnx.graph.model_file import load
 from tests.commands.program import quark
@@ -95,3 +96,15 @@ def test_the_command_line_refuses_and_writes_on_request(tmp_path: Path) -> None:
     assert done.code == 1 and "--allow-damage" in done.err and "dB at the output y" in done.err
     assert not out.exists()
     assert quark(*command, "--allow-damage").code == 0 and out.exists()
+
+
+def test_only_nodes_that_lose_something_are_named_and_each_once() -> None:
+    def halves(*outputs: str) -> onnx.ModelProto:
+        b = Builder()
+        b.node("Neg", ["x"], "same")
+        b.nodes.append(onnx.helper.make_node("Split", ["same"], outputs, name="both", axis=1))
+        return b.model({"x": ["n", 16]}, {"y": ["n", 8], "z": ["n", 8]})
+
+    assert damaged_layers(halves("y", "z"), halves("y", "z"), feeds(1)) == []
+    (lost,) = damaged_layers(halves("y", "z"), halves("z", "y"), feeds(1))
+    assert lost[0].node == "both"

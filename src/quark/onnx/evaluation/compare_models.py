@@ -147,7 +147,7 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
 def damaged_layers(
     model: onnx.ModelProto | Path, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed]
 ) -> list[tuple[ComparedLayer, float]]:
-    """The layers that lose most of what comes to them, each with the SQNR in dB of the worst of its inputs.
+    """The layers that lose something of what comes to them, most first, each with the SQNR in dB of its worst input.
 
     Args:
         model, quantized: A float model, and what was made of it.
@@ -170,8 +170,13 @@ def damaged_layers(
     for name, layer in known.items():
         if reads[name] and reads[name] <= known.keys() | given:
             before = min((known[read].sqnr for read in reads[name] - given), default=LOSSLESS)
-            lost.append((layer, min(before, LOSSLESS)))
-    return sorted(lost, key=lambda each: each[0].sqnr - each[1])
+            if layer.sqnr < min(before, LOSSLESS):
+                lost.append((layer, min(before, LOSSLESS)))
+    worst: dict[str, tuple[ComparedLayer, float]] = {}
+    for layer, before in sorted(lost, key=lambda each: each[0].sqnr - each[1]):
+        # Of several outputs of a node the one that loses most.
+        worst.setdefault(layer.node, (layer, before))
+    return list(worst.values())
 
 
 def _common_outputs(before: onnx.ModelProto, after: onnx.ModelProto) -> list[str]:

@@ -69,7 +69,10 @@ def rebatch(feeds: Iterable[Feed], size: int) -> Iterator[Feed]:
     for feed in feeds:
         counts = {name: len(array) if array.ndim else None for name, array in feed.items()}
         if None in counts.values() or len(set(counts.values())) != 1:
-            raise CalibrationError(f"Samples are counted along the first axis, and the inputs differ in it: {counts}.")
+            raise CalibrationError(
+                f"Samples are counted along the first axis, and the inputs differ in it: {counts}. Possible: a folder "
+                "with an .npz for each sample."
+            )
         rest = {name: np.concatenate([rest[name], array]) for name, array in feed.items()} if rest else feed
         count = len(next(iter(rest.values())))
         for start in range(0, count - size + 1, size):
