@@ -107,8 +107,9 @@ def main() -> None:
     site = next(wheels.parents[1].glob("lib/python*/site-packages"))
     pythons = {"quark": sys.executable, "wheels": str(wheels), "peer": str(args.peer.resolve() / "bin" / "python")}
     columns = ("SQNR dB", "metric", "size", "time", "CPU s", "MB")
-    table = Table("model", "method", *columns, title="Real ONNX models in ONNX Runtime; size and time / float")
+    title = "Real ONNX models in ONNX Runtime; size and time / float"
     for name in args.models or MODELS:
+        table = Table("model", "method", *columns, title=title)
         model = MODELS[name]
         calibration, held_out = model.feeds(site)
         with tempfile.TemporaryDirectory() as folder:
@@ -126,8 +127,8 @@ def main() -> None:
                     except Exception as error:  # noqa: BLE001 - a file that the runtime refuses is a result
                         found = {"error": str(error).split("failed:")[-1][:60]}
                 table.add_row(name, method, *cells(model, found))
-        table.add_section()
-    Console().print(table)
+        # A model's rows as soon as they are there: all of them take a quarter of an hour.
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,25 @@ def preset(name: str, **options: Any) -> Any:
     return run
 
 
+def command(data: bool) -> Any:
+    """The command line without a configuration, with or without samples."""
+
+    def run(model: str, feeds: list[dict[str, Any]], output: str) -> None:
+        from quark.cli import main as quark
+
+        (name,) = feeds[0]
+        np.savez(output + ".npz", **{name: np.concatenate([feed[name] for feed in feeds])})
+        calibration = ["--calib", output + ".npz", "--batch-size", "1"] if data else []
+        sys.argv = ["quark", "quantize", model, *calibration, "-o", output]
+        try:
+            quark()
+        except SystemExit as done:
+            if done.code:
+                raise
+
+    return run
+
+
 def channels(target: str, kind: str) -> Any:
     """Quark for a runtime: activations of a type, int8 weights per channel, ranges by MinMax."""
 
@@ -87,6 +106,8 @@ class Reader:
 
 
 METHODS: dict[str, tuple[str, Any]] = {
+    "quark": ("quark", command(data=True)),
+    "quark, no data": ("quark", command(data=False)),
     "quark ort_x64": ("quark", channels("ort_x64", "UInt8Spec")),
     "quark openvino": ("quark", channels("openvino", "Int8Spec")),
     "quark XINT8": ("quark", preset("XINT8")),
