@@ -3,6 +3,8 @@
     activation v       n = Q(v) - v
     constant w of f    n = f(x, Q(w)) - f(x, w), at the output of its node
 
+What only moves the values of a quantized tensor (Transpose, MaxPool) leaves them on their grid: it adds no noise.
+
 x, v: of the float model. The float model is built twice. `observed` gives v, and f(x, Q(w)) beside f(x, w); `injected`
 reads n as an input of its own behind each source, and adds it:
 
@@ -13,7 +15,7 @@ Nothing about a source changes the graph, so no trial quantizes a model or loads
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +35,9 @@ from quark.onnx.decide import Decision
 from quark.onnx.graph.edit import replace_output
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.sessions import run_sample
+from quark.onnx.operators import rule_of
 from quark.onnx.placement.dual_pairs import source_name
+from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx_ops.graph_writer import GraphWriter, add_constant, free_name
 
@@ -126,18 +130,23 @@ class NoiseModel:
         """(position of its producer, source, sites) of each activation; each gets its input."""
         placement, quantized = decision.placement, set(decision.placement.nodes)
         readers = ActivationWriter(self._inject_writer, decision.settings, placement, {})
-        for value, spec in placement.activations.items():
-            uses, is_output = readers.reads(value)
-            if not uses and not is_output:
-                continue
-            # Before the input is added: an output of the graph gives its name away.
-            name, producer = source_name(value), value.producer()
+        reads = {value: readers.reads(value) for value in placement.activations}
+        reads = {value: (uses, is_output) for value, (uses, is_output) in reads.items() if uses or is_output}
+        holders: dict[ir.Value, set[str]] = {}
+        for value, (uses, _) in reads.items():
+            producer = value.producer()
             around = {node for node, _ in uses} | ({producer} if producer is not None else set())
-            holders = frozenset(node.name or "" for node in around & quantized)
+            holders.setdefault(_origin(value, placement, reads), set()).update(
+                node.name or "" for node in around & quantized
+            )
+        for value, names in holders.items():
+            uses, is_output = reads[value]
+            # Before the input is added: an output of the graph gives its name away.
+            name, producer, spec = source_name(value), value.producer(), placement.activations[value]
             params = CAST if spec.is_cast or spec.is_block else decision.qparams.activations[placement.root(value)]
             site = _Site(self._inject(value, uses, is_output), name, spec=spec, params=params)
             position = -1 if producer is None else order[producer]
-            yield position, NoiseSource(name, "", holders), [site]
+            yield position, NoiseSource(name, "", frozenset(names)), [site]
 
     def _constant_sites(
         self, node: ir.Node, index: int, twin: ir.Node, outputs: list[ir.Value], params: QParams, spec: TensorSpec
@@ -192,6 +201,18 @@ class NoiseModel:
             model_session(self._injected, [], self._settings) as injected,
         ):
             yield NoiseRun(self._sites, observed, injected, wanted, self._outputs)
+
+
+def _origin(value: ir.Value, placement: Placement, quantized: Container[ir.Value]) -> ir.Value:
+    """The quantized tensor whose values, on the same grid, another holds: quantized once more, they stay."""
+    producer = value.producer()
+    if producer is None or producer not in placement.nodes or not rule_of(producer.op_type).moves(producer):
+        return value
+    source = producer.inputs[0]
+    if source is None or source not in quantized or placement.root(source) is not placement.root(value):
+        return value
+    same = placement.activations[source] == placement.activations[value]
+    return _origin(source, placement, quantized) if same else value
 
 
 class NoiseRun:
