@@ -70,7 +70,7 @@ def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int
         read, given = quantized.input_of(layer).name, quantized.output_of(layer).name
         expected[layer.name] = [*inner, *tapped(to_proto(quantized.decision.model), [read, given], feeds[1])]
     seen = []
-    for visit in sweep(quantized, quantized.layers, quantized.data, memory=memory):
+    for visit in sweep(quantized, quantized.layers, quantized.data, memory=memory, float_inputs=True):
         float_input, output, quantized_input, quantized_output = expected[visit.layer.name]
         np.testing.assert_allclose(visit.float_inputs[1], float_input, atol=1e-5)
         np.testing.assert_allclose(visit.outputs[1], output, atol=1e-4)

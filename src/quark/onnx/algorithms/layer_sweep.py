@@ -47,7 +47,7 @@ class Visit:
     Attributes:
         layer: The layer; what its weight and bias are set to is what later layers see.
         inputs: What it reads in the quantized model.
-        float_inputs: What it reads in the float model.
+        float_inputs: What it reads in the float model; empty unless they were asked for.
         outputs: What it gives in the float model, before its activation.
     """
 
@@ -70,6 +70,7 @@ def sweep(
     count: int | None = None,
     memory: int = MEMORY,
     folder: str | None = None,
+    float_inputs: bool = False,
 ) -> Iterator[Visit]:
     """Visit layers in the order of the graph.
 
@@ -80,23 +81,24 @@ def sweep(
         count: How many of them; None for all.
         memory: Bytes of activations that stay in memory; more waits in files.
         folder: Where these files are made; None for the system's temporary folder.
+        float_inputs: Whether what the layers read in the float model is wanted: a session more for each.
     """
     count, store = min(count or len(data), len(data)), Store(memory, folder)
     reads = {layer: quantized.input_of(layer) for layer in layers}
     quantized_run = SlicedRun(quantized.decision.model, data, count, store, reads.values())
-    goals = [value for layer in layers for value in (layer.data, layer.twin.outputs[0])]
+    # Of each layer what it reads and gives in the float model.
+    wanted = {layer: [*([layer.data] if float_inputs else []), layer.twin.outputs[0]] for layer in layers}
+    goals = [value for values in wanted.values() for value in values]
     reference = SlicedRun(quantized.reference, data, count, store, goals)
     left = [*goals, *reads.values()]
     for layer in progress(layers, "layers"):
         data.check_time()
-        mine = [reads[layer], layer.data, layer.twin.outputs[0]]
-        quantized_run.reach(mine[0])
-        reference.reach(mine[1])
-        reference.reach(mine[2])
-        walks = (quantized_run, reference, reference)
-        inputs, float_inputs, outputs = (Column(walk, value) for walk, value in zip(walks, mine, strict=True))
-        yield Visit(layer, inputs, float_inputs, outputs, quantized_run, quantized.output_of(layer))
-        for walk, value in zip(walks, mine, strict=True):
+        mine = [(quantized_run, reads[layer]), *((reference, value) for value in wanted[layer])]
+        for run, value in mine:
+            run.reach(value)
+        inputs, *before, outputs = (Column(run, value) for run, value in mine)
+        yield Visit(layer, inputs, before[0] if before else (), outputs, quantized_run, quantized.output_of(layer))
+        for run, value in mine:
             left.remove(value)
             if value not in left:
-                walk.release(value)
+                run.release(value)

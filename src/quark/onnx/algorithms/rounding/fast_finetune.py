@@ -104,7 +104,8 @@ def tune(quantized: QuantizedLayers, config: Config) -> list[Tuned]:
     layers = run.chosen()
     memory = {0: 1 << 62, 1: MEMORY, 2: 0}[config.mem_opt_level]
     report = []
-    for visit in sweep(quantized, layers, run.data, config.data_size, memory, config.cache_dir):
+    mixes = config.drop_ratio < 1
+    for visit in sweep(quantized, layers, run.data, config.data_size, memory, config.cache_dir, mixes):
         report.append(run.visit(visit))
         logger.info("%s", report[-1])
     for change in run.waiting:
