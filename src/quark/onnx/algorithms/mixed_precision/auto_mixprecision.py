@@ -2,19 +2,21 @@
 
     sensitivity(k) = distance(float outputs, outputs with candidate k alone at its target)
     order          = ascending sensitivity
-    speed          the longest prefix of the order, one by one, whose distance is <= threshold
+    speed          the longest prefix of the order whose distance is <= threshold
     quality        the shortest prefix whose distance is <= threshold
     size budget    the shortest prefix whose weights fit, without those that it does not need, in this order or in that
                    of (sensitivity - distance of none) / bytes, whichever costs less
 
-What single layers cost does not add up, so each prefix is measured as a whole. Another order by sensitivity, that of
-second derivatives, is in Dong et al. 2019 (HAWQ, arXiv:1905.03696).
+What single layers cost does not add up, so a prefix is measured as a whole. The longer it is, the more it does, so that
+its end is found by halving: a few trials, where one by one takes as many as there are candidates. Another order by
+sensitivity, that of second derivatives, is in Dong et al. 2019 (HAWQ, arXiv:1905.03696).
 """
 
 from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,8 +57,13 @@ def mix_precision(
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
     trials = _trials(model, config, data)
 
+    scores: dict[frozenset[Option], float] = {}
+
     def score(options: Sequence[Option]) -> float:
-        return trials.score(with_options(base, options))
+        key = frozenset(options)
+        if key not in scores:
+            scores[key] = trials.score(with_options(base, options))
+        return scores[key]
 
     def size(options: Sequence[Option]) -> float:
         return stored_bytes(model, with_options(base, options))
@@ -72,10 +79,10 @@ def mix_precision(
         return settings
     float_size = weight_bytes(model)
     found = min(
-        (_promote(order, config, start, score, size, float_size) for order in _orders(ranked, config, start, size)),
+        (_promote(order, config, score, size, float_size) for order in _orders(ranked, config, start, size)),
         key=lambda prefix: prefix.distance,
     )
-    shown = (len(found.found), len(ranked), found.distance, found.size, float_size)
+    shown = (len(found.found), len(ranked), found.distance, size(found.options), float_size)
     logger.info("Mixed precision: %d of %d change; distance %.6g; %.0f bytes of weights, of %.0f in float.", *shown)
     return with_options(base, found.options)
 
@@ -108,11 +115,11 @@ def _orders(
 
 @dataclass
 class _Prefix:
-    """The candidates that change so far, the distance that they cost, and the bytes of all weights with them."""
+    """The candidates that change so far, the distance that they cost, and, under a budget, the bytes of all weights."""
 
     found: list[Sensitivity]
-    distance: float
-    size: float
+    distance: float = math.nan
+    size: float = math.nan
 
     @property
     def options(self) -> list[Option]:
@@ -122,7 +129,6 @@ class _Prefix:
 def _promote(
     ranked: Sequence[Sensitivity],
     config: AutoMixprecisionConfig,
-    start: float,
     score: Callable[[Sequence[Option]], float],
     size: Callable[[Sequence[Option]], float],
     float_size: float,
@@ -132,38 +138,58 @@ def _promote(
     Args:
         ranked: The candidates in their order.
         config: The limits.
-        start: The distance with none of them.
         score, size: The distance and the bytes of weights with some of them.
         float_size: These bytes in float.
     """
-    threshold, speed = config.metric_threshold, config.metric_optimize_object == "speed"
+    threshold = config.metric_threshold
     budget = config.size_budget or math.inf
     budget *= float_size if budget <= 1 else 1
-    now = _Prefix([], start, start_size := size([]))
-    for found in (found for found in ranked if found.enabled):
-        then = _Prefix([*now.found, found], now.distance, size([*now.options, found.option]))
-        if (threshold and not speed and now.distance <= threshold) or then.size <= now.size <= budget < math.inf:
-            break
-        if then.size > max(now.size, budget):
-            continue
-        then.distance = score(then.options) if threshold else now.distance
-        if threshold and speed and then.distance > threshold:
-            break
-        now = then
+    prefixes = _prefixes([found for found in ranked if found.enabled], size, budget)
+    now = _within(prefixes, threshold, config.metric_optimize_object, score) if threshold else prefixes[-1]
+    now.distance = score(now.options)
     _require_limits(now, config, budget)
     if not now.found:
         raise ConfigError(
-            f"AutoMixprecisionConfig: no layer changes: the distance is {start:.6g} without any and "
-            f"{ranked[0].score:.6g} with {ranked[0].candidate.name}, the least sensitive; metric_threshold "
+            f"AutoMixprecisionConfig: no layer changes: the distance is {now.distance:.6g} without any and "
+            f"{score([ranked[0].option]):.6g} with {ranked[0].candidate.name}, the least sensitive; metric_threshold "
             f"{threshold}, size_budget {config.size_budget}. Possible: other limits, or leave it out."
         )
-    if threshold:
-        return now
-    now.distance = score(now.options)
-    if start_size <= budget:
+    if threshold or not prefixes[0].size > budget:
         return now
     less = _needed(now, size, budget)
     return min(now, replace(less, distance=score(less.options)), key=lambda found: found.distance)
+
+
+def _prefixes(ranked: Sequence[Sensitivity], size: Callable[[Sequence[Option]], float], budget: float) -> list[_Prefix]:
+    """None of the candidates, the first, the first two, ... as far as the budget asks for them; without those that it
+    does not allow.
+    """
+    limited = budget < math.inf
+    found = [_Prefix([], size=size([]) if limited else math.nan)]
+    for candidate in ranked:
+        now = found[-1]
+        then = _Prefix([*now.found, candidate])
+        if limited:
+            then.size = size(then.options)
+            if then.size <= now.size <= budget:
+                break
+            if then.size > max(now.size, budget):
+                continue
+        found.append(then)
+    return found
+
+
+def _within(
+    prefixes: Sequence[_Prefix], threshold: float, wanted: str, score: Callable[[Sequence[Option]], float]
+) -> _Prefix:
+    """The longest prefix whose distance the threshold allows ("speed"), or the shortest that reaches it ("quality")."""
+    speed = wanted == "speed"
+
+    def ends(index: int) -> bool:
+        return (score(prefixes[index].options) > threshold) == speed
+
+    end = bisect_left(range(len(prefixes)), True, key=ends)
+    return prefixes[max(0, end - 1) if speed else min(end, len(prefixes) - 1)]
 
 
 def _needed(now: _Prefix, size: Callable[[Sequence[Option]], float], budget: float) -> _Prefix:
