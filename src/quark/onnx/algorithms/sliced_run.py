@@ -142,7 +142,8 @@ class SlicedRun:
         proto.functions.extend(ir.to_proto(function) for function in self.model.functions.values())
         graph = proto.graph
         graph.name = "slice"
-        graph.node.extend(ir.to_proto(node) for node in nodes)
+        # Not `ir.to_proto`, which first finds out what it has: a third of the time of a sweep over small layers.
+        graph.node.extend(ir.serde.serialize_node(node) for node in nodes)
         for value in inputs:
             rank = None if value.shape is None else [None] * len(value.shape)
             graph.input.append(onnx.helper.make_tensor_value_info(value.name or "", self._kind(value), rank))
@@ -150,8 +151,8 @@ class SlicedRun:
             tensor = value.const_value
             assert tensor is not None
             # Read now: what is mapped from a file, or computed when it is read, becomes part of the slice.
-            own = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
-            graph.initializer.append(ir.to_proto(own))
+            own = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+            graph.initializer.append(ir.serde.serialize_tensor(own))
         graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in outputs)
         return proto
 
