@@ -26,7 +26,7 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
-from quark.onnx.evaluation.damage import Damage, FirstSamples, damage, refuse_damage
+from quark.onnx.evaluation.damage import Damage, SpreadSamples, damage, refuse_damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import STEPS
@@ -52,7 +52,7 @@ class ModelQuantizer:
 
     Attributes:
         metrics: How near the last model is to the float one, where EvalMetrics asks for it.
-        damage: What the outputs of the last model lost on the first calibration samples; None where there were none.
+        damage: What the outputs of the last model lost on a few calibration samples; None where there were none.
 
     Example:
         >>> ModelQuantizer(QConfig.get_default_config("A8W8")).quantize_model("float.onnx", "int8.onnx", reader)
@@ -97,13 +97,13 @@ class ModelQuantizer:
         with custom_libraries(settings.custom_libraries):
             with discreet(settings):
                 model = load(model_input)
-                first = reader = None if reader is None else FirstSamples(reader, model)
+                kept = reader = None if reader is None else SpreadSamples(reader, model)
                 if settings.metrics:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader)
                 self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
             price = cpu_price(model, settings)
-            written = self._written(model, model_output, model_input, first)
+            written = self._written(model, model_output, model_input, kept)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
             if price is not None:
@@ -154,15 +154,15 @@ class ModelQuantizer:
         with custom_libraries(self.settings.custom_libraries):
             with discreet(self.settings):
                 model = load(model_input)
-                first = None if reader is None else FirstSamples(reader, model)
+                kept = None if reader is None else SpreadSamples(reader, model)
                 found, model = recover(
-                    model, self.settings, first, measure, target, seconds, steps, any_count=quick,
+                    model, self.settings, kept, measure, target, seconds, steps, any_count=quick,
                     allow_wider=allow_wider,
                 )  # fmt: skip
-            return replace(found, model=self._written(model, model_output, model_input, first))
+            return replace(found, model=self._written(model, model_output, model_input, kept))
 
     def _written(
-        self, model: ir.Model, output: str | os.PathLike[str] | None, source: Model, first: FirstSamples | None
+        self, model: ir.Model, output: str | os.PathLike[str] | None, source: Model, kept: SpreadSamples | None
     ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""
         self.damage = None
@@ -177,19 +177,19 @@ class ModelQuantizer:
         if output is None:
             proto = checked_proto(model)
             if not self.settings.crypto:
-                self._compare(source, proto, first)
+                self._compare(source, proto, kept)
             return proto
         if self.settings.crypto:
             proto = checked_proto(model)
             write_encrypted(proto, output, self.settings)
             return proto
-        save(model, output, self.settings.external_data, look=lambda file: self._compare(source, file, first))
+        save(model, output, self.settings.external_data, look=lambda file: self._compare(source, file, kept))
         return None
 
-    def _compare(self, source: Model, quantized: onnx.ModelProto | Path, first: FirstSamples | None) -> None:
+    def _compare(self, source: Model, quantized: onnx.ModelProto | Path, kept: SpreadSamples | None) -> None:
         """Find what the outputs lost. Raises DamageError where that is more than the settings allow."""
-        if first is not None:
-            model, feeds = read(source), first.feeds()
+        if kept is not None:
+            model, feeds = read(source), kept.feeds()
             self.damage = damage(model, quantized, feeds, self.settings)
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, feeds)
 

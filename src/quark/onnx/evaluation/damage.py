@@ -1,4 +1,4 @@
-"""What a quantization did to the outputs of a model, on the first samples that it was calibrated with.
+"""What a quantization did to the outputs of a model, on a few of the samples that it was calibrated with.
 
     sqnr = 10 log10( sum(x^2) / sum((x - y)^2) )      x: an output of the float model, y: the same of the quantized one
 
@@ -37,7 +37,7 @@ Model = onnx.ModelProto | Path
 """A model in memory, weights inside, or its file."""
 
 SAMPLES = 4
-"""Samples that are looked at."""
+"""Most samples that are looked at."""
 LEAST = 10.0
 """dB: below it, the noise has a third of the size of the output."""
 BLAMED = 3
@@ -62,8 +62,10 @@ class Damage:
         return f"SQNR {self.sqnr:.1f} dB at the output {self.output}, over {self.samples} samples"
 
 
-class FirstSamples:
-    """A reader that keeps the first samples that are read through it.
+class SpreadSamples:
+    """A reader that keeps a few of the samples that are read through it, spread over all: the first may be silence.
+
+    Every sample is kept until there are too many, then every other one, and so on; so memory holds a few at any time.
 
     Args:
         data: A reader, or an iterable of samples.
@@ -72,6 +74,7 @@ class FirstSamples:
 
     def __init__(self, data: Any, model: ir.Model) -> None:
         self._data, self._inputs, self._feeds = data, model_inputs(model), list[Feed]()
+        self._count, self._stride = 0, 1
 
     @cached_property
     def _reader(self) -> Any:
@@ -81,14 +84,18 @@ class FirstSamples:
     def get_next(self) -> Any:
         """The next sample."""
         feed = self._reader.get_next()
-        if isinstance(feed, dict) and len(self._feeds) < SAMPLES:
-            self._feeds.append({name: np.asarray(value).copy() for name, value in feed.items()})
+        if isinstance(feed, dict):
+            if self._count % self._stride == 0:
+                self._feeds.append({name: np.asarray(value).copy() for name, value in feed.items()})
+            if len(self._feeds) > SAMPLES:
+                self._feeds, self._stride = self._feeds[::2], 2 * self._stride
+            self._count += 1
         return feed
 
     def feeds(self) -> list[Feed]:
-        """The first samples; read now, where calibration needed none (ranges from a file, weights only)."""
+        """What was kept; read now, where calibration needed none (ranges from a file, weights only)."""
         with suppress(QuarkError):
-            while len(self._feeds) < SAMPLES and self.get_next() is not None:
+            while self._count < SAMPLES and self.get_next() is not None:
                 pass
         return self._feeds
 
