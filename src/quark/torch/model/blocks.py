@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from quark.errors import CalibrationError, StructureError
 from quark.torch.model.batches import calibration_step, evaluating, input_device
@@ -99,7 +100,7 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
 
     Raises:
         CalibrationError: No batch, a batch that the model does not take, or blocks that it does not run in this order.
-        StructureError: A block returns more than its hidden state, which the next ones may need.
+        StructureError: A block returns no hidden state, or what the next ones need is computed from it.
     """
     device = input_device(model)
     calls: dict[str, list[Call]] = {name: [] for name in names}
@@ -128,22 +129,85 @@ class _LastBlockReachedError(Exception):
 
 
 class BlockOutput:
-    """How the blocks of a model return their hidden state: alone, or first in a tuple or list.
+    """What the blocks of a model return: their hidden state alone, or first in a tuple or list before other values.
 
-    Known when one block has really run.
+    Known when one block has really run. Some models compute a value in their first block and hand it from block to
+    block (the position bias of T5): it is seen in what the first block returns for a batch, so that one then runs for
+    each batch. What only the model itself gets (attention weights) does not matter.
+
+    Attributes:
+        known: Whether a block has run.
+        by_batch: Whether blocks return tensors beside their hidden state, which each batch has its own of.
     """
 
     def __init__(self) -> None:
-        self.known = False
-        self.sequence: type | None = None
+        self.known = self.by_batch = False
+        self._sequence: type | None = None
+        self._others: tuple[Any, ...] = ()
+        self._first = ""
+        self._computed: list[torch.Tensor] = []
 
-    def learn(self, name: str, output: Any) -> None:
-        """See it from what a block returned. Raises StructureError for more than a hidden state."""
-        self.known, self.sequence = True, _sequence_around_hidden(name, output)
+    def see(self, name: str, call: Call, forward: Callable[..., Any]) -> None:
+        """Note what a block gets and, where that must be known, what it returns; blocks come in running order.
+
+        Raises:
+            StructureError: It returns no hidden state, or reads what a block before it computed from its hidden state:
+                that is not known before the blocks before it are finished.
+        """
+        if not self.known or (self.by_batch and name == self._first):
+            self._learn(name, call, forward)
+            return
+        handed = {id(leaf) for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, torch.Tensor)}
+        if any(id(tensor) in handed for tensor in self._computed):
+            raise StructureError(
+                f"The block {name!r} reads more of the block before it than its hidden state: a tensor that is "
+                "computed from that hidden state. So this model cannot run block by block."
+            )
+        read = [index for index, x in enumerate(self._others) if isinstance(x, torch.Tensor) and id(x) in handed]
+        if read:
+            self._check_hands_on(name, call, forward, read)
 
     def of(self, hidden: torch.Tensor) -> Any:
         """What a block returns that computes this hidden state."""
-        return hidden if self.sequence is None else self.sequence((hidden,))
+        return hidden if self._sequence is None else self._sequence((hidden, *self._others))
+
+    def _learn(self, name: str, call: Call, forward: Callable[..., Any]) -> None:
+        """Run the first block of the model."""
+        output = forward(*call.args, **call.kwargs)
+        self.known, self._first = True, name
+        self._sequence, self._others = _sequence_around_hidden(name, output), ()
+        if self._sequence is None:
+            return
+        self._others = tuple(output[1:])
+        self.by_batch = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(self._others))
+        if self.by_batch:
+            self._computed = self._that_follow_hidden(call, forward)
+
+    def _that_follow_hidden(self, call: Call, forward: Callable[..., Any]) -> list[torch.Tensor]:
+        """Those of the other values that are different for another hidden state: backwards, and half as large."""
+        changed = call.with_hidden(call.hidden.flip(-1) / 2)
+        again = forward(*changed.args, **changed.kwargs)[1:]
+        pairs = zip(tree_leaves(self._others), tree_leaves(tuple(again)), strict=True)
+        return [x for x, y in pairs if isinstance(x, torch.Tensor) and not _equal(x, y)]
+
+    def _check_hands_on(self, name: str, call: Call, forward: Callable[..., Any], read: list[int]) -> None:
+        """Raise StructureError unless a block returns the values that it got from the one before it."""
+        if any(parameter.is_meta for parameter in getattr(forward, "__self__", nn.Module()).parameters()):
+            raise StructureError(
+                f"The block {name!r} reads {len(read) + 1} values of the one before it. Whether it hands them on is "
+                "seen when it runs, and its weights are not in memory: quantize this model in memory."
+            )
+        output = forward(*call.args, **call.kwargs)
+        others = tuple(output[1:]) if isinstance(output, (tuple, list)) else ()
+        if not all(index < len(others) and _equal(self._others[index], others[index]) for index in read):
+            raise StructureError(
+                f"The block {name!r} changes a value beside its hidden state that the one before it gave, so this "
+                "model cannot run block by block."
+            )
+
+
+def _equal(x: torch.Tensor, y: Any) -> bool:
+    return x is y or (isinstance(y, torch.Tensor) and torch.equal(x, y))
 
 
 @contextmanager
@@ -152,16 +216,19 @@ def passing_through(
 ) -> Iterator[None]:
     """Within: blocks return their hidden state as it came, and `note` gets their names and calls.
 
-    Unless `output` is known, the first block that is called really runs once.
+    Blocks really run as far as `output` has to see what they return.
     """
     blocks = {name: model.get_submodule(name) for name in names}
 
     def recorder(name: str, forward: Any) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
             call = _as_call(name, args, kwargs)
+            seen = output.known  # what the last block gets is looked at, too: after it `note` may end the forward
+            if seen:
+                output.see(name, call, forward)
             note(name, call)
-            if not output.known:
-                output.learn(name, forward(*args, **kwargs))
+            if not seen:
+                output.see(name, call, forward)
             return output.of(call.hidden)
 
         return record
@@ -197,10 +264,5 @@ def _sequence_around_hidden(name: str, output: Any) -> type | None:
     if isinstance(output, torch.Tensor):
         return None
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
-        if all(item is None for item in output[1:]):
-            return type(output)
-        raise StructureError(
-            f"The block {name!r} returns {len(output)} values, not only its hidden state: later blocks may need them, "
-            "so this model cannot run block by block."
-        )
+        return list if isinstance(output, list) else tuple
     raise StructureError(f"The block {name!r} returns a {type(output).__name__}, not a hidden state.")
