@@ -37,6 +37,8 @@ MOE: dict[str, dict[str, Any]] = {
                     "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 16,
                  "moe_intermediate_size": 64, "first_k_dense_replace": 1},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size_mlp": 128,
+                    "interleave_moe_layer_step": 1, "attention_chunk_size": 64},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 16},
 }  # fmt: skip
 """Families whose experts transformers holds in one tensor: the sizes of their mixtures."""

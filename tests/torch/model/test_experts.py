@@ -37,7 +37,7 @@ def quantize(model: nn.Module, scheme: str, **options: Any) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exclude", [["*experts*"], []])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "llama4_text"])
 def test_experts_taken_apart_before_are_quantized_and_written_the_same(
     name: str, exclude: list[str], tmp_path: Path
 ) -> None:
@@ -65,6 +65,7 @@ PUBLISHED = {
     "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight_scale",
     "qwen3_moe": "model.layers.1.mlp.experts.3.down_proj.weight_scale",
     "gpt_oss": "model.layers.1.mlp.experts.3.gate_proj.weight_scale",
+    "llama4_text": "model.layers.1.feed_forward.experts.3.gate_proj.weight_scale",
 }
 
 
@@ -270,7 +271,7 @@ def test_frozen_views_compute_the_same(name: str, scheme: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "llama4_text"])
 def test_weights_are_solved_in_what_was_taken_apart(name: str) -> None:
     """Experts, each with the tokens of its own; a layer that reads an input after others have run (DeepSeek)."""
     expected = family(name)(IDS).logits

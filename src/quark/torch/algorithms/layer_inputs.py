@@ -286,7 +286,9 @@ def _same_experts(block: nn.Module, float_block: nn.Module | None) -> Iterator[N
 
     with ExitStack() as hooks:
         if float_block is not None:
-            for name in (name for name, module in block.named_modules() if isinstance(module, UnfusedExperts)):
+            # Sorted experts get rows for every token, whatever the router chose.
+            routed = {n for n, m in block.named_modules() if isinstance(m, UnfusedExperts) and not m.sorted}
+            for name in routed:
                 float_experts = float_block.get_submodule(name)
                 hooks.enter_context(block.get_submodule(name).register_forward_pre_hook(note(name)))
                 hooks.enter_context(float_experts.register_forward_pre_hook(follow(name)))

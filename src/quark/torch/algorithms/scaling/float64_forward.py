@@ -159,5 +159,9 @@ def _on_input(module: nn.Module, name: str, act: Callable[[torch.Tensor], torch.
 
 @contextmanager
 def _on_output(module: nn.Module, name: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    with module.get_submodule(name).register_forward_hook(lambda m, args, result: act(result)):
+    def after(m: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        # A router that is a linear layer may return its logits and the scores that it made of them.
+        return tree_map(lambda x: act(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, result)
+
+    with module.get_submodule(name).register_forward_hook(after):
         yield

@@ -3,6 +3,9 @@
     fused      gate_up_proj (E, 2I, H), down_proj (E, H, I): transformers' mixture-of-experts blocks since version 5
     unfused    experts.0.gate_proj (I, H), experts.0.up_proj (I, H), experts.0.down_proj (H, I), experts.1.gate_proj ...
 
+A block gets its tokens and a routing of them, or (Llama 4) as many rows for each expert, one expert after the other,
+already scaled by the router, in a product with transposed weights: gate_up_proj (E, H, 2I), down_proj (E, I, H).
+
 The weights are views of the fused ones. What a fused block computes is read from its shapes and the attributes that
 transformers gives it, and proved: both forms must agree in float64 on random tokens. The leaf names are those of the
 published checkpoints of the model (w1, w3, w2 for Mixtral), which transformers' conversion mapping knows.
@@ -46,6 +49,7 @@ class UnfusedExperts(nn.Module):
         names: What its projections are called.
 
     Attributes:
+        sorted: Whether its input holds as many rows for each expert, sorted by expert, and no routing comes with it.
         ahead: Called before each expert's turn, if set: (whether it is for the down projection, index of the expert,
             function from any expert's index to its input of that turn). No input depends on the turns of others.
     """
@@ -65,16 +69,24 @@ class UnfusedExperts(nn.Module):
                 expert.add_module(name, linear_of(weight, bias, grad))
             self.add_module(str(index), expert)
         self.count = _leading(fused)
+        self.sorted = _sorted(fused)
         self.train(fused.training)
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
+    ) -> Any:
         """Mix the chosen experts' outputs.
 
         Args:
-            hidden_states: (tokens, H).
+            hidden_states: (tokens, H); of sorted experts (experts * tokens, H), and nothing else.
             top_k_index: (tokens, k), which experts; an index outside the experts stands for none.
             top_k_weights: (tokens, k).
         """
+        if top_k_index is None or top_k_weights is None:
+            return self._each_its_rows(hidden_states)
         places = self._places(top_k_index)
         inner = [self._inner(expert, x) for expert, x in self._turns(False, lambda i: hidden_states[places[i][0]])]
         mixed = torch.zeros_like(hidden_states)
@@ -83,6 +95,13 @@ class UnfusedExperts(nn.Module):
             y = y if self.post_expert_norm is None else self.post_expert_norm(y)
             mixed.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(mixed.dtype))
         return mixed
+
+    def _each_its_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The outputs of sorted experts, (experts * tokens, H)."""
+        rows = hidden_states.reshape(self.count, -1, hidden_states.shape[-1]).unbind()
+        inner = [self._inner(expert, x) for expert, x in self._turns(False, rows.__getitem__)]
+        down = self.names[2]
+        return torch.cat([expert.get_submodule(down)(x) for expert, x in self._turns(True, inner.__getitem__)])
 
     def _turns(self, down: bool, of: Callable[[int], torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Each expert with its input."""
@@ -127,7 +146,7 @@ class UnfusedExperts(nn.Module):
                     continue
                 parts = [[cast(torch.Tensor, getattr(layer, kind)).detach() for layer in expert] for expert in layers]
                 rows = [torch.cat(p) if _concatenated(origin) else torch.stack(p, 1).flatten(0, 1) for p in parts]
-                if kind == "weight" and getattr(origin, "is_transposed", False):
+                if kind == "weight" and _transposed(origin):
                     rows = [weight.t() for weight in rows]
                 grad = cast(nn.Parameter, getattr(layers[0][0], kind)).requires_grad
                 merged[target + suffix] = nn.Parameter(torch.stack(rows), grad)
@@ -214,6 +233,16 @@ def _concatenated(fused: nn.Module) -> bool:
     return bool(getattr(fused, "is_concatenated", True))
 
 
+def _sorted(fused: nn.Module) -> bool:
+    """Whether a block gets sorted rows alone: its forward takes no routing."""
+    return len(inspect.signature(inspect.unwrap(type(fused).forward)).parameters) == 2
+
+
+def _transposed(fused: nn.Module) -> bool:
+    """Whether the weights are (in, out), as a product of rows with them wants it."""
+    return bool(getattr(fused, "is_transposed", _sorted(fused)))
+
+
 def _projections(fused: nn.Module, index: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Weight (out, in) and bias of gate (if there is one), up and down of one expert: views."""
     out = []
@@ -221,7 +250,7 @@ def _projections(fused: nn.Module, index: int) -> list[tuple[torch.Tensor, torch
         weight = getattr(fused, name).detach()[index]
         bias = getattr(fused, f"{name}_bias", None)
         bias = None if bias is None else bias.detach()[index]
-        weight = weight.t() if getattr(fused, "is_transposed", False) else weight
+        weight = weight.t() if _transposed(fused) else weight
         rows = [slice(None)] if name != "gate_up_proj" else _gate_and_up(fused, len(weight))
         out += [(weight[r], None if bias is None else bias[r]) for r in rows]
     return out
@@ -258,8 +287,9 @@ def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
     try:
         with torch.no_grad():
             # Unwrapped: the plain loop over experts, not the kernel that a config names.
-            expected = inspect.unwrap(type(fused).forward)(probe, x, index, weights)
-            actual = UnfusedExperts(probe, unfused.names)(x, index, weights)
+            given = (x,) if unfused.sorted else (x, index, weights)
+            expected = inspect.unwrap(type(fused).forward)(probe, *given)
+            actual = UnfusedExperts(probe, unfused.names)(*given)
         difference = float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-300))
     except (TypeError, RuntimeError, AttributeError, IndexError, ValueError) as error:
         raise _unknown(name, fused, f"its forward on random tokens failed: {error}") from error
