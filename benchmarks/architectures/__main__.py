@@ -24,6 +24,7 @@ from quark.core.metrics import sqnr
 from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.algo_configs import AutoRoundConfig
+from quark.torch.model.batches import named_outputs
 
 FAMILIES = (
     "qwen3", "gpt_oss", "falcon", "phi", "bert", "bart", "whisper", "clip", "modernbert", "gemma3_text", "glm4",
@@ -84,24 +85,22 @@ def build(name: str, class_name: Any) -> tuple[Any, list[Any]]:
     return model, batches(model)
 
 
-def logits(model: Any, batch: Any) -> torch.Tensor:
-    """The first output that has an axis of features."""
+def result(model: Any, batch: Any) -> torch.Tensor:
+    """The largest tensor that a model returns, the first of those: logits, or hidden states."""
     with torch.no_grad():
-        output = model(**batch)
-    values = output.values() if hasattr(output, "values") else output
-    return next(x for x in values if isinstance(x, torch.Tensor) and x.ndim > 1)
+        return max((x for _, x in named_outputs(model(**batch))), key=torch.Tensor.numel)
 
 
 def run(name: str, class_name: Any, column: str) -> Outcome:
     """Quantize a fresh model of the family, freeze it, and run it."""
     scheme, algorithm = RUNS[column]
     model, data = build(name, class_name)
-    before = logits(model, data[0])
+    before = result(model, data[0])
     try:
         config = LLMTemplate.get(model.config.model_type).get_config(scheme, algorithm)
         quantizer = ModelQuantizer(config)
         model = quantizer.freeze(quantizer.quantize_model(model, data))
-        after = logits(model, data[0])
+        after = result(model, data[0])
     except QuarkError as error:
         return Outcome("refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 - a fault, which the table is made to show
@@ -133,7 +132,7 @@ def main() -> None:
     for name, class_name in chosen.items():
         try:
             model, data = build(name, class_name)
-            logits(model, data[0])
+            result(model, data[0])
         except Exception as error:  # noqa: BLE001 - sizes that this family does not take
             reason = str(error).splitlines()[0] if str(error) else ""
             print(f"{name:24} not built: {type(error).__name__}: {reason}"[:200], flush=True)

@@ -139,7 +139,7 @@ def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> N
     done = quark(*command, *both, "--calib", text)
     assert done.code == 0, done.err
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert [algorithm["name"] for algorithm in config["algo_config"]] == ["smooth", "gptq"]
+    assert [algorithm["name"] for algorithm in config["algo_config"]] == ["autosmoothquant", "gptq"]
     assert quark("evaluate", folder, tmp_path / "out", "--text", text, "--length", 64, "--windows", 2).code == 0
 
 

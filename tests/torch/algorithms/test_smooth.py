@@ -20,6 +20,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.quantizer import ModelQuantizer
 from tests.models.architectures import build, token_ids
+from tests.models.families import family
 
 FOLDING = [SmoothQuantConfig(alpha=0.5), AutoSmoothQuantConfig(), AWQConfig()]
 DATA = [token_ids(24, seed) for seed in range(4)]
@@ -78,6 +79,19 @@ def test_outliers_of_activations_no_longer_hurt(algorithm: AlgoConfig) -> None:
         ModelQuantizer(config(scheme, *chosen)).quantize_model(model, DATA)
         errors[label] = error(model, reference)
     assert errors["folded"] < 0.6 * errors["plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["glm4", "qwen3"])
+def test_smoothing_by_name_does_not_hurt_a_model_that_one_alpha_ruins(model_type: str) -> None:
+    errors = {}
+    for label, chosen in {"plain": None, "alpha 1": SmoothQuantConfig(alpha=1), "by name": "smooth"}.items():
+        model = family(model_type)
+        reference = model(DATA[0]).logits.detach()
+        made = LLMTemplate.get(model_type).get_config("int8", chosen)
+        errors[label] = error(ModelQuantizer(made).quantize_model(model, DATA), reference)
+    assert errors["by name"] < 1.05 * errors["plain"]
+    assert errors["by name"] <= errors["alpha 1"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,14 @@ from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
-from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
+from quark.torch.config.algo_configs import (
+    ALGO_CONFIGS,
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    GPTQConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+)
 from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
 from quark.torch.config.enums import Dtype
 from quark.torch.config.llm_template import OLD_SCHEMES, LLMTemplate
@@ -184,7 +191,16 @@ def test_algorithms() -> None:
     found = LLMTemplate.get("a_model_of_next_year")
     assert found.get_config("fp8", algorithm="awq").algo_config == [AWQConfig()]
     both = config(algorithm=["smoothquant", "gptq"], algo_configs={"gptq": GPTQConfig(damp_percent=0.1)})
-    assert [type(algorithm) for algorithm in both.algo_config] == [SmoothQuantConfig, GPTQConfig]
+    assert [type(algorithm) for algorithm in both.algo_config] == [
+        AutoSmoothQuantConfig,
+        GPTQConfig,
+    ]
+    written = config(algorithm=SmoothQuantConfig(alpha=0.5)).algo_config
+    assert (
+        written
+        == [SmoothQuantConfig(alpha=0.5)]
+        == config(algorithm="smooth", algo_configs={"smooth": written[0]}).algo_config
+    )
     assert both.algo_config[1] == GPTQConfig(damp_percent=0.1)
     mine = AWQConfig(model_decoder_layers="layers")
     for template in (LLMTemplate("x", algorithm_configs={"awq": mine}), LLMTemplate("x", awq_config=mine)):

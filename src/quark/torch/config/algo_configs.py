@@ -288,6 +288,16 @@ for _name, _class in {
     ALGO_CONFIGS.register(_name, _class)
 
 
+SEARCHED = {"smooth": "autosmoothquant", "smoothquant": "autosmoothquant"}
+"""Algorithms that are searched for what suits a model when they are asked for by name alone. SmoothQuant's one alpha
+for all layers, and its default of 1 above all, makes some models much worse; the search leaves those layers alone."""
+
+
+def algo_config_by_name(name: str) -> AlgoConfig:
+    """The config of an algorithm that is named and not written out. Raises ConfigError for an unknown name."""
+    return ALGO_CONFIGS[SEARCHED.get(name, name)]()
+
+
 def algo_config_from_dict(data: Mapping[str, Any]) -> AlgoConfig:
     """The config of an algorithm from its dict; the class follows from "name".
 

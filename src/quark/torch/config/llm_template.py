@@ -18,7 +18,7 @@ from quark.core.registry import Registry
 from quark.core.schemes import SCHEMES, scheme_of
 from quark.errors import ConfigError, did_you_mean
 from quark.log import logger
-from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig
+from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig, algo_config_by_name
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.families import EXCLUDED, with_shown
@@ -260,7 +260,7 @@ class LLMTemplate:
             return item
         if not isinstance(item, str):
             raise ConfigError(f"algorithm takes names and configs of algorithms, got {item!r:.60}.")
-        return given.get(item) or self.algo_config.get(item) or with_shown(ALGO_CONFIGS[item](), self.model_type)
+        return given.get(item) or self.algo_config.get(item) or with_shown(algo_config_by_name(item), self.model_type)
 
 
 _ARGUMENTS = (

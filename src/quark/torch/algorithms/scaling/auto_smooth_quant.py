@@ -4,6 +4,13 @@
 
 measured on a sample of the inputs, with the quantizers that the layers will have; the static range of a symmetric type
 is that of all data.
+
+Where a quantized linear layer makes the input, its rows V_j are divided by s, and under one scale for all of them the
+small ones are rounded more coarsely. So that its error counts, too, Q reads in place of x
+
+    x_j (1 + n_j e_j(s)),   e_j(s) = |Q(V_j / s_j) s_j - V_j| / |V_j|
+
+with n = 1 or -1 by chance: the error of the row, relative to what the row makes.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from quark.core.granularity import PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
@@ -19,6 +27,7 @@ from quark.core.scales import qparams_from_range
 from quark.core.solvers.smooth import STEPS, search
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
+from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.layer_weights import float_weight
 from quark.torch.algorithms.scaling.base import Folding, InputStatistics
 from quark.torch.algorithms.scaling.fold import Fold
@@ -47,6 +56,10 @@ class AutoSmoothQuant(Folding):
             raise ConfigError(f"compute_scale_loss: {kind!r} is unknown. Possible: {', '.join(LOSSES)}.")
         self.loss = LOSSES[kind]
 
+    def enter(self, block: Block) -> None:
+        self.block = block.module
+        super().enter(block)
+
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         act_max, x = statistics.max_abs, statistics.sample
         assert act_max is not None and x is not None
@@ -54,8 +67,11 @@ class AutoSmoothQuant(Folding):
         def candidate(index: int) -> torch.Tensor:
             return smoothed(fold, layers, act_max, index / STEPS, FLOOR)
 
+        signs = _signs(x)
+
         def loss(s: torch.Tensor) -> float:
-            errors = [_output_error(layer, x, s, act_max) for layer in layers.values()]
+            read = x * (1 + signs * _producer_error(self.block, fold, s))
+            errors = [_output_error(layer, x, read, s, act_max) for layer in layers.values()]
             return float(self.loss(torch.cat(errors, -1)))
 
         losses: dict[int, float] = {}
@@ -63,12 +79,33 @@ class AutoSmoothQuant(Folding):
         return candidate(best) if losses[best] < loss(torch.ones_like(act_max)) else None
 
 
-def _output_error(layer: QuantLayer, x: torch.Tensor, s: torch.Tensor, act_max: torch.Tensor) -> torch.Tensor:
-    """Q(x / s) Q(W s)^T - x W^T."""
+def _signs(x: torch.Tensor) -> torch.Tensor:
+    """1 or -1 by chance, the same in every run, in the shape of x."""
+    chance = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+    return torch.where(chance < 0.5, -1.0, 1.0).to(x.device)
+
+
+def _producer_error(block: nn.Module, fold: Fold, s: torch.Tensor) -> torch.Tensor:
+    """E of each input channel; 0 where no quantized layer makes it."""
+    producer = block.get_submodule(fold.producer)
+    if not isinstance(producer, QuantLayer) or producer.spec.weight is None or not isinstance(producer, nn.Linear):
+        return torch.zeros_like(s)
+    weight = float_weight(producer)
+    factor = fold.factor(block, s).to(weight.device).unsqueeze(-1)
+    error = fake_quantize(weight / factor, None, producer.spec.weight) * factor - weight
+    relative = (error.norm(dim=1) / weight.norm(dim=1).clamp_min(torch.finfo(weight.dtype).tiny)).to(s.device)
+    rows = fold.rows.to(s.device)
+    return torch.where(rows >= 0, relative[rows.clamp_min(0)], 0.0)
+
+
+def _output_error(
+    layer: QuantLayer, x: torch.Tensor, read: torch.Tensor, s: torch.Tensor, act_max: torch.Tensor
+) -> torch.Tensor:
+    """Q(read / s) Q(W s)^T - x W^T."""
     weight, spec = float_weight(layer), layer.spec.weight
     scaled = weight * s
     quantized = scaled if spec is None else fake_quantize(scaled, None, spec)
-    return _quantized_input(x / s, layer.spec.input, act_max / s) @ quantized.T - x @ weight.T
+    return _quantized_input(read / s, layer.spec.input, act_max / s) @ quantized.T - x @ weight.T
 
 
 def _quantized_input(x: torch.Tensor, spec: TensorSpec | None, act_max: torch.Tensor) -> torch.Tensor:
