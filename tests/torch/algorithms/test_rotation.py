@@ -311,3 +311,16 @@ def test_quarot_rotates_everything() -> None:
 def test_models_without_blocks_or_tokens_are_refused() -> None:
     with pytest.raises(StructureError, match="no list of decoder blocks"):
         rotate(nn.Sequential(nn.Linear(8, 8)))
+
+
+@pytest.mark.slow
+def test_the_decoder_of_a_model_that_hears_is_rotated() -> None:
+    """Whisper takes features and the ids of its decoder; its float outputs stay what they were."""
+    from benchmarks.architectures.__main__ import build, families, result
+
+    model, data = build("whisper", families(every=False)["whisper"])
+    weight = model.model.decoder.layers[0].fc1.weight.detach().clone()
+    expected = result(model, data[0])
+    ModelRotation(model, RotationConfig()).rotate()
+    assert not torch.equal(model.model.decoder.layers[0].fc1.weight, weight)
+    torch.testing.assert_close(result(model, data[0]), expected, rtol=1e-4, atol=1e-5)

@@ -141,7 +141,7 @@ class BlockOutput:
     """
 
     def __init__(self) -> None:
-        self.known = self.by_batch = False
+        self.known = self.by_batch = self._fixed = False
         self._sequence: type | None = None
         self._others: tuple[Any, ...] = ()
         self._first = ""
@@ -154,6 +154,8 @@ class BlockOutput:
             StructureError: It returns no hidden state, or reads what a block before it computed from its hidden state:
                 that is not known before the blocks before it are finished.
         """
+        if self._fixed:
+            return
         if not self.known or (self.by_batch and name == self._first):
             self._learn(name, call, forward)
             return
@@ -166,6 +168,10 @@ class BlockOutput:
         read = [index for index, x in enumerate(self._others) if isinstance(x, torch.Tensor) and id(x) in handed]
         if read:
             self._check_hands_on(name, call, forward, read)
+
+    def fix(self) -> None:
+        """From now on blocks return what is known, and none runs: for the batch that ran last."""
+        self._fixed = True
 
     def of(self, hidden: torch.Tensor) -> Any:
         """What a block returns that computes this hidden state."""

@@ -7,6 +7,7 @@ taken from `RotationConfig.scaling_layers`, whose names hold `layer_id` and `pre
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import evaluating, forward_batch, input_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
 from quark.torch.model.dataflow import Trace
+from quark.torch.model.outside_reads import example
 from quark.torch.model.record_forward import record
 from quark.torch.model.residual_stream import Residual, StreamNorm, find_residual, hidden_values, measure_norm
 
@@ -74,11 +76,15 @@ def find_frame(model: nn.Module, config: RotationConfig) -> Frame:
     single = _PassingRun(model, names, BlockOutput())
     single.run(1)
     many = _PassingRun(model, names, single.output)
+    if single.output.by_batch:
+        many = _PassingRun(model, names, BlockOutput())
+        many.run(TOKENS)
+        many.output.fix()  # in the recorded forward, no block may run
     trace = record(model, lambda: many.run(TOKENS))
     given = many.calls[names[0]].hidden
     calls = {name: (_with_random(many.calls[name]), _with_random(single.calls[name])) for name in names}
     hidden, _ = hidden_values(trace, names[0], given.shape)
-    return Frame(tuple(names), calls, trace, hidden, many.result, given, single.output)
+    return Frame(tuple(names), calls, trace, hidden, many.result, given, many.output)
 
 
 def rerun_frame(model: nn.Module, frame: Frame) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -103,7 +109,7 @@ class _PassingRun:
         passing = passing_through(self.model, self.names, self.calls.__setitem__, self.output)
         with torch.no_grad(), evaluating(self.model), quiet, passing:
             try:
-                output = forward_batch(self.model, ids, device)
+                output = forward_batch(self.model, self._batch(ids), device)
             except (TypeError, ValueError, RuntimeError) as error:
                 if isinstance(error, QuarkError):
                     raise
@@ -114,13 +120,23 @@ class _PassingRun:
         leaves = tree_leaves(output)
         self.result = tuple(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point())
 
+    def _batch(self, ids: torch.Tensor) -> Any:
+        """The token ids, with what else a model of transformers must get: features, images, ids of its decoder."""
+        given = example(self.model)
+        if not isinstance(given, Mapping) or set(given) <= {"input_ids"}:
+            return ids
+        return {name: ids if name in ("input_ids", "decoder_input_ids") else x for name, x in given.items()}
+
     def _vocabulary(self) -> int:
         sizes = [m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding)]
         if not sizes:
             raise StructureError("The model has no nn.Embedding: rotations are for models that read token ids.")
         get = getattr(self.model, "get_input_embeddings", None)
-        embedding = get() if callable(get) else None
-        return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else max(sizes)
+        embedding = None
+        with suppress(NotImplementedError):  # of transformers, where two towers have an embedding each
+            embedding = get() if callable(get) else None
+        # Ids that every table holds, where it is not known which is that of the tokens.
+        return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else min(sizes)
 
 
 def _with_random(call: Call) -> Call:
