@@ -134,11 +134,9 @@ class Sweep:
         block = self.model.get_submodule(self.names[0])
         with self.weights.around(self.names), torch.no_grad():
             device = input_device(self.model)
-            if self.weights.device is None:
-                output.learn(self.names[0], block(*first.args, **first.kwargs))
-            else:
-                here = on_device(first, device)
-                output.learn(self.names[0], block(*here.args, **here.kwargs))
+            here = first if self.weights.device is None else on_device(first, device)
+            output.see(self.names[0], here, block)
+            output.fix()
             layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in outside}
             with torch.enable_grad(), collecting(layers, self._live(outside)) as moments:
                 for batch, hidden in zip(self.data, self.tape.read(self._inputs(len(self.names))), strict=True):
