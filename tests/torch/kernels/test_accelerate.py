@@ -35,8 +35,10 @@ from quark.torch.kernels import KERNELS
 from quark.torch.kernels.accelerate import coded_weight
 from quark.torch.kernels.fp8 import ScaledMm
 from quark.torch.kernels.int4 import _order
-from quark.torch.kernels.kernel import CodedWeight, Kernel
+from quark.torch.kernels.int8_codes import int8_codes
+from quark.torch.kernels.kernel import CodedWeight, Kernel, input_codes
 from quark.torch.kernels.packed_linear import PackedLinear
+from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.linear import QuantLinear
 from tests.models.torch_zoo import tiny_llama, token_batches
 
@@ -137,8 +139,6 @@ def test_every_way_computes_the_formula(name: str, way: str, dtype: torch.dtype)
 
 
 def _integer_formula(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from quark.torch.kernels.kernel import input_codes
-
     layer = model[0]  # type: ignore[index]
     weight = coded_weight(layer)
     assert weight is not None
@@ -150,6 +150,27 @@ def _integer_formula(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, t
     bias = torch.zeros(len(decoded)) if layer.bias is None else layer.bias
     y, most = F.linear(read, decoded, bias.double()), F.linear(read.abs(), decoded.abs()) + bias.double().abs()
     return y.reshape(*x.shape[:-1], -1), most.reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["token", "tensor", "static", "static uint8", "uint8 token", "int8 shifted"])
+def test_compiled_codes_are_those_of_the_formulas(name: str, dtype: torch.dtype) -> None:
+    quantizer = frozen(LAYERS[name][1], 8, 128, torch.float32)[0].input_quantizer
+    assert isinstance(quantizer, FakeQuantize)
+    shift = 0 if quantizer.spec.dtype.signed else 128
+    for columns in (1, 7, 515):
+        x = torch.randn(9, columns, generator=torch.Generator().manual_seed(columns)) + 0.3
+        x[0], x[1], x[2] = 0.0, x[1].abs(), -x[2].abs()
+        for factor in (1e-30, 1e-3, 1.0, 300.0):
+            rows = (x * factor).to(dtype)
+            codes, params = int8_codes(rows, quantizer)
+            expected, of_core = input_codes(rows, quantizer)
+            assert codes.dtype == torch.int8 and torch.equal(codes, (expected - shift).to(torch.int8))
+            assert torch.equal(params.scale, of_core.scale)
+            assert params.zero_point is None or torch.equal(params.zero_point, of_core.zero_point)
+    rows[4, 0] = float("nan")
+    scales = int8_codes(rows, quantizer)[1].scale, input_codes(rows, quantizer)[1].scale
+    assert torch.equal(scales[0].isnan(), scales[1].isnan())
 
 
 def test_integer_products_are_those_of_the_fake_quantized_float32_layer() -> None:
@@ -292,8 +313,14 @@ def test_options_that_cannot_be_obeyed_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, when it is imported
-@pytest.mark.parametrize("scheme", ["uint4_wo_32", "int8_dynamic"])
-def test_generate_compile_and_reloaded_folders(tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize(
+    # The ways of the kernel, then the float product.
+    ("scheme", "kernel", "seconds"),
+    [("uint4_wo_32", "int4_groups", (1, 1, 2)), ("int8_dynamic", "onednn_int8", (1, 2))],
+)
+def test_generate_compile_and_reloaded_folders(
+    tmp_path: Path, scheme: str, kernel: str, seconds: tuple[float, ...]
+) -> None:
     model = tiny_llama().to(torch.bfloat16)
     quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme))
     model = quantizer.freeze(quantizer.quantize_model(model))
@@ -301,10 +328,9 @@ def test_generate_compile_and_reloaded_folders(tmp_path: Path, scheme: str) -> N
     (ids,) = token_batches(1)
     with torch.no_grad():
         reference = model(ids).logits
-    clock = Slow(1, 1, 2)
     reloaded = import_model_from_safetensors(tiny_llama().to(torch.bfloat16), tmp_path / "folder")
     for each in (model, reloaded):
-        accelerate(each, clock=clock)
+        accelerate(each, kernels=(BY_NAME[kernel],), clock=Slow(*seconds))
         assert sum(isinstance(m, PackedLinear) for m in each.modules()) > 0
     with torch.no_grad():
         logits = model(ids).logits

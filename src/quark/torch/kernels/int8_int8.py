@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from quark.core.granularity import PerTensor, PerToken
-from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed, input_codes
+from quark.torch.kernels.int8_codes import int8_codes
+from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed
 from quark.torch.layers.fake_quant import FakeQuantize
 
 
@@ -63,19 +64,29 @@ class _Int8Int8(Kernel):
         return {"integers": _quantized(input_quantizer, self.product)}
 
 
-def _quantized(quantizer: FakeQuantize, product: Callable[[torch.Tensor, Packed], torch.Tensor]) -> Multiply:
-    shift = 0.0 if quantizer.spec.dtype.signed else 128.0
-    centered = quantizer.spec.dtype.signed and quantizer.spec.symmetric
+Product = Callable[[torch.Tensor, Packed], torch.Tensor]
 
+
+def _quantized(quantizer: FakeQuantize, product: Product) -> Multiply:
     def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-        codes, params = input_codes(x, quantizer)
-        y = product((codes - shift if shift else codes).to(torch.int8), packed)
-        if not centered:
-            zero = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
-            y = y - (zero.float() - shift).reshape(-1, 1) * (packed["sums"] * packed["scale"])
-        return y.mul_(params.scale.float().reshape(-1, 1)).to(x.dtype)
+        # torch.compile breaks its graph here: its own lowering of oneDNN's product takes weights that are constants of
+        # the graph only, and the compiled passes are no operators of torch.
+        if torch.compiler.is_compiling():
+            run: Callable[..., torch.Tensor] = torch.compiler.disable(_multiply)  # type: ignore[no-untyped-call]
+            return run(x, packed, quantizer, product)
+        return _multiply(x, packed, quantizer, product)
 
     return multiply
+
+
+def _multiply(x: torch.Tensor, packed: Packed, quantizer: FakeQuantize, product: Product) -> torch.Tensor:
+    codes, params = int8_codes(x, quantizer)
+    y = product(codes, packed)
+    if not (quantizer.spec.dtype.signed and quantizer.spec.symmetric):
+        shift = 0.0 if quantizer.spec.dtype.signed else 128.0
+        zero = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
+        y = y - (zero.float() - shift).reshape(-1, 1) * (packed["sums"] * packed["scale"])
+    return y.mul_(params.scale.float().reshape(-1, 1)).to(x.dtype)
 
 
 class OneDnnInt8(_Int8Int8):
