@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from quark.torch import (
     accelerate,
     disable_native_inference,
     enable_native_inference,
+    export_onnx,
     export_safetensors,
     import_model_from_safetensors,
 )
@@ -283,6 +285,11 @@ def test_a_gradient_is_refused_and_so_are_moves_and_export(tmp_path: Path) -> No
     assert model.to("cpu") is model
     with pytest.raises(ConfigError, match="disable_native_inference"):
         ModelQuantizer.freeze(model)
+    with pytest.raises(ConfigError, match="disable_native_inference"):
+        export_onnx(model, tmp_path, torch.zeros(2, 64))
+    with pytest.raises(ConfigError, match="disable_native_inference"):
+        export_safetensors(model, tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
 
 
 def test_packed_layers_pickle() -> None:
@@ -309,6 +316,40 @@ def test_options_that_cannot_be_obeyed_are_refused() -> None:
         accelerate(nn.Sequential(nn.Linear(4, 4)))
     assert enable_native_inference(model, runtime_options=RuntimeOptions("fp8_per_tensor")) == 0
     assert type(ModelQuantizer.freeze(model, runtime_options=RuntimeOptions())[0]) in (QuantLinear, PackedLinear)  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "form", "kernel", "seconds"),
+    [
+        ("uint4_wo_32", "awq", "int4_groups", (1, 1, 2)),
+        ("int4_wo_32", "awq", "int4_groups", (1, 1, 2)),
+        ("uint4_wo_32", "compressed-tensors", "int4_groups", (1, 1, 2)),
+        ("int8_wo", "compressed-tensors", "int8_weights", (1, 1, 2)),
+        ("int8_dynamic", "compressed-tensors", "int_mm", (1, 2)),
+    ],
+)
+def test_folders_of_other_programs_are_packed_and_written_as_onnx(
+    tmp_path: Path, scheme: str, form: str, kernel: str, seconds: tuple[float, ...]
+) -> None:
+    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme))
+    model = quantizer.freeze(quantizer.quantize_model(tiny_llama().to(torch.bfloat16)))
+    export_safetensors(model, tmp_path / "folder", custom_mode=form)
+    loaded = import_model_from_safetensors(tiny_llama().to(torch.bfloat16), tmp_path / "folder")
+    (ids,) = token_batches(1)
+    with torch.no_grad():
+        reference = loaded(ids).logits
+        in_float32 = import_model_from_safetensors(tiny_llama(), tmp_path / "folder")
+        session = onnxruntime.InferenceSession(export_onnx(in_float32, tmp_path / "onnx", ids))
+        accelerate(loaded, kernels=(BY_NAME[kernel],), clock=Slow(*seconds))
+        assert sum(isinstance(m, PackedLinear) for m in loaded.modules()) == 14
+        packed_logits = loaded(ids).logits
+        disable_native_inference(loaded)
+        assert torch.equal(loaded(ids).logits, reference)
+    (from_onnx,) = session.run(None, {session.get_inputs()[0].name: ids.numpy()})
+    for logits in (packed_logits, torch.from_numpy(from_onnx)):
+        # bfloat16 layers round every product and weight: 2^-8 each, a few layers deep
+        assert float((logits - reference).norm() / reference.norm()) < 0.05
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Format
-from quark.torch.formats.layout import Layout, Tensors
-from quark.torch.formats.quark.layout import QuarkLayout
+from quark.torch.formats.layout import CodedLayout, Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import probability_quantizers, quantize_attention
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
@@ -66,18 +65,16 @@ class StoredTensor(nn.Module):
         Raises:
             NotSupportedError: The checkpoint holds float values in place of codes.
         """
-        return None if self.spec.is_cast else self._quark().load_params(self._params(extras), self.shape)
+        return None if self.spec.is_cast else self._coded().load_params(self._params(extras), self.shape)
 
     def codes(self, stored: torch.Tensor) -> torch.Tensor:
         """The codes, as floats that hold their values."""
-        return stored.float() if self.spec.is_cast else self._quark().load_codes(stored, self.shape)
+        return stored.float() if self.spec.is_cast else self._coded().load_codes(stored, self.shape)
 
-    def _quark(self) -> QuarkLayout:
+    def _coded(self) -> CodedLayout:
         if not self.layout.real:
             raise NotSupportedError("A fake_quantized checkpoint holds no codes: export from a real_quantized one.")
-        if type(self.layout) is not QuarkLayout:
-            name = type(self.layout).__name__
-            raise NotSupportedError(f"{name} gives no codes for export: export from a checkpoint in quark's format.")
+        assert isinstance(self.layout, CodedLayout)
         return self.layout
 
     @property

@@ -69,3 +69,15 @@ class Layout(ABC):
     def store_second(self, scale: torch.Tensor) -> Tensors:
         """The tensors of live activations whose scales have the static scale `scale`."""
         return {"scale_2": scale.float()}
+
+
+class CodedLayout(Layout):
+    """A layout of checkpoint folders, which gives back codes and scales too: exports and kernels read those."""
+
+    @abstractmethod
+    def load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """The values of the codes of a tensor of `shape`, as floats."""
+
+    @abstractmethod
+    def load_params(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> QParams:
+        """Scale and zero point of a tensor of `shape`, from its stored tensors."""

@@ -112,7 +112,7 @@ def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight 
         try:
             params, codes = quantizer.params(layer.extras("weight")), quantizer.codes(layer.weight.detach())
         except NotSupportedError:
-            return None  # float values, or the layout of another program
+            return None  # float values
         dtype = quantizer.layout.model_dtype
     else:
         params, dtype = quantizer.params, layer.weight.dtype

@@ -15,12 +15,17 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
     Raises:
         ConfigError: Layers hold their codes in the layout of a kernel, which only `accelerate` knows to undo.
     """
+    refuse_packed(model)
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+
+
+def refuse_packed(model: nn.Module) -> None:
+    """Raise ConfigError where layers hold their codes in the layout of a kernel."""
     if any(getattr(module, "is_packed", False) for module in model.modules()):
         raise ConfigError(
             "The layers of this model were packed for the kernels of this machine by accelerate. Possible: "
             "disable_native_inference(model), which makes frozen layers of them, and then this."
         )
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
 
 
 def replace_layer(model: nn.Module, name: str, spec: LayerSpec) -> QuantLayer:

@@ -27,7 +27,7 @@ from quark.core.packing import decode, encode, pack_bits, unpack_bits
 from quark.core.quantize import dequantize
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
-from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.formats.layout import CodedLayout, Tensors
 
 E8M0 = ScaleType.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
@@ -35,7 +35,7 @@ WORD = 32
 """Codes after which a packed row is at a whole word again, whatever their width."""
 
 
-class CompressedTensorsLayout(Layout):
+class CompressedTensorsLayout(CodedLayout):
     """The layout of one tensor.
 
     Args:
@@ -66,7 +66,7 @@ class CompressedTensorsLayout(Layout):
         return {**out, "shape": torch.tensor(tuple(x.shape), dtype=torch.int64, device=x.device)}
 
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        codes = self._load_codes(tensors[""], shape)
+        codes = self.load_codes(tensors[""], shape)
         values = dequantize(codes, self.load_params(tensors, shape), self.spec)
         return values.reshape(shape).to(self.model_dtype)
 
@@ -79,7 +79,8 @@ class CompressedTensorsLayout(Layout):
         bits = encode(codes, dtype)
         return bits.view(E4M3) if dtype.bits == 8 else pack_bits(bits, dtype.bits)
 
-    def _load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """The values of the codes of a tensor of `shape`."""
         dtype = self.spec.dtype
         if not dtype.is_float:
             return self._unpack_words(stored, shape[-1]) if self.packed else stored.float() + self._middle()
@@ -131,9 +132,12 @@ class CompressedTensorsLayout(Layout):
     def load_params(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> QParams:
         """Inverse of `store_params` for a weight of `shape`."""
         spec, scale = self.spec, tensors["scale"]
+        split = spec.split.scale_shape(shape)  # without the column that one scale a row is stored with
+        scale = scale.reshape(split)
         zero = tensors.get("zero_point")
         if zero is not None:
             zero = self._unpack_words(zero.t(), shape[0]).t() if self.packed else zero.float() + self._middle()
+            zero = zero.reshape(split)
         elif spec.has_zero_point:
             zero = torch.full_like(scale, 0.0 if spec.dtype.signed else self._middle(), dtype=torch.float32)
         if spec.scale_type is E8M0:

@@ -41,7 +41,7 @@ from quark.core.registry import Registry
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
-from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.formats.layout import CodedLayout, Tensors
 
 PACK_METHODS: Registry[Sequence[int]] = Registry("pack_method")
 PACK_METHODS.register("reorder", AWQ_ORDER)
@@ -57,7 +57,7 @@ PIECE = 1 << 20
 """Bytes of float32 that are turned into codes at once."""
 
 
-class QuarkLayout(Layout):
+class QuarkLayout(CodedLayout):
     """The `quark` layout of one tensor."""
 
     def __init__(

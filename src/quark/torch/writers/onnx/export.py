@@ -24,6 +24,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError, one_line, require_packages
 from quark.files import check_file
 from quark.log import logger
+from quark.torch.layers.replace import refuse_packed
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -70,11 +71,12 @@ def export_onnx(
         The file. Over 2 GB, the weights lie beside it in `quark_model.onnx.data`.
 
     Raises:
-        ConfigError: A model that is not quantized, or an option that is wrong.
+        ConfigError: A model that is not quantized or was accelerated, or an option that is wrong.
         NotSupportedError: An option or a spec without an ONNX form, or a model that torch.export cannot trace.
         OutputExistsError, OutputError: See there. Nothing is left behind.
     """
     _check_options(operator_export_type)
+    refuse_packed(model)
     args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
     file = Path(output_dir) / FILE
     check_file(file, overwrite)
