@@ -99,6 +99,24 @@ FIGURES = [
             ("w4a4", "rotation+qronos", 0.5),
         )
     ),
+    *(
+        Figure("kernels", f"{name}, {rows} rows / {dtype} layer", path, limit)
+        for dtype, name, rows, limit in (
+            ("bfloat16", "uint4_g128", 1, 0.45),
+            ("bfloat16", "uint4_g128", 64, 5.0),
+            ("bfloat16", "int8", 1, 0.6),
+            ("bfloat16", "int8", 64, 2.5),
+            ("bfloat16", "int8_int8", 1, 0.75),
+            ("bfloat16", "int8_int8", 64, 0.75),
+            ("float32", "int8_int8", 1, 0.5),
+            ("float32", "int8_int8", 64, 0.25),
+        )
+        for path in [("layers", dtype, name, f"rows_{rows}")]
+    ),
+    *(
+        Figure("kernels", f"generate, {name} / bfloat16", ("generate", name, "time"), limit)
+        for name, limit in (("uint4_g128", 0.6), ("int8", 0.85), ("int8_int8", 0.75))
+    ),
     Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
     *(
         Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)
