@@ -246,6 +246,18 @@ def test_a_kernel_that_computes_something_else_is_not_taken() -> None:
     assert type(accelerate(model, kernels=(Wrong(),), clock=Slow(1))[0]) is QuantLinear  # type: ignore[index]
 
 
+@pytest.mark.parametrize(("group", "columns", "fits"), [(16, 256, False), (48, 192, False), (160, 320, True)])
+def test_groups_that_a_kernel_does_not_take_stay_as_they_are(group: int, columns: int, fits: bool) -> None:
+    model = frozen(LayerSpec(weight=integer("uint4", group, symmetric=False)), 64, columns, torch.bfloat16)
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        reference = model(x)
+        fast = accelerate(model, clock=Slow(1, 1, 2))
+        assert isinstance(fast[0], PackedLinear) == fits  # type: ignore[index]
+        if not fits:
+            assert torch.equal(fast(x), reference)
+
+
 def test_what_would_lose_bits_stays_float_unless_it_is_allowed() -> None:
     layer = LAYERS["int8"][1]
     fast = Slow(1, 1, 2)
