@@ -131,7 +131,7 @@ def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> N
     command: list[Any] = ["quantize", folder, "--scheme", "int3_wo_128", "-o", tmp_path / "out"]
     both = ("--algorithm", "smooth", "--algorithm", "gptq")
     done = quark(*command, *both)
-    assert done.code == 1 and "'smooth' needs calibration data: pass --calib FILE" in done.err
+    assert done.code == 1 and "'autosmoothquant' needs calibration data: pass --calib FILE" in done.err
     done = quark(*command, "--algorithm", "gptw")
     assert done.code == 1 and "Did you mean 'gptq'" in done.err
     text = tmp_path / "text.txt"
