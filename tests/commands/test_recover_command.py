@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
+from quark.errors import SlowerThanFloatError
 from quark.onnx import CLEConfig
 from quark.onnx.config.preset_rows import QROWS
 from tests.commands.program import Done, quark
@@ -70,7 +71,7 @@ def test_without_a_configuration_the_file_is_the_best_of_quick_steps_for_a_cpu(f
     plain = command(folder, "--config INT8_CPU", line)
     assert plain.code == 0 and "Recovery" not in plain.out
     before = sqnr(folder)
-    done = command(folder, "--batch-size 4", line)
+    done = command(folder, "--batch-size 4 --no-measure", line)  # what is faster differs from machine to machine
     assert done.code == 0 and "INT8_CPU: " in done.out
     steps = [row[0] for row in cells(done.out)]
     assert "ranges: MinMSE" in steps and "AdaRound, 100 iterations" not in steps
@@ -83,12 +84,26 @@ def test_without_a_configuration_the_file_is_the_best_of_quick_steps_for_a_cpu(f
 @pytest.mark.slow
 def test_without_a_configuration_three_samples_and_none_are_enough(folder: Path) -> None:
     line = "quantize {0}/cnn.onnx -o {0}/out.onnx --force"
-    few = command(folder, f"--calib {folder}/samples.npz --batch-size 4 --samples 3", line)
+    few = command(folder, f"--calib {folder}/samples.npz --batch-size 4 --samples 3 --no-measure", line)
     assert few.code == 0 and "of 3 held-out samples, calibrated on 3" in " ".join(few.out.split())
     none = command(folder, "", line)
     assert none.code == 0 and "INT8_CPU_DYNAMIC: " in none.out
     kinds = {node.op_type for node in onnx.load(folder / "out.onnx").graph.node}
     assert {"DynamicQuantizeLinear", "MatMulInteger", "Conv"} <= kinds and "ConvInteger" not in kinds
+
+
+def test_where_no_integers_are_faster_weights_alone_are_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(*_: object) -> None:
+        raise SlowerThanFloatError("No choice of integer kernels is faster than float on this processor.")
+
+    monkeypatch.setattr("quark.onnx.evaluation.recovery.search.leave_slower_in_float", slower)
+    line = "quantize {0}/cnn.onnx --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"
+    done = command(folder, "", line)
+    assert done.code == 0 and "INT8_CPU_WEIGHTS: " in done.out and "is faster than float" in done.log
+    kinds = {node.op_type for node in onnx.load(folder / "out.onnx").graph.node}
+    assert "Cast" in kinds and not {"QuantizeLinear", "DequantizeLinear"} & kinds
+    refused = command(folder, "--config INT8_CPU --recover --measure", line)
+    assert refused.code == 1 and "is faster than float" in refused.err
 
 
 @pytest.mark.slow
