@@ -117,7 +117,8 @@ def test_a8w8_guide_quantizes(preset: str, names: dict[str, Any], tmp_path: Path
     code = code.replace("processed_data = []", "processed_data = samples")
     exec(code, {"samples": [feed["x"] for feed in images()]})
     model = onnx.load(names["output_model_path"])
-    kinds = {i.data_type for i in model.graph.initializer if i.name.endswith("_zero_point") and "_w" not in i.name}
+    zeros = {node.input[2] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    kinds = {i.data_type for i in model.graph.initializer if i.name in zeros}
     assert onnx.TensorProto.INT8 in kinds if preset == "A8W8" else onnx.TensorProto.INT16 in kinds
     feed = images()[0]
     assert sqnr(run(cnn(), feed), run(names["output_model_path"], feed)) > 25

@@ -39,10 +39,11 @@ def test_a_finder_that_refuses_and_a_module_that_stands_in_count_as_missing(monk
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("package", ["onnx", "onnx_ir", "onnxruntime"])
-def test_every_way_names_the_pip_line(package: str, way: str) -> None:
+def test_every_way_names_the_pip_line(package: str, way: str, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").touch()
     source = str(Path(quark.__file__).parents[1])
     code = BLOCK.format(package=package) + f"sys.path.insert(0, {source!r})\n{way}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert f"needs the package {package}, which is not installed: pip install 'openquark[onnx]'" in last

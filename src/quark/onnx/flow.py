@@ -11,7 +11,7 @@ from quark.log import logger
 from quark.onnx.algorithms import run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.bodies.float_bodies import FloatBodies
-from quark.onnx.calibration.calibrate import repeatable
+from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
@@ -19,8 +19,11 @@ from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.npu.averaged_sizes import measure_sizes, needs_samples
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
+from quark.onnx.passes.copy_shared_init import copy_shared_init
 from quark.onnx.prepare import prepare
+from quark.onnx.qdq.value_infos import fill_value_infos
 from quark.onnx.qdq.write_qdq import drop_unused_constants
+from quark.onnx_ops.compact import drop_inferable, share_constants
 from quark.onnx_ops.saving import save
 
 
@@ -66,6 +69,22 @@ def convert(
         drop_unused_constants(model.graph)
     model.producer_name = "quark.onnx"
     return model
+
+
+def finish(model: ir.Model, settings: Settings) -> None:
+    """Make a quantized model what its file holds: constants of the same bits once, shapes only where none are inferred.
+
+    Args:
+        model: The model, changed in place.
+        settings: Whether every tensor keeps its type and shape, and nodes constants of their own.
+    """
+    # A model whose nodes are to have initializers of their own keeps those of the same bits apart.
+    if settings.passes.get(copy_shared_init.__name__) in (None, False):
+        share_constants(model)
+    if settings.value_infos:
+        fill_value_infos(model, lambda names: run_random(model, names, settings))
+    else:
+        drop_inferable(model)
 
 
 def _convert_graph(

@@ -17,7 +17,7 @@ from quark.errors import CalibrationError, ConfigError
 from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
-from quark.onnx.calibration.calibrate import repeatable, run_random
+from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
@@ -29,12 +29,9 @@ from quark.onnx.evaluation.cpu_price import cpu_price
 from quark.onnx.evaluation.damage import Damage, SpreadSamples, damage, refuse_damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
-from quark.onnx.evaluation.recovery.steps import STEPS
-from quark.onnx.flow import quantize
+from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
+from quark.onnx.flow import finish, quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
-from quark.onnx.passes.copy_shared_init import copy_shared_init
-from quark.onnx.qdq.value_infos import fill_value_infos
-from quark.onnx_ops.compact import drop_inferable, share_constants
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import model_files, save
 
@@ -149,15 +146,14 @@ class ModelQuantizer:
         """
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, self.settings, reader)
-        steps = [step for step in STEPS if step.quick or not quick]
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
         with custom_libraries(self.settings.custom_libraries):
             with discreet(self.settings):
                 model = load(model_input)
                 kept = None if reader is None else SpreadSamples(reader, model)
                 found, model = recover(
-                    model, self.settings, kept, measure, target, seconds, steps, any_count=quick,
-                    allow_wider=allow_wider,
+                    model, self.settings, kept, measure, target, seconds, QUICK_STEPS if quick else STEPS,
+                    any_count=quick, allow_wider=allow_wider,
                 )  # fmt: skip
             return replace(found, model=self._written(model, model_output, model_input, kept))
 
@@ -166,14 +162,7 @@ class ModelQuantizer:
     ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""
         self.damage = None
-        # A model whose nodes are to have initializers of their own keeps those of the same bits apart.
-        unique = self.settings.passes.get(copy_shared_init.__name__) not in (None, False)
-        if not unique:
-            share_constants(model)
-        if self.settings.value_infos:
-            fill_value_infos(model, lambda names: run_random(model, names, self.settings))
-        else:
-            drop_inferable(model)
+        finish(model, self.settings)
         if output is None:
             proto = checked_proto(model)
             if not self.settings.crypto:

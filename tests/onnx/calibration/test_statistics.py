@@ -171,8 +171,8 @@ def test_layerwise_percentile_takes_a_candidate_for_each_tensor() -> None:
         layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=method), weight=Int8Spec())
         done = ModelQuantizer(QConfig(layer, **options)).quantize_model(cnn(), None, Reader(data))
         assert done is not None
-        names = {node.input[1] for node in done.graph.node if node.op_type == "QuantizeLinear"}
-        return np.array([onnx.numpy_helper.to_array(i) for i in done.graph.initializer if i.name in names])
+        scales = {i.name: onnx.numpy_helper.to_array(i) for i in done.graph.initializer}
+        return np.array([scales[node.input[1]] for node in done.graph.node if node.op_type == "QuantizeLinear"])
 
     candidates = [99.0, 99.9, 100.0]
     plain = np.stack([encoded(CalibMethod.Percentile, Percentile=candidate) for candidate in candidates])

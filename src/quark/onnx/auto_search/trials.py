@@ -22,7 +22,7 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.config import Config, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
-from quark.onnx.flow import convert
+from quark.onnx.flow import convert, finish
 from quark.onnx.graph.model_file import load
 from quark.onnx.prepare import prepare
 from quark.onnx_ops.saving import save
@@ -111,6 +111,7 @@ class SearchTrials:
         quantized = convert(graph, settings, data, known=known)
         for identity in list(known)[:-MOST_STATISTICS]:
             del known[identity]
+        finish(quantized, settings)
         save(quantized, path, settings.external_data)
         if self._evaluator is not None:
             return self._baseline - float(self._evaluator(str(path)))

@@ -38,7 +38,6 @@ class Step:
         like: Name of the step before that tells what this one costs; "" for none.
         factor: How many times the work of that one.
         last_resort: Whether time is kept for it, where there is a target.
-        quick: Whether it is one of the few that gain most for their seconds.
         wider: Whether it gives a model of more bits than the config asks for.
     """
 
@@ -47,7 +46,6 @@ class Step:
     like: str = ""
     factor: float = 1
     last_resort: bool = False
-    quick: bool = False
     wider: bool = False
 
 
@@ -65,14 +63,10 @@ LOST = 25.0
 """dB: below it, tasks begin to suffer, and a few nodes in float cost less than that."""
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 STEPS = (
-    *(Step(f"ranges: {name}", change, quick=name != "Entropy") for name, change in RANGES.items()),
-    *(
-        Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), LOST), quick=True)
-        for share in (0.05, 0.1)
-    ),
+    *(Step(f"ranges: {name}", change) for name, change in RANGES.items()),
     Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
-    Step("BiasCorrection", algorithm(BiasCorrectionConfig()), quick=True),
-    Step("ranges of each tensor", tensor_ranges(TensorRanges()), quick=True),
+    Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
+    Step("ranges of each tensor", tensor_ranges(TensorRanges())),
     Step("CLE", EQUALIZE),
     Step("CLE, ranges of the config", with_plain_ranges(EQUALIZE)),
     Step("SmoothQuant", SMOOTH),
@@ -88,3 +82,10 @@ STEPS = (
     Step("more bits for the most sensitive layers", raise_bits, wider=True),
     Step("more bits for all layers", raise_all_bits, last_resort=True, wider=True),
 )
+QUICK_STEPS = (
+    *(Step(f"ranges: {name}", change) for name, change in RANGES.items() if name != "Entropy"),
+    *(Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), LOST)) for share in (0.05, 0.1)),
+    Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
+    Step("ranges of each tensor", tensor_ranges(TensorRanges())),
+)
+"""Those that gain most for their seconds, for a configuration that nobody chose."""
