@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from quark.core.metrics import UNITS, Metric
 from quark.core.spec import LayerSpec, ScaleType, spec
