@@ -71,6 +71,8 @@ def test_streamed_it_is_the_same_folder_with_an_algorithm_too(place: Path) -> No
         ("--bits 4 --scheme int8_wo", "--scheme and --bits say the same twice"),
         ("--size 3MB --bits 4", "--bits and --size say the same twice"),
         ("--size 3bananas", "'3bananas' is no size"),
+        ("--size 0", "--size 0 is no size"),
+        *((f"--bits {bits} --sensitivity {{table}}", f"--bits {bits} is no number") for bits in ("inf", "0")),
         ("--scheme int8_wo --candidates int8_wo", "--candidates belongs to --bits or --size"),
         ("--bits 4 --sensitivity {table} --export-format awq", "not counted in the format awq"),
         ("--bits 4 --sensitivity {table} --export-format gguf", "not counted in the format gguf"),
@@ -99,7 +101,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert bytes_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1,5GB", "1PB"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1,5GB", "1PB", "0", "9" * 400, "1e400GB"])
 def test_other_words_are_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size"):
         bytes_of(text)

@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from quark.commands.quantize_onnx import CPU_TARGET
 from quark.onnx import ModelQuantizer, PathDataReader, QConfig
 from quark.onnx.evaluation.compare_models import compare_models
 from quark.onnx.evaluation.ort_fusion import inspect_fusion
@@ -364,6 +365,15 @@ def test_quantize_refuses_what_it_cannot_measure(
     done = command(line, places, out=tmp_path / "q.onnx")
     assert done.code == 1 and message in done.err
     assert not (tmp_path / "q.onnx").exists()
+
+
+@pytest.mark.slow
+def test_times_of_this_machine_place_nothing_for_another(places: dict[str, Path], tmp_path: Path) -> None:
+    """Without a configuration kernels are timed for the processor that runs the command, and for no other."""
+    for target in {"ort_x64", "ort_arm64"} - {CPU_TARGET}:
+        line = "quantize {cnn} --target {target} --calib {samples} --batch-size 4 --profile {out}.json -o {out}"
+        done = command(line.replace("{target}", target), places, out=tmp_path / "q.onnx")
+        assert done.code == 1 and "--profile is the file of the times that --measure takes" in done.err
 
 
 @pytest.mark.slow

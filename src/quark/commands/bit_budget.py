@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,8 @@ def asked_budget(
             if value:
                 raise ConfigError(f"{name} belongs to --bits or --size, which are not given.")
         return None
+    if bits is not None and not 0 < bits < math.inf:
+        raise ConfigError(f"--bits {bits:g} is no number of bits for a weight. Possible: 4.25, 3.5.")
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.torch.bit_budget.measure import mixed_format
 
@@ -87,7 +91,10 @@ def bytes_of(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
     if not found:
         raise ConfigError(f"--size {text!r} is no size. Possible: 2.1GB, 800MB, 2GiB.")
-    return int(float(found[1]) * UNITS[found[2] or ""])
+    size = int(Decimal(found[1]) * UNITS[found[2] or ""])
+    if not 0 < size < 1 << 63:
+        raise ConfigError(f"--size {text.strip():.40} is no size that a file can have. Possible: 2.1GB, 800MB, 2GiB.")
+    return size
 
 
 def choose_for_budget(

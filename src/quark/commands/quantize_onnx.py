@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.evaluation.damage import LEAST
 from quark.onnx.operators.targets import TARGETS
 
-CPU_TARGET, CPU, CPU_WEIGHTS, CPU_DYNAMIC = "ort_x64", "INT8_CPU", "INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC"
-"""What is quantized for without a configuration; the preset with data, where no integers are faster, without data."""
+CPU_TARGET = "ort_arm64" if platform.machine().lower() in ("arm64", "aarch64") else "ort_x64"
+"""What is quantized for without a configuration: the processor of this machine."""
+CPU, CPU_WEIGHTS, CPU_DYNAMIC = "INT8_CPU", "INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC"
+"""The preset with data; where no integers are faster; without data."""
 QUICK_BUDGET = "60s"
 
 
@@ -88,10 +91,12 @@ def quantize_onnx(
 
     name, start, before, written = config, time.perf_counter(), file_bytes(model), ""
     if name is None:
+        target = target or CPU_TARGET
         name = default_config(reader, target)
         if reader is not None:
             recovery = recovery or Recovering(QUICK_BUDGET, "sqnr", None, quick=True)
-            timing = replace(timing, measure=name == CPU if timing.measure is None else timing.measure)
+            # The times of this machine say nothing of another processor, nor of another runtime.
+            timing = replace(timing, measure=target == CPU_TARGET if timing.measure is None else timing.measure)
     try:
         written = _quantized(settings_of(name, timing), model, output, reader, recovery)
     except SlowerThanFloatError as error:
@@ -118,9 +123,9 @@ def _quantized(
     return f"; {recovery.run(quantizer, model, output, reader)}"
 
 
-def default_config(reader: PathDataReader | None, target: str | None) -> str:
+def default_config(reader: PathDataReader | None, target: str) -> str:
     """The preset for a target with or without data. Raises ConfigError for a target that has a choice of presets."""
-    if target is not None and not TARGETS[target].fuses:
+    if not TARGETS[target].fuses:
         raise ConfigError(
             f"Missing option --config, which --target {target} needs: A8W8, XINT8, A16W8, BF16 ... "
             f"Without it, quantization is for ONNX Runtime on a CPU (--target {CPU_TARGET})."

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from quark.errors import CalibrationError, ConfigError, FormatError, SlowerThanFloatError
+from quark.errors import CalibrationError, ConfigError, FormatError, OutputError, SlowerThanFloatError
 from quark.onnx import Config, ModelQuantizer, QuantType
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
@@ -165,6 +165,15 @@ def test_the_cache_folder_holds_one_profile_of_this_machine(own_cache: Path) -> 
     _measure(Clock(_fast_integers))
     (file,) = own_cache.iterdir()
     assert json.loads(file.read_text())["machine"]["onnxruntime"] == onnxruntime.__version__
+
+
+def test_without_a_cache_folder_the_times_serve_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is named has to be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path / "file" / "folder"))
+    assert _measure(Clock(_fast_integers)) == _measure(Clock(_fast_integers), MeasurePlacement=str(tmp_path / "p.json"))
+    with pytest.raises(OutputError, match="is not a folder"):
+        _measure(Clock(_fast_integers), MeasurePlacement=str(tmp_path / "file" / "p.json"))
 
 
 @pytest.mark.parametrize(

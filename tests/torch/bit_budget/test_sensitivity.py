@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,27 @@ def test_the_model_is_left_as_it_was() -> None:
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, before[name][0])
         assert (tensor.requires_grad, tensor.grad) == (before[name][1], None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("weights", 0), ("weights", 1e400), ("weights", 2.5), ("sizes", {"int8_wo": -1}), ("sizes", {})]
+)
+def test_numbers_of_nothing_are_no_table(table: SensitivityTable, tmp_path: Path, key: str, value: Any) -> None:
+    table.save(tmp_path / "table.json")
+    stored = json.loads((tmp_path / "table.json").read_text())
+    stored["groups"][0][key] = value
+    if key == "sizes":
+        stored["groups"][0]["losses"] = dict.fromkeys(value, 0.0)
+    (tmp_path / "table.json").write_text(json.dumps(stored))
+    with pytest.raises(FormatError, match="no table of sensitivities"):
+        SensitivityTable.load(tmp_path / "table.json")
+
+
+def test_a_file_is_read_only_where_it_ends(tmp_path: Path) -> None:
+    """A pipe would wait for ever, and deep nesting is no table."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="pipe"):
+        SensitivityTable.load(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="no table of sensitivities"):
+        SensitivityTable.load(tmp_path / "deep")

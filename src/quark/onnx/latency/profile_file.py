@@ -12,17 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 
-from quark.errors import ConfigError, FormatError
+from quark.errors import ConfigError, FormatError, OutputError
 from quark.files import atomic_file, require_regular
 from quark.native import cache_folder
 from quark.onnx.config.settings import MeasurementSettings
@@ -46,12 +48,14 @@ class Profile:
         machine: Its processor, version of ONNX Runtime, threads.
         kernels: Signature -> seconds.
         conversions: Kind -> the line of its time.
+        cache: Whether nobody asked for the file: where it cannot be written, the times serve this run alone.
     """
 
     path: Path
     machine: dict[str, str]
     kernels: dict[str, float] = field(default_factory=dict)
     conversions: dict[str, Line] = field(default_factory=dict)
+    cache: bool = False
 
     def seconds(self, model: ProfiledModel) -> dict[str, float]:
         """The time of each kernel of a model, by its name."""
@@ -84,7 +88,8 @@ class Profile:
         if not self.conversions:
             tests = list(probes(threads))
             self.conversions = lines(tests, timer(tests, PROBE_SECONDS))
-        self.save()
+        with suppress(OutputError) if self.cache else nullcontext():
+            self.save()
 
     def save(self) -> None:
         """Write it, whole or not at all. Raises OutputError."""
@@ -119,8 +124,11 @@ def open_profile(settings: MeasurementSettings) -> Profile:
         ConfigError: It is of another number of threads.
     """
     machine = this_machine(settings.threads)
+    cache = settings.profile is None
     path = default_path(machine) if settings.profile is None else Path(settings.profile)
-    profile = Profile.load(path) if path.exists() else Profile(path, machine)
+    found = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for a folder that may not be entered
+    profile = Profile.load(path) if found else Profile(path, machine)
+    profile.cache = cache
     if profile.machine["threads"] != machine["threads"]:
         raise ConfigError(
             f"{path} was measured with {profile.machine['threads']} threads, and MeasureThreads is {settings.threads}. "

@@ -16,7 +16,7 @@ from typing import Any
 from quark import __version__
 from quark.core.solvers.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
-from quark.files import atomic_file
+from quark.files import atomic_file, require_regular
 from quark.torch.bit_budget.groups import patterns_of_group
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
@@ -93,6 +93,8 @@ class SensitivityTable:
         """
         if (bits is None) == (size is None):
             raise ConfigError(f"A budget is bits or size, one of both; got bits={bits}, size={size}.")
+        if bits is not None and not math.isfinite(bits):
+            raise ConfigError(f"A budget in bits is a number, as in 4.25; got {bits}.")
         named = self._named(candidates)
         options = [[name for name in named if name in group.sizes] for group in self.groups]
         for group, possible in zip(self.groups, options, strict=True):
@@ -187,18 +189,21 @@ class SensitivityTable:
     @classmethod
     def load(cls, file: Path) -> SensitivityTable:
         """Read what `save` wrote. Raises FormatError for anything else."""
+        require_regular(file)
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
             if stored["kind"] != KIND:
                 raise ValueError(f"its kind is {stored['kind']!r}")
             groups = tuple(_group(entry) for entry in stored["groups"])
             candidates = tuple(str(name) for name in stored["candidates"])
-            table = cls(str(stored["model"]), str(stored["data"]), candidates, groups, int(stored["rest"]))
+            table = cls(str(stored["model"]), str(stored["data"]), candidates, groups, _count(stored["rest"], least=0))
         except OSError as error:
             raise FormatError(f"{file} cannot be read: {error.strerror}.") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FormatError(f"{file} is no table of sensitivities: {error}.") from None
-        if not groups or any(not group.layers or group.sizes.keys() != group.losses.keys() for group in groups):
+        if not groups or any(
+            not group.layers or not group.sizes or group.sizes.keys() != group.losses.keys() for group in groups
+        ):
             raise FormatError(f"{file} is no table of sensitivities: a group of layers is incomplete.")
         return table
 
@@ -217,8 +222,15 @@ class SensitivityTable:
 
 
 def _group(entry: Mapping[str, Any]) -> AlikeLayers:
-    sizes = {str(name): int(value) for name, value in entry["sizes"].items()}
+    sizes = {str(name): _count(value) for name, value in entry["sizes"].items()}
     losses = {str(name): float(value) for name, value in entry["losses"].items()}
     if not all(math.isfinite(value) and value >= 0 for value in losses.values()):
         raise ValueError("a loss is negative, or no number")
-    return AlikeLayers(tuple(map(str, entry["layers"])), int(entry["weights"]), sizes, losses)
+    return AlikeLayers(tuple(map(str, entry["layers"])), _count(entry["weights"]), sizes, losses)
+
+
+def _count(value: object, least: int = 1) -> int:
+    """A number of bytes or elements, whose sums stay in 64 bits. Raises ValueError."""
+    if type(value) is not int or not least <= value < 1 << 53:
+        raise ValueError(f"{value!r:.40} is no number of bytes or elements")
+    return value
