@@ -40,9 +40,9 @@ fuzz: SEED ?= 0
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
 
+# All of it, or make bench PART=onnx; compared with the ratios of the last release.
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks.real_models
+	$(BIN)/python -m benchmarks $(PART)
 
 # make fingerprint AGAINST=main prints what differs from that revision.
 fingerprint: $(STAMP)

@@ -1,8 +1,13 @@
 """`make bench`: each measurement with quark and, beside it, with the peer in its own virtual environment.
 
+    python -m benchmarks                    everything
+    python -m benchmarks onnx kernels       parts, or cases of them
+    python -m benchmarks --store            and keep the ratios, for the next release
+
 The scripts in cases/ use documented names only, so one script measures both. Every figure is a ratio against a
 limit that is measured in the same process (cloning the weights, the float forward, importing torch), which holds on
-a busy machine too. The peer's environment is made by cases/setup_peer.sh; without it only quark is measured.
+a busy machine too. What is more than 5 % worse than at the last release is measured once more, and comes first if it
+stays so. The peer's environment is made by cases/setup_peer.sh; without it only quark is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,190 +24,95 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.algorithm_table import algorithm_table
+from benchmarks.figures import FIGURES, PARTS, Figure
+from benchmarks.stored import Worse, load, store, worse
 
 CASES = Path(__file__).parent / "cases"
 PEER = Path(__file__).parent.parent / ".venv-peer" / "bin" / "python"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line of the table: where it is in a case's result, and the most it may be."""
-
-    case: str
-    name: str
-    path: tuple[str, ...]
-    limit: float
-    unit: str = "x"
-
-
-SCHEMES = ("int8_per_channel", "int4_group_128", "fp8_per_tensor", "mxfp4")
-FIGURES = [
-    Figure("import_time", "import quark.torch / import torch", ("ratio",), 1.15),
-    *(
-        Figure("weight_only", f"{s}: first model of a process / clone", ("cases", s, "first_cached_clone_ratio"), 6.0)
-        for s in SCHEMES
-    ),
-    *(Figure("weight_only", f"{s}: later models / clone", ("cases", s, "clone_ratio"), 6.0) for s in SCHEMES),
-    *(
-        Figure("weight_only", f"{s}: peak extra memory", ("cases", s, "peak_extra_weights"), 1.0, " weights")
-        for s in SCHEMES
-    ),
-    Figure("packing", "pack int4 4096 x 4096 per channel", ("layouts", "per_channel", "pack_seconds"), 0.05, " s"),
-    Figure("packing", "pack int4 4096 x 4096 per group", ("layouts", "per_group", "pack_seconds"), 0.05, " s"),
-    Figure("calibration", "static w8a8 / float forward", ("ratio",), 1.15),
-    Figure("file2file", "MXFP4, file to file / copy and fake quantization", ("time_ratio",), 1 / 0.6),
-    Figure("file2file", "two processes / one", ("two_workers_ratio",), 1 / 1.7),
-    Figure("file2file", "peak memory of a process", ("peak_tensors",), 2.0, " tensors"),
-    Figure("streaming", "static w8a8, streamed / in memory", ("time_ratio",), 1.2),
-    Figure("streaming", "peak memory with twice the blocks", ("memory_growth",), 1.1),
-    *(
-        Figure("algorithms", f"{name} / float forward", (case, "ratio"), limit)
-        for case, name, limit in (
-            ("gptq", "GPTQ uint4 g128", 6.0),
-            ("awq", "AWQ uint4 g128", 8.0),
-            ("smooth", "SmoothQuant, static w8a8", 2.2),
-        )
-    ),
-    *(
-        Figure("algorithms", f"{case}: peak memory above the model", (case, "peak_extra_mb"), 90.0, " MB")
-        for case in ("gptq", "awq", "smooth")
-    ),
-    *(
-        Figure("solvers", f"1B shape, bfloat16: {name}", (case, "seconds"), limit, " s")
-        for case, name, limit in (
-            ("gptq", "GPTQ uint4 g128", 13.0),
-            ("awq", "AWQ uint4 g128", 25.0),
-            ("qronos", "Qronos uint4 g128", 26.0),
-            ("importance", "importance uint4 g128", 4.4),
-        )
-    ),
-    # What the solvers left before their blocks were compiled: none may get faster by getting worse.
-    Figure("solvers", "1B shape, bfloat16: GPTQ, error of the layers", ("gptq", "layer_error"), 0.00905, ""),
-    # Two float32 matrices of 5632 channels, the inputs of a block and 100 MB.
-    Figure("solvers", "1B shape, bfloat16: GPTQ, peak memory above the model", ("gptq", "peak_extra_mb"), 450.0, " MB"),
-    *(
-        Figure("accuracy", f"{scheme}, {name}: share of the lost perplexity that stays", (scheme, name, "left"), limit)
-        for scheme, name, limit in (
-            ("int3_g128", "gptq", 0.2),
-            ("int3_g128", "qronos_groups", 0.12),
-            ("int3_g128", "awq", 0.5),
-            ("int3_g128", "importance", 0.5),
-            ("int2_g64", "gptq", 0.2),
-            ("int2_g64", "qronos_groups", 0.12),
-            ("int2_g64", "awq", 0.5),
-            ("int2_g64", "importance", 0.5),
-            ("mxfp4", "rotation+qronos", 0.5),
-            ("nvfp4", "rotation+qronos", 0.5),
-            ("w8a8_outliers", "smooth", 0.1),
-            ("w8a8_outliers", "rotation", 0.1),
-            ("mxfp4_outliers", "rotation+qronos", 0.5),
-            ("w4a4", "rotation+qronos", 0.5),
-        )
-    ),
-    *(
-        Figure("kernels", f"{name}, {rows} rows / {dtype} layer", path, limit)
-        for dtype, name, rows, limit in (
-            ("bfloat16", "uint4_g128", 1, 0.45),
-            ("bfloat16", "uint4_g128", 64, 5.0),
-            ("bfloat16", "int8", 1, 0.6),
-            ("bfloat16", "int8", 64, 2.5),
-            ("bfloat16", "int8_int8", 1, 0.75),
-            ("bfloat16", "int8_int8", 64, 0.75),
-            ("float32", "int8_int8", 1, 0.5),
-            ("float32", "int8_int8", 64, 0.25),
-        )
-        for path in [("layers", dtype, name, f"rows_{rows}")]
-    ),
-    *(
-        Figure("kernels", f"generate, {name} / bfloat16", ("generate", name, "time"), limit)
-        for name, limit in (("uint4_g128", 0.6), ("int8", 0.85), ("int8_int8", 0.75))
-    ),
-    Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
-    *(
-        Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)
-        for model in ("resnet50", "encoder")
-        for method, limit in (("MinMax", 1.2), ("Percentile", 1.6), ("Entropy", 1.6))
-    ),
-    *(
-        Figure("onnx_quantize", f"{model}, {method}: {what} / onnxruntime", (model, method, f"{what}_ratio"), limit)
-        for model in ("resnet50", "encoder")
-        for method, seconds in (("MinMax", 0.5), ("Percentile", 0.25), ("Entropy", 0.25))
-        for what, limit in (("seconds", seconds), ("peak_mb", 0.5))
-    ),
-    *(
-        Figure("onnx_quantize", f"{model}, {method}: whole call", (model, method, "quark", "seconds"), limit, " s")
-        for model in ("resnet50", "encoder")
-        for method, limit in (("MinMax", 2.2), ("Percentile", 2.3), ("Entropy", 2.3))
-    ),
-    Figure("onnx_latency", "resnet50, ort_x64: time / float", ("resnet50", "ort_x64", "time"), 1 / 3),
-    Figure("onnx_latency", "encoder, ort_x64: time / float", ("encoder", "ort_x64", "time"), 1 / 1.8),
-    Figure("onnx_latency", "resnet50, BF16: time / float", ("resnet50", "bf16", "time"), 2.0),
-    Figure("onnx_latency", "encoder, BF16: time / float", ("encoder", "bf16", "time"), 2.0),
-    *(
-        Figure("onnx_algorithms", f"{model} {scheme}, {name}: error left", (model, scheme, name, "left"), limit)
-        for model, scheme, name, limit in (
-            ("digits", "a8w8", "cle", 1.02),
-            ("digits", "a8w8", "bias_correction", 1.02),
-            ("digits", "a8w8", "adaquant_1e-6", 0.71),
-            ("digits", "a8w4", "adaround", 0.5),
-            ("digits", "bf16", "adaquant_1e-6", 1.0),
-            ("digits_hard", "a8w8", "cle", 0.003),
-            ("resnet18", "bf16", "adaquant_100_1e-6", 0.99),
-            ("minilm", "w4_group_32", "gptq_4_group_32", 0.63),
-            ("minilm_outliers", "u8w8_channel", "smooth_quant", 0.316),
-        )
-    ),
-    *(
-        Figure("onnx_algorithms", f"{model}, {name}: CPU seconds", (model, "a8w8", name, "cpu_seconds"), limit, " s")
-        for model, name, limit in (
-            ("resnet18", "adaround_100", 20.0),
-            ("resnet18", "adaquant_100", 15.0),
-            ("resnet50", "cle", 8.0),
-            ("resnet50", "bias_correction", 16.0),
-        )
-    ),
-    Figure("onnx_weight_only", "int8 of a 2.7 GB model", ("seconds",), 12.0, " s"),
-    Figure("onnx_weight_only", "its anonymous memory", ("anonymous_gb",), 0.5, " GB"),
-]
+MODULES = {"real_models": ["-m", "benchmarks.real_models", "--json"]}
+"""Cases that are no script: they have peers of their own."""
+Results = dict[str, dict[str, Any] | None]
 
 
 def run(python: Path | str, case: str) -> dict[str, Any] | None:
     """The JSON line that a case prints last, or None if it fails."""
-    done = subprocess.run([str(python), str(CASES / f"{case}.py")], stdout=subprocess.PIPE, text=True, check=False)
+    command = [str(python), *MODULES.get(case, [str(CASES / f"{case}.py")])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
 
 
-def value(result: dict[str, Any] | None, path: tuple[str, ...]) -> float | None:
-    """Follow a path into a result."""
-    found: Any = result
-    for key in path:
-        found = None if found is None else found.get(key)
-    return found
+def cases_of(names: list[str]) -> list[str]:
+    """The cases of parts and of cases by name; of nothing, all. Raises ValueError for another name."""
+    known = [case for cases in PARTS.values() for case in cases]
+    if unknown := [name for name in names if name not in PARTS and name not in known]:
+        raise ValueError(f"no part {', '.join(unknown)}; possible: {', '.join(dict.fromkeys([*PARTS, *known]))}")
+    return list(dict.fromkeys(case for name in names or PARTS for case in PARTS.get(name, (name,))))
+
+
+def measure(cases: list[str], with_peer: bool) -> tuple[Results, Results, dict[str, float]]:
+    """The results of quark and of the peer, and the seconds that each case took."""
+    ours: Results = {}
+    theirs: Results = {}
+    seconds = {}
+    for case in cases:
+        start = time.perf_counter()
+        ours[case] = run(sys.executable, case)
+        theirs[case] = run(PEER, case) if with_peer and case not in MODULES else None
+        seconds[case] = time.perf_counter() - start
+    return ours, theirs, seconds
+
+
+def again(ours: Results, figures: list[Figure], before: dict[str, float]) -> list[Worse]:
+    """What is worse than at the last release in two measurements; the better one of each case stays in `ours`."""
+    for case in dict.fromkeys(found.figure.case for found in worse(figures, ours, before)):
+        second = {**ours, case: run(sys.executable, case)}
+        first_worse, second_worse = worse(figures, ours, before), worse(figures, second, before)
+        if second[case] is not None and len(second_worse) < len(first_worse):
+            ours[case] = second[case]
+    return worse(figures, ours, before)
+
+
+def figure_table(figures: list[Figure], ours: Results, theirs: Results, before: dict[str, float]) -> Table:
+    """A row for each figure."""
+    table = Table("figure", "quark", "limit", "", "last release", "peer", title="Benchmarks: lower is better")
+    for figure in figures:
+        mine, other = figure.value(ours[figure.case]), figure.value(theirs[figure.case])
+        verdict = "FAILED" if mine is None else "ok" if mine <= figure.limit else "MISSED"
+        values = (mine, figure.limit, before.get(figure.key), other)
+        shown = ["-" if v is None else f"{v:.3g}{figure.unit}" for v in values]
+        table.add_row(figure.name, *shown[:2], verdict, *shown[2:])
+    return table
 
 
 def main() -> None:
-    """Run the cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", help="some of: " + ", ".join(dict.fromkeys(f.case for f in FIGURES)))
+    """Run the cases and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="part", help="some of: " + ", ".join(PARTS))
     parser.add_argument("--no-peer", action="store_true", help="measure quark only")
+    parser.add_argument("--store", action="store_true", help="keep the ratios as those of this release")
     args = parser.parse_args()
+    try:
+        cases = cases_of(args.names)
+    except ValueError as error:
+        parser.error(str(error))
     with_peer = PEER.exists() and not args.no_peer
-    chosen = [figure for figure in FIGURES if not args.cases or figure.case in args.cases]
-    ours, theirs = {}, {}
-    for case in dict.fromkeys(figure.case for figure in chosen):
-        ours[case] = run(sys.executable, case)
-        theirs[case] = run(PEER, case) if with_peer else None
-    table = Table("figure", "quark", "limit", "", "peer", title="Benchmarks: lower is better")
-    for figure in chosen:
-        mine, other = value(ours[figure.case], figure.path), value(theirs[figure.case], figure.path)
-        verdict = "FAILED" if mine is None else "ok" if mine <= figure.limit else "MISSED"
-        shown = [("-" if v is None else f"{v:.3g}{figure.unit}") for v in (mine, figure.limit, other)]
-        table.add_row(figure.name, shown[0], shown[1], verdict, shown[2])
-    Console().print(table)
+    figures = [figure for figure in FIGURES if figure.case in cases]
+    before = load()
+    ours, theirs, seconds = measure(cases, with_peer)
+    console = Console()
+    if lost := again(ours, figures, before):
+        table = Table("figure", "now", "last release", title="Worse than at the last release by more than 5 %")
+        for found in lost:
+            table.add_row(found.figure.name, f"{found.now:.3g}", f"{found.before:.3g}")
+        console.print(table)
+    console.print(figure_table(figures, ours, theirs, before))
     if (algorithms := ours.get("onnx_algorithms")) is not None:
-        Console().print(algorithm_table(algorithms, theirs["onnx_algorithms"]))
+        console.print(algorithm_table(algorithms, theirs["onnx_algorithms"]))
+    console.print("Seconds: " + ", ".join(f"{case} {took:.0f}" for case, took in seconds.items()) + ".")
     if not with_peer:
-        Console().print("The peer was not measured: benchmarks/cases/setup_peer.sh makes its environment.")
+        console.print("The peer was not measured: benchmarks/cases/setup_peer.sh makes its environment.")
+    if args.store:
+        store(figures, ours)
 
 
 if __name__ == "__main__":

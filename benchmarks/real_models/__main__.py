@@ -94,13 +94,23 @@ def cells(model: Model, found: dict[str, Any]) -> list[str]:
     return [*shown, f"{found['cpu_seconds']:.1f}", f"{found['peak_mb']:.0f}"]
 
 
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The rows of a model, and the noise of the default in that of the best peer that writes a file which loads."""
+    sqnrs = {method: rows["sqnr"] for method, rows in found.items() if "error" not in rows}
+    peers = [value for method, value in sqnrs.items() if METHODS[method][0] != "quark"]
+    noise = 10 ** ((max(peers) - sqnrs["quark"]) / 20) if peers and "quark" in sqnrs else None
+    return {**found, "noise_to_best_peer": noise}
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=meaning)
     parser.add_argument("models", nargs="*", help="some of: " + ", ".join(MODELS))
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-real-models", help="where models and peers go")
     parser.add_argument("--peer", type=Path, default=ROOT / ".venv-peer", help="the environment of amd-quark")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, and the tables on stderr")
     args = parser.parse_args()
+    summaries = {}
     if unknown := set(args.models) - set(MODELS):
         parser.error(f"no model {', '.join(unknown)}; possible: {', '.join(MODELS)}")
     wheels = environment(args.venv.resolve())
@@ -110,6 +120,7 @@ def main() -> None:
     title = "Real ONNX models in ONNX Runtime; size and time / float"
     for name in args.models or MODELS:
         table = Table("model", "method", *columns, title=title)
+        rows: dict[str, dict[str, Any]] = {}
         model = MODELS[name]
         calibration, held_out = model.feeds(site)
         with tempfile.TemporaryDirectory() as folder:
@@ -126,9 +137,13 @@ def main() -> None:
                         found |= measure(model, site / model.path, output, held_out)
                     except Exception as error:  # noqa: BLE001 - a file that the runtime refuses is a result
                         found = {"error": str(error).split("failed:")[-1][:60]}
+                rows[method] = found
                 table.add_row(name, method, *cells(model, found))
         # A model's rows as soon as they are there: all of them take a quarter of an hour.
-        Console().print(table)
+        Console(stderr=args.json).print(table)
+        summaries[name] = summary(rows)
+    if args.json:
+        print(json.dumps(summaries))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ class Timing:
     measure: bool | None = None
     profile: Path | None = None
 
+    def by_default(self, target: str) -> Timing:
+        """Times are taken where nothing was said: those of this machine say nothing of another processor."""
+        return replace(self, measure=target == CPU_TARGET) if self.measure is None else self
+
     def apply(self, settings: MeasurementSettings) -> MeasurementSettings:
         """The settings with what was given. Raises ConfigError for a file without times."""
         enabled = settings.enabled if self.measure is None else self.measure
@@ -95,8 +99,7 @@ def quantize_onnx(
         name = default_config(reader, target)
         if reader is not None:
             recovery = recovery or Recovering(QUICK_BUDGET, "sqnr", None, quick=True)
-            # The times of this machine say nothing of another processor, nor of another runtime.
-            timing = replace(timing, measure=target == CPU_TARGET if timing.measure is None else timing.measure)
+            timing = timing.by_default(target)
     try:
         written = _quantized(settings_of(name, timing), model, output, reader, recovery)
     except SlowerThanFloatError as error:
