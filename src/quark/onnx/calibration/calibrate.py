@@ -33,7 +33,7 @@ from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.sliced_session import SlicedSession
-from quark.onnx.calibration.statistics import EverythingObserver, Statistics, load_or_start
+from quark.onnx.calibration.statistics import EverythingObserver, SolvedObserver, Statistics, load_or_start
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.masks import limit
 from quark.onnx.graph.model_file import is_constant, split_weights
@@ -89,10 +89,16 @@ def activation_params(
     else:
         statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
         observers |= {
-            root: observer_of(names, observers[root].spec, settings, statistics) for root, names in classes.items()
+            root: solved_observer(names, observers[root].spec, settings, statistics) for root, names in classes.items()
         }
     if TARGETS[settings.qdq.target].unsigned_positive:
-        observers = {root: _from_zero(root, seen, placement, settings) for root, seen in observers.items()}
+        for root, seen in observers.items():
+            free = _from_zero(root, seen, placement)
+            if free is not None and statistics is not None and root in classes:
+                observers[root] = solved_observer(classes[root], free, settings, statistics)
+            elif free is not None:
+                observers[root] = make_observer(free, settings)
+                observers[root].restore(seen.state())
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
@@ -115,6 +121,20 @@ def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statisti
             part.restore(statistics.states[name])
             observer.merge(part)
     return observer
+
+
+def solved_observer(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
+    """The same, solved once for all decisions on these statistics; figures show the counts that others need not."""
+    if settings.calibration.figures:
+        return observer_of(names, spec, settings, statistics)
+    present = tuple(name for name in names if name in statistics.states)
+    # What is known of other tensors changes nothing about these.
+    key = (present, spec, replace(settings.calibration, ranges=()))
+    if key not in statistics.solved:
+        observer = observer_of(names, spec, settings, statistics)
+        own_qparams = type(observer).qparams is not Observer.qparams
+        statistics.solved[key] = observer if own_qparams else SolvedObserver(observer)
+    return statistics.solved[key]
 
 
 def _given_ranges(settings: Settings, path: str | None) -> dict[str, tuple[float, float]]:
@@ -140,18 +160,16 @@ def _restored(
     return found
 
 
-def _from_zero(root: ir.Value, observer: Observer, placement: Placement, settings: Settings) -> Observer:
-    """The observer of a class; of the unsigned type, with 0 as the smallest code, where no value was negative."""
+def _from_zero(root: ir.Value, observer: Observer, placement: Placement) -> TensorSpec | None:
+    """The unsigned type, with 0 as the smallest code, for a class where no value was negative; None where one was."""
     spec = placement.activations[root]
     low = None if observer.low is None else float(np.min(np.asarray(observer.low)))
     if low is None or low < 0 or not spec.has_zero_point or not spec.symmetric or spec.dtype.name.startswith("u"):
-        return observer
+        return None
     free = replace(spec, dtype=DTYPES[f"u{spec.dtype.name}"], symmetric=False)
     for value in [value for value in placement.activations if placement.root(value) is root]:
         placement.activations[value] = free
-    found = make_observer(free, settings)
-    found.restore(observer.state())
-    return found
+    return free
 
 
 def _final_range(observer: Observer, is_mask: bool) -> tuple[float, float]:

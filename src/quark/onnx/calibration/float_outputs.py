@@ -47,12 +47,12 @@ class FloatOutputs:
         """How many samples there are."""
         return self._count
 
-    def beside(self, model: ir.Model) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
-        """Of each sample, for each output, the float one and that of another model."""
-        for sample, arrays in enumerate(self._run(model)):
+    def beside(self, model: ir.Model, count: int | None = None) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
+        """Of each sample, or of the first ones, for each output, the float one and that of another model."""
+        for sample, arrays in enumerate(self._run(model, count)):
             yield [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
 
-    def _run(self, model: ir.Model) -> Iterator[list[NumpyArray]]:
+    def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:
         with self._open_session(model) as session:
-            for sample in range(self._count):
+            for sample in range(self._count if count is None else min(count, self._count)):
                 yield run_sample(session, self.names, self._data[sample])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.array import NumpyArray
+from quark.core.array import Array, NumpyArray
+from quark.core.observers.base import Observer
 from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.spec import spec
@@ -36,17 +37,43 @@ class EverythingObserver(HistogramBasedObserver, MovingAverageObserver):
         super().__init__(spec("int8"))
 
 
+class SolvedObserver(Observer):
+    """What an observer found, without the counts that it was found in.
+
+    Args:
+        observer: That has seen all that it will see.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(observer.spec)
+        self.count, self.low, self.high = observer.count, observer.low, observer.high
+        self.model_dtype = observer.model_dtype
+        self._observer: Observer | None = observer
+        self._range: tuple[Array, Array] | None = None
+
+    def range(self) -> tuple[Array, Array]:
+        if self._range is None:
+            assert self._observer is not None
+            self._range = self._observer.range()
+            self._observer = None
+        return self._range
+
+
 class Statistics:
     """States of observers by tensor name, of one float model.
 
     Args:
         fingerprint: Of the model; see `fingerprint`.
         states: Tensor name -> `EverythingObserver.state()`.
+
+    Attributes:
+        solved: (tensors, spec, calibration settings) -> the range of these, once one decision has asked for it.
     """
 
     def __init__(self, fingerprint: str, states: Mapping[str, Mapping[str, NumpyArray]] | None = None) -> None:
         self.fingerprint = fingerprint
         self.states = dict(states or {})
+        self.solved: dict[Hashable, Observer] = {}
 
     def add(self, observers: Mapping[str, EverythingObserver]) -> None:
         """Take over what observers saw; a tensor that was always empty has nothing to keep."""

@@ -40,6 +40,8 @@ def open_session(
     options = session_options()
     options.log_severity_level = 4
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    # Threads that wait for the next operator by spinning take the time of another that computes.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if in_float:

@@ -2,14 +2,16 @@
 
     sensitivity(k) = distance(float outputs, outputs with candidate k alone at its target)
     order          = ascending sensitivity
-    speed          the longest prefix of the order whose distance is <= threshold
-    quality        the shortest prefix whose distance is <= threshold
+    speed          the longest prefix of the order whose distance is <= threshold, and those behind it that still fit
+    quality        the shortest prefix whose distance is <= threshold, without those that it does not need
     size budget    the shortest prefix whose weights fit, without those that it does not need, in this order or in that
                    of (sensitivity - distance of none) / bytes, whichever costs less
 
 What single layers cost does not add up, so a prefix is measured as a whole. The longer it is, the more it does, so that
-its end is found by halving: a few trials, where one by one takes as many as there are candidates. Another order by
-sensitivity, that of second derivatives, is in Dong et al. 2019 (HAWQ, arXiv:1905.03696).
+its end is found by halving: a few trials, where one by one takes as many as there are candidates. The order is an
+estimate: under a threshold it comes from few samples, whose scores are not the ones that are compared with it. Every
+choice is measured on all. Another order by sensitivity, that of second derivatives, is in Dong et al. 2019 (HAWQ,
+arXiv:1905.03696).
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx_ops.saving import weight_bytes
 
+RANKED_SAMPLES = 2
+"""Samples that an order is found with, where all of them decide how much of it is taken."""
+EXCHANGES = 4
+"""Trials that look for a better choice beside the prefix."""
 MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
 """Parameters that scores depend on, beside the settings."""
 
@@ -56,13 +62,14 @@ def mix_precision(
     path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
     trials = _trials(model, config, data)
+    few = _few(config)
 
-    scores: dict[frozenset[Option], float] = {}
+    scores: dict[tuple[frozenset[Option], int | None], float] = {}
 
-    def score(options: Sequence[Option]) -> float:
-        key = frozenset(options)
+    def score(options: Sequence[Option], count: int | None = None) -> float:
+        key = frozenset(options), count
         if key not in scores:
-            scores[key] = trials.score(with_options(base, options))
+            scores[key] = trials.score(with_options(base, options), count)
         return scores[key]
 
     def size(options: Sequence[Option]) -> float:
@@ -72,7 +79,7 @@ def mix_precision(
     # Every statistic that some candidate needs is there before workers share them.
     full = score([candidate.options[0] for candidate in candidates])
     trials.threads = max(1, (os.cpu_count() or 1) // config.worker_num)
-    ranked = analyse(candidates, lambda option: score([option]), cache, config.worker_num)
+    ranked = analyse(candidates, lambda option: score([option], few), cache, config.worker_num)
     trials.threads = os.cpu_count() or 1
     logger.info("Distance with no layer changed: %.6g; with all of them: %.6g.\n%s", start, full, table(ranked))
     if config.metric_threshold is None:
@@ -85,6 +92,16 @@ def mix_precision(
     shown = (len(found.found), len(ranked), found.distance, size(found.options), float_size)
     logger.info("Mixed precision: %d of %d change; distance %.6g; %.0f bytes of weights, of %.0f in float.", *shown)
     return with_options(base, found.options)
+
+
+def _few(config: AutoMixprecisionConfig) -> int | None:
+    """How many samples an order is found with: few, where it is no more than an order; None for all.
+
+    A function of the user's may count on all samples, and so may who reads the table or the file.
+    """
+    read = config.metric_threshold is None or config.sensitivity_cache_file is not None
+    own = config.metric_distance_fn is not None or config.metric_evaluate_fn is not None
+    return None if own or read else RANKED_SAMPLES
 
 
 def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> Trials:
@@ -146,6 +163,8 @@ def _promote(
     budget *= float_size if budget <= 1 else 1
     prefixes = _prefixes([found for found in ranked if found.enabled], size, budget)
     now = _within(prefixes, threshold, config.metric_optimize_object, score) if threshold else prefixes[-1]
+    if threshold and budget == math.inf and now.found:
+        now = _exchanged(now, prefixes, threshold, config.metric_optimize_object == "speed", score)
     now.distance = score(now.options)
     _require_limits(now, config, budget)
     if not now.found:
@@ -190,6 +209,23 @@ def _within(
 
     end = bisect_left(range(len(prefixes)), True, key=ends)
     return prefixes[max(0, end - 1) if speed else min(end, len(prefixes) - 1)]
+
+
+def _exchanged(
+    now: _Prefix,
+    prefixes: Sequence[_Prefix],
+    threshold: float,
+    speed: bool,
+    score: Callable[[Sequence[Option]], float],
+) -> _Prefix:
+    """With some of the candidates behind the first that is too much ("speed"), or without some before the last, while
+    the threshold holds: the order is near to that of what they do together, and not the same.
+    """
+    tried = prefixes[-1].found[len(now.found) + 1 :] if speed else now.found[-2::-1]
+    for found in tried[:EXCHANGES]:
+        other = _Prefix([*now.found, found] if speed else [one for one in now.found if one is not found])
+        now = other if other.found and score(other.options) <= threshold else now
+    return now
 
 
 def _needed(now: _Prefix, size: Callable[[Sequence[Option]], float], budget: float) -> _Prefix:

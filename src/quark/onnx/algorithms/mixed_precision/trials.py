@@ -76,15 +76,19 @@ class Trials:
     def __post_init__(self) -> None:
         self._expected = FloatOutputs(self.model, [self.output], self.data, self._open_session, self.count)
 
-    def score(self, settings: Settings) -> float:
+    def score(self, settings: Settings, count: int | None = None) -> float:
         """The distance of the outputs of the quantized model; infinite where they are not a number.
+
+        Args:
+            settings: What is quantized.
+            count: How many samples are run, from the first; None for all.
 
         Raises:
             ConfigError: The distance is something else.
         """
         model = self.model.clone()
         write(decide(model, settings, self.data, statistics=self._statistics))
-        distance = self.distance(pair for (pair,) in self._expected.beside(model))
+        distance = self.distance(pair for (pair,) in self._expected.beside(model, count))
         try:
             score = float(distance)
         except (TypeError, ValueError):
