@@ -18,6 +18,7 @@ from quark.core.quantize import compute_qparams, elementwise, fake_quantize
 from quark.core.solvers import columns, gptq
 from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
+from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec
 from quark.errors import MissingDependencyError
 
@@ -116,7 +117,7 @@ def test_a_compiled_solution_is_the_other_one_but_for_ties(rule: TensorSpec, wra
 
     def both(rounder: Any) -> tuple[np.ndarray, np.ndarray]:
         first = gptq.solve(goal, feedback, rounder)
-        return np.asarray(first), np.asarray(gptq.refine(goal, wrap_copy(first), hessian, rounder, 2))
+        return np.asarray(first), np.asarray(refine(goal, wrap_copy(first), hessian, rounder, 2))
 
     def objective(quantized: np.ndarray) -> float:
         error = np.float64(np.asarray(goal)) - quantized

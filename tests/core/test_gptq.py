@@ -14,6 +14,7 @@ from quark.core.quantize import compute_qparams, elementwise, fake_quantize, qua
 from quark.core.scales import qparams_from_range
 from quark.core.solvers import gptq, importance
 from quark.core.solvers.importance import weighted_qparams
+from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError
 
@@ -126,6 +127,24 @@ def test_the_drift_of_gptaq_is_what_later_columns_can_project_away() -> None:
         assert not found[i, : i + 1].any()
 
 
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("columns", [40, 700])
+def test_the_gradient_of_a_solution_follows_from_what_its_columns_missed(wrap: Any, columns: int) -> None:
+    rng = np.random.default_rng(5)
+    weight, x = rng.normal(size=(columns, 6)), rng.normal(size=(columns, 900))
+    feedback, importance, _ = gptq.factor(wrap(x @ x.T), 0.01)
+    target = wrap(np.float32(weight))
+    residual = target * 0.0
+    solved = gptq.solve(
+        target, wrap(np.float32(feedback)), lambda i, work: (work[i] * 4).round() / 4, residual=residual
+    )
+    assert np.abs(np.asarray(residual)).max() <= 1 / 8 + 1e-6  # half a step
+    found = gptq.gradient_of(residual, wrap(np.float32(feedback)), wrap(np.float32(importance)))
+    expected = gptq.damped(x @ x.T, 0.01) @ (weight - np.asarray(solved, np.float64))
+    scale = np.abs(expected).max()
+    assert np.allclose(np.asarray(found), expected, rtol=0, atol=1e-5 * scale)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
     weight, x, _ = problem(3)
@@ -137,8 +156,8 @@ def test_refining_never_makes_the_objective_larger(rule: TensorSpec) -> None:
         return float((error * (hessian @ error)).sum())
 
     first = gptq.solve(columns, np.float32(gptq.factor(x @ x.T, 0.01)[0]), rounder)
-    once = gptq.refine(columns, first, hessian, rounder, 1)
-    twice = gptq.refine(columns, first, hessian, rounder, 2)
+    once = refine(columns, first, hessian, rounder, 1)
+    twice = refine(columns, first, hessian, rounder, 2)
     assert objective(twice) <= objective(once) * (1 + 1e-6) <= objective(first) * (1 + 2e-6)
     if rule.dtype.bits < 8:
         assert objective(twice) < 0.99 * objective(first)
@@ -166,7 +185,7 @@ def test_scales_are_fitted_by_least_squares_group_after_group() -> None:
 
     scales = np.ones_like(columns)
     # A grid with one value for each element, what it was first: nothing is rounded to another code.
-    result = gptq.refine(columns, first, hessian, lambda i, work: first[i] * scales[i], 1, 8, fit)
+    result = refine(columns, first, hessian, lambda i, work: first[i] * scales[i], 1, 8, fit)
     assert len(seen) == 3 and np.allclose(result, now, rtol=1e-5)
 
 
@@ -262,8 +281,8 @@ def test_problems_of_one_shape_are_solved_at_once_as_each_alone(wrap: Callable[[
         drift = gptq.drift_matrix(c - h, feedback, importance, 0.5)
         goal = w + gptq.moved_target((c - h) @ wrap_like(w, h), feedback, importance)
         first = gptq.solve(w, wrap_like(feedback, w), rounder, drift)
-        refined = gptq.refine(goal, first, gptq.damped(h, damp), rounder, 2)
-        fitted = gptq.refine(goal, refined, gptq.damped(h, damp), rounder, 1, 8, fit)
+        refined = refine(goal, first, gptq.damped(h, damp), rounder, 2)
+        fitted = refine(goal, refined, gptq.damped(h, damp), rounder, 1, 8, fit)
         found = [feedback, drift, goal, first, refined, fitted]
         return [np.asarray(one) for one in found]
 

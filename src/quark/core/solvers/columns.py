@@ -120,7 +120,7 @@ def solve_block(
 
 
 def refine_block(grid: ColumnGrid, result: Array, gradient: Array, change: Array, hessian: Array) -> None:
-    """Visit the columns of one block again; see `gptq.refine`.
+    """Visit the columns of one block again; see `refine.refine`.
 
     Args:
         grid: Of these columns.

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quark.core.array import Array, astype, dtype_name, is_torch, like, minmax, namespace
-from quark.core.solvers.columns import BLOCK, compiled_for, refine_block, solve_block
+from quark.core.solvers.columns import BLOCK, compiled_for, solve_block
+from quark.core.solvers.halves import add_product, in_halves
 from quark.errors import CalibrationError
 from quark.log import logger
 
@@ -42,8 +43,6 @@ FACTOR_BLOCK = 512
 PROBES, SLIGHT = 8, 0.01
 """A factor is exact if it misses less than SLIGHT of the damping, measured with so many vectors: then it is the factor
 of a problem whose damping is that much another one."""
-
-Fit = Callable[[int, Array], Array]
 
 
 def damped(hessian: Array, damp: float | Sequence[float], dtype: str = "float64") -> Array:
@@ -126,7 +125,7 @@ def _factor_in_place(matrix: Array) -> None:
     side[...] = xp.linalg.solve_triangular(corner, side * 1.0, upper=False, left=False)
     for start in range(0, half, FACTOR_BLOCK):  # the upper half of a symmetric product
         rows, right = slice(start, min(start + FACTOR_BLOCK, half)), slice(start, half)
-        _add_product(matrix[..., rows, right], side[..., rows, :], _transposed(side[..., right, :]), -1)
+        add_product(matrix[..., rows, right], side[..., rows, :], _transposed(side[..., right, :]), -1)
     matrix[..., last, first] = 0.0
     _factor_in_place(matrix[..., first, first])
 
@@ -178,7 +177,14 @@ def moved_target(pull: Array, feedback: Array, importance: Array) -> Array:
     return astype(xp.linalg.solve(_transposed(feedback), xp.linalg.solve(feedback, pull) / weigh), "float32")
 
 
-def solve(weight: Array, feedback: Array, rounder: Rounder, drift: Array | None = None, align: int = 1) -> Array:
+def solve(
+    weight: Array,
+    feedback: Array,
+    rounder: Rounder,
+    drift: Array | None = None,
+    align: int = 1,
+    residual: Array | None = None,
+) -> Array:
     """Quantize all columns, each with the errors of those before it made up for.
 
     Args:
@@ -187,6 +193,7 @@ def solve(weight: Array, feedback: Array, rounder: Rounder, drift: Array | None 
         rounder: Quantizes one column.
         drift: `drift_matrix`, for GPTAQ.
         align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
+        residual: Filled with v - Q, what each column was off when it was rounded; without drift that is F^T (W - Q).
 
     Returns:
         The quantized values, shape (..., columns, rows), float32.
@@ -210,116 +217,37 @@ def solve(weight: Array, feedback: Array, rounder: Rounder, drift: Array | None 
 
     def carry(start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)
-        _add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :])
+        add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :])
         if drift is not None:
             pulled = _transposed(drift[..., left, right]) @ work[..., left, :]
             work[..., right, :] += pulled
             target[..., right, :] += pulled
 
     most = BLOCK if align == 1 else min(BLOCK, align)
-    _in_halves(0, weight.shape[-2], step, carry, align, most if blocks else 1)
+    in_halves(0, weight.shape[-2], step, carry, align, most if blocks else 1)
+    if residual is not None:
+        residual[...] = work  # columns keep what they were when they were rounded
+        residual -= result
     return result
 
 
-def refine(
-    weight: Array,
-    quantized: Array,
-    hessian: Array,
-    rounder: Rounder,
-    passes: int,
-    size: int = 0,
-    fit: Fit | None = None,
-) -> Array:
-    """Coordinate descent on (W - Q) H (W - Q)^T from a first solution: each column is rounded again, others fixed.
+def gradient_of(residual: Array, feedback: Array, importance: Array) -> Array:
+    """(H + damping) (W - Q) = F d F^T (W - Q) from the residual of `solve`, in the order of F.
 
-        q_i <- quantize(q_i + ((W - Q) H)_i / H_ii)
-
-    The best value of a column with all others fixed, so no step makes the objective larger (Behdin et al. 2023,
-    arXiv:2309.01885). With `fit`, the scales of a group of columns are fitted before its columns are visited: the
-    factor f of least objective with all codes as they are,
-
-        f = 1 + q_g ((W - Q) H)_g / (q_g H_gg q_g)        q_g the quantized columns of group g, one f for each row
+    Half the work of the product itself, as F is a triangle, and without its cancellation: the residual of a column is
+    at most half a step, while W - Q is what F spread of all before.
 
     Args:
-        weight, quantized: Transposed, shape (..., columns, rows).
-        hessian: Damped H in the same order, shape (..., columns, columns).
-        rounder: Quantizes one column of what it is given.
-        passes: How often all columns are visited.
-        size: Neighbouring columns of a group; 0 for all.
-        fit: (group, factors (..., rows)) -> the factors by which the scales of `rounder` really changed.
+        residual: F^T (W - Q), shape (..., columns, rows); overwritten.
+        feedback, importance: F and d.
     """
-    descent = _Descent(weight, quantized * 1.0, astype(hessian, "float32"), rounder, size or weight.shape[-2], fit)
-    for _ in range(passes):
-        descent.run()
-    return descent.result
-
-
-class _Descent:
-    """One pass after the other of `refine`."""
-
-    def __init__(
-        self, weight: Array, result: Array, hessian: Array, rounder: Rounder, size: int, fit: Fit | None
-    ) -> None:
-        self.weight, self.result, self.hessian, self.rounder = weight, result, hessian, rounder
-        self.size, self.fit, self.columns = size, fit, weight.shape[-2]
-        self.change, self.gradient = namespace(result).empty_like(result), result
-        self.blocks = compiled_for(rounder, weight)
-
-    def run(self) -> None:
-        """Visit all columns once."""
-        self.gradient = self.hessian @ (self.weight - self.result)
-        _in_halves(0, -(-self.columns // self.size), self._visit, self._carry_groups)
-
-    def _visit(self, first: int, last: int) -> None:
-        """Fit the scales of a group, then visit its columns."""
-        for group in range(first, last):
-            start, stop = group * self.size, min(group * self.size + self.size, self.columns)
-            here, before = slice(start, stop), None
-            if self.fit is not None:
-                before = self.result[..., here, :] * 1.0
-                arrays = (self.result[..., here, :], self.gradient[..., here, :], self.hessian[..., here, here])
-                _fit_group(*arrays, group, self.fit)
-            _in_halves(start, stop, self._step, self._carry, 1, BLOCK if self.blocks else 1)
-            if before is not None:
-                self.change[..., here, :] = before - self.result[..., here, :]
-
-    def _step(self, start: int, stop: int) -> None:
-        """Visit one column, or a block of them."""
-        here, result, gradient = slice(start, stop), self.result, self.gradient
-        if self.blocks:
-            grid = self.rounder.block(start, stop, result)  # type: ignore[attr-defined]
-            solved, slope, change = (x[..., here, :] for x in (result, gradient, self.change))
-            refine_block(grid, solved, slope, change, self.hessian[..., here, here])
-            return
-        before = result[..., start, :] * 1.0
-        result[..., start, :] += gradient[..., start, :] / self.hessian[..., start, start, None]
-        result[..., start, :] = self.rounder(start, result)
-        self.change[..., start, :] = before - result[..., start, :]
-
-    def _carry(self, start: int, middle: int, stop: int) -> None:
-        left, right = slice(start, middle), slice(middle, stop)
-        _add_product(self.gradient[..., right, :], self.hessian[..., right, left], self.change[..., left, :])
-
-    def _carry_groups(self, first: int, middle: int, last: int) -> None:
-        self._carry(first * self.size, middle * self.size, min(last * self.size, self.columns))
-
-
-def _fit_group(result: Array, gradient: Array, hessian: Array, group: int, fit: Fit) -> None:
-    """Fit the scales of one group, and move its values and their gradient with them."""
-    xp = namespace(result)
-    pushed = hessian @ result
-    push, curve = (result * gradient).sum(-2), (result * pushed).sum(-2)
-    factor = fit(group, xp.clip(1 + push / xp.where(curve > 0, curve, xp.inf), 0.5, 2.0))
-    result *= factor[..., None, :]
-    gradient -= pushed * (factor[..., None, :] - 1)
-
-
-def _add_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
-    """Add sign * left @ right to total, in place and without a copy where torch can."""
-    if is_torch(total) and total.ndim == 2:
-        total.addmm_(left, right, alpha=sign)
-    else:
-        total += sign * (left @ right)
+    residual *= importance[..., None]
+    columns = residual.shape[-2]
+    # Row i of the product reads rows from i on: the first ones may be overwritten as they are done.
+    for start in range(0, columns, FACTOR_BLOCK):
+        here = slice(start, min(start + FACTOR_BLOCK, columns))
+        residual[..., here, :] = feedback[..., here, start:] @ residual[..., start:, :]
+    return residual
 
 
 def columns_of(x: Array) -> list[Array]:
@@ -333,33 +261,6 @@ def _diagonal(matrix: Array) -> Array:
 
 def _transposed(matrix: Array) -> Array:
     return namespace(matrix).swapaxes(matrix, -1, -2)
-
-
-def _in_halves(
-    start: int,
-    stop: int,
-    step: Callable[[int, int], None],
-    carry: Callable[[int, int, int], None],
-    align: int = 1,
-    most: int = 1,
-) -> None:
-    """Step through columns, at `most` so many at once; between the left and the right half of every range, `carry`
-    what the left one changed.
-    """
-    if stop - start <= most:
-        if stop > start:
-            step(start, stop)
-        return
-    middle = _middle(start, stop, align)
-    _in_halves(start, middle, step, carry, align, most)
-    carry(start, middle, stop)
-    _in_halves(middle, stop, step, carry, align, most)
-
-
-def _middle(start: int, stop: int, align: int) -> int:
-    half = (start + stop) // 2
-    aligned = half // align * align
-    return aligned if aligned > start else half
 
 
 def largest_eigenvalue(hessian: Array, steps: int = 30) -> float:

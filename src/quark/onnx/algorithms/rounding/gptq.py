@@ -21,6 +21,7 @@ from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
+from quark.core.solvers.refine import refine
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import sweep
@@ -101,10 +102,10 @@ def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Prob
     grid = _grid(layer, np.arange(len(goal)))
     if fit and _can_be_fitted(layer):
         scales = _FittedScales(layer, grid)
-        natural = gptq.refine(goal, natural, problem.hessian, grid, REFINEMENTS, scales.size, scales.fit)
+        natural = refine(goal, natural, problem.hessian, grid, REFINEMENTS, scales.size, scales.fit)
         quantized.set_params(layer, scales.params())
     else:
-        natural = gptq.refine(goal, natural, problem.hessian, grid, REFINEMENTS)
+        natural = refine(goal, natural, problem.hessian, grid, REFINEMENTS)
     layer.weight = _columns(layer, natural)
 
 

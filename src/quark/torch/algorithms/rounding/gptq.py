@@ -18,6 +18,7 @@ from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
 from quark.torch.algorithms.base import Algorithm, Block
@@ -78,13 +79,17 @@ class GPTQ(Algorithm):
 
     def _factor(self, problems: list[_Problem]) -> tuple[torch.Tensor, torch.Tensor]:
         """F and d; where those of several experts cannot be had at once, each is damped by itself."""
-        damping = [self.damping(problem.group.gram) for problem in problems]
+        for problem in problems:
+            problem.damping = self.damping(problem.group.gram)
         if len(problems) == 1:
+            only = problems[0]
             with naming(_names(problems)):
-                return gptq.factor(problems[0].ordered(problems[0].group.gram), damping[0])[:2]
+                feedback, importance, taken = gptq.factor(only.ordered(only.group.gram), only.damping)
+            only.damping = cast(float, taken)
+            return feedback, importance
         whole = torch.stack([problem.ordered(problem.group.gram) for problem in problems])
         try:
-            return gptq.factor(whole, damping)[:2]
+            return gptq.factor(whole, [problem.damping for problem in problems])[:2]
         except CalibrationError:
             alone = [self._factor([problem]) for problem in problems]
             # One may have needed float64.
@@ -220,17 +225,25 @@ class _Solver:
         columns = [_transposed(own) for own in weights]
         goal, target = self._targets(columns)
         group_size, feedback = dynamic_group(spec), self.feedback.float()
+        # What refinement starts from follows from it where the weight that is rounded is the one it comes near to.
+        known = config.refine_passes > 0 and self.drift is None and self.algorithm.rounds_moved
+        residual = torch.empty_like(target) if known else None
         if config.static_groups or group_size == 1:
             grid: Any = static_grid(qparams, weights, spec, orders)
-            solved = gptq.solve(target, feedback, grid, self.drift)
+            solved = gptq.solve(target, feedback, grid, self.drift, residual=residual)
         else:
             grid = DynamicGrid(spec, orders, group_size, weights[0][0].dtype, self.importance.float())
-            solved = gptq.solve(target, feedback, grid, self.drift, group_size)
+            solved = gptq.solve(target, feedback, grid, self.drift, group_size, residual)
             qparams = grid.params([len(weight) for weight in weights[0]])
-        del target
-        natural = self._in_natural_order(solved)
+        del target, grid
+        natural, gradient = self._in_natural_order(solved), None
+        del solved
+        if residual is not None:
+            gradient = self._in_natural_order(gptq.gradient_of(residual, feedback, self.importance.float()))
+            del residual
         if config.refine_passes:
-            natural, qparams = self._refined(goal, natural, static_grid(qparams, weights, spec), qparams, weights)
+            grid = static_grid(qparams, weights, spec)
+            natural, qparams = self._refined(goal, natural, grid, qparams, weights, gradient)
         return natural, qparams
 
     def _targets(self, columns: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,28 +277,29 @@ class _Solver:
         grid: ColumnGrid,
         qparams: list[list[QParams]],
         weights: list[list[torch.Tensor]],
+        gradient: torch.Tensor | None,
     ) -> tuple[torch.Tensor, list[list[QParams]]]:
         """All columns visited again in natural order, the scales of each group fitted before."""
         passes, fitted = self.algorithm.config.refine_passes, None
         with ExitStack() as damped:
-            grams = [damped.enter_context(self._damped(problem.group.gram)) for problem in self.problems]
+            grams = [damped.enter_context(_damped(problem.group.gram, problem.damping)) for problem in self.problems]
             if not can_be_fitted(grid.spec):
-                return gptq.refine(goal, solved, _stacked(grams), grid, passes), qparams
+                return refine(goal, solved, _stacked(grams), grid, passes, gradient=gradient), qparams
             fitted = FittedScales(qparams, weights, grid)
-            solved = gptq.refine(goal, solved, _stacked(grams), grid, passes, fitted.size, fitted.fit)
+            solved = refine(goal, solved, _stacked(grams), grid, passes, fitted.size, fitted.fit, gradient)
         return solved, fitted.fitted()
 
-    @contextmanager
-    def _damped(self, gram: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
-        diagonal = gram.diagonal()
-        before = diagonal.clone()
-        added = self.algorithm.damping(gram) * before.mean()
-        diagonal.copy_(torch.where(before == 0, 1.0, before + added))
-        try:
-            yield gram
-        finally:
-            diagonal.copy_(before)
+
+@contextmanager
+def _damped(gram: torch.Tensor, damping: float) -> Iterator[torch.Tensor]:
+    """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
+    diagonal = gram.diagonal()
+    before = diagonal.clone()
+    diagonal.copy_(torch.where(before == 0, 1.0, before + damping * before.mean()))
+    try:
+        yield gram
+    finally:
+        diagonal.copy_(before)
 
 
 def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:
@@ -327,11 +341,15 @@ def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
 
 @dataclass
 class _Problem:
-    """What is solved at once: layers that read one tensor, with the order in which their columns are visited."""
+    """What is solved at once: layers that read one tensor, with the order in which their columns are visited.
+
+    `damping` is the share of the mean of the diagonal that the factor took.
+    """
 
     group: InputGroup
     layers: dict[str, QuantLayer]
     order: torch.Tensor
+    damping: float = 0.0
 
     def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
         """Rows and columns in the order of the solver."""

@@ -1,0 +1,45 @@
+"""Columns visited one after the other, their effect on later ones carried over in matrix products.
+
+visit [start, stop):   visit the left half;  carry what it changed to the right half, as one product;  visit that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quark.core.array import Array, is_torch
+
+
+def in_halves(
+    start: int,
+    stop: int,
+    step: Callable[[int, int], None],
+    carry: Callable[[int, int, int], None],
+    align: int = 1,
+    most: int = 1,
+) -> None:
+    """Step through columns, at `most` so many at once; between the left and the right half of every range, `carry`
+    what the left one changed.
+    """
+    if stop - start <= most:
+        if stop > start:
+            step(start, stop)
+        return
+    middle = _middle(start, stop, align)
+    in_halves(start, middle, step, carry, align, most)
+    carry(start, middle, stop)
+    in_halves(middle, stop, step, carry, align, most)
+
+
+def _middle(start: int, stop: int, align: int) -> int:
+    half = (start + stop) // 2
+    aligned = half // align * align
+    return aligned if aligned > start else half
+
+
+def add_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
+    """Add sign * left @ right to total, in place and without a copy where torch can."""
+    if is_torch(total) and total.ndim == 2:
+        total.addmm_(left, right, alpha=sign)
+    else:
+        total += sign * (left @ right)
