@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CALIBRATION_LENGTH = 512
 CALIBRATION_SAMPLES = 128
+MIX_ALGORITHM = "qronos"
+"""What rounds a mix of block types where there is calibration data, and no --algorithm."""
 STREAMED = "quark"
 """The format that is written block by block."""
 
@@ -57,7 +59,9 @@ def quantize_folder(
     if mixed:
         if kv_cache or attention:
             raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
-        config = mix_config(model, of_all, exclude, layer, algorithm, load["trust_remote_code"])
+        # With data at hand, what loses least: errors weighed by second moments, and made up for.
+        solver = algorithm or ([MIX_ALGORITHM] if calib else None)
+        config = mix_config(model, of_all, exclude, layer, solver, load["trust_remote_code"])
     else:
         config = scheme_config(of_all, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from quark.log import progress
 from quark.torch.algorithms.base import Block
+from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import part_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
@@ -71,10 +72,36 @@ def record_inputs(
     names: list[str],
     data: Iterable[Any],
     weights: BlockWeights,
-) -> dict[str, list[Call]]:
-    """The call of each block for each of this process's batches; see `record_calls`."""
+    needs_float: bool = False,
+) -> tuple[dict[str, list[Call]], LoopState]:
+    """The call of each block for each of this process's batches; see `record_calls`.
+
+    Embeddings before the blocks are quantized already, so that algorithms make up for their errors too.
+
+    Args:
+        model: Holds the blocks.
+        layers: Full name -> quantized layer.
+        names: Of the blocks, in running order.
+        data: Batches as `quantize_model` takes them.
+        weights: Brings what is not in a block.
+        needs_float: Whether an algorithm compares with the float model.
+
+    Returns:
+        The calls, and the state that the loop starts from.
+    """
+    embeddings = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Embedding) and layer.spec.weight and not any(is_inside(name, block) for block in names)
+    }
+    state = LoopState()
     with weights.around(names), quantizers_off(layers.values()):
-        return record_calls(model, names, part_of(data))
+        if embeddings and needs_float:
+            data = data if isinstance(data, Sequence) else list(data)
+            state.float_hidden = [call.hidden for call in record_calls(model, names, part_of(data))[names[0]]]
+        if embeddings:
+            calibrate_weights(embeddings)
+        return record_calls(model, names, part_of(data)), state
 
 
 def loop_over_blocks(

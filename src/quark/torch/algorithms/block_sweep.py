@@ -70,8 +70,9 @@ def sweep(
             return sweep_block(block, layers, stages, sync_experts)
 
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
-        calls = record_inputs(model, layers, names, data, BlockWeights())
-        loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups)
+        needs_float = any(stage.needs_float for stage in stages)
+        calls, state = record_inputs(model, layers, names, data, BlockWeights(), needs_float)
+        loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups, state=state)
 
 
 def prepare_algorithms(

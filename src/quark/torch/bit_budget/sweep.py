@@ -92,7 +92,7 @@ class Sweep:
             NotSupportedError: The model gives no logits.
         """
         with evaluating(self.model), _without_gradients(self.model):
-            calls = record_inputs(self.model, {}, self.names, self.data, self.weights)
+            calls, _ = record_inputs(self.model, {}, self.names, self.data, self.weights)
             self._forward(calls)
             if not self.tape.has(self._scores(len(self.names))) and self.tape.result("tail") is None:
                 self._tail(calls[self.names[0]][0])

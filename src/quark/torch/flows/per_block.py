@@ -104,7 +104,9 @@ def quantize_blocks(
                 f"{', '.join(needing[:2])}{', ...' if needing[2:] else ''}: needs calibration data. Possible: pass a "
                 "dataloader, or choose a dynamic or weight-only scheme."
             )
-        calls = record_inputs(model, layers, names, data, weights)
+        needs_float = any(stage.needs_float for stage in stages)
+        calls, first = record_inputs(model, layers, names, data, weights, needs_float)
+        state = state if state and state.done else first
 
     def work(block: Block) -> tuple[Hidden, Hidden]:
         with torch.no_grad(), evaluating(block.module):
