@@ -68,7 +68,7 @@ class Export:
     def _check_gguf(self, source: Path) -> None:
         from quark.torch.model.model_folder import load_config
         from quark.torch.writers.gguf.architectures import architecture_of
-        from quark.torch.writers.gguf.writer import import_gguf
+        from quark.torch.writers.gguf.names import import_gguf
 
         import_gguf()
         architecture_of(load_config(source))

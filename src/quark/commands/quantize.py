@@ -33,6 +33,12 @@ Layer = Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some 
 Algorithm = Annotated[
     list[str] | None, folder_option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.")
 ]
+Imatrix = Annotated[
+    Path | None, folder_option(help="Importance matrix of llama.cpp, which weighs the errors of a GGUF mix.")
+]
+SaveImatrix = Annotated[
+    Path | None, folder_option(help="Write the importance matrix of --calib: NAME.gguf, or the older NAME.dat.")
+]
 KvCache = Annotated[str | None, folder_option(help="Quantize the key and value cache: fp8 or int8.")]
 Attention = Annotated[str | None, folder_option(help="Quantize queries and attention probabilities: fp8.")]
 Device = Annotated[str, folder_option(help="cpu, cuda, cuda:1 ...")]
@@ -119,6 +125,8 @@ def quantize(
     sensitivity: SensitivityFile = None,
     layer: Layer = None,
     algorithm: Algorithm = None,
+    imatrix: Imatrix = None,
+    save_imatrix: SaveImatrix = None,
     kv_cache: KvCache = None,
     attention: Attention = None,
     device: Device = "cpu",
@@ -151,6 +159,8 @@ def quantize(
 
     Example: quark quantize ./llama --bits 4.25 --calib heldout.txt -o ./llama-4.25
 
+    Example: quark quantize ./llama --scheme q4_k_m --export-format gguf --calib heldout.txt -o llama-q4_k_m.gguf
+
     Example: quark quantize model.onnx --calib samples.npz -o fast.onnx
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
@@ -176,13 +186,14 @@ def quantize(
         )  # fmt: skip
         return
     from quark.commands.export_torch import Export
+    from quark.commands.imatrix import Imatrices
     from quark.commands.quantize_torch import quantize_folder
 
     bit_budget = asked_budget(scheme, bits, size, candidates, sensitivity, export_format)
     quantize_folder(
         model, bit_budget or require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude,
         layer=layer, algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
-        stream=stream,
+        stream=stream, imatrix=Imatrices(imatrix, save_imatrix, force),
         load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
         export=Export(Path(output), export_format, weight_format, pack_method, max_shard_size, force),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ Samples = Callable[["ModelInputs"], list[Any] | None]
 """The calibration data for a model that takes these inputs."""
 
 if TYPE_CHECKING:
+    from quark.commands.imatrix import Imatrices
     from quark.commands.model_inputs import ModelInputs
 
 CALIBRATION_LENGTH = 512
@@ -42,6 +44,7 @@ def quantize_folder(
     export: Export,
     stream: bool | None,
     load: Mapping[str, bool],
+    imatrix: Imatrices,
 ) -> None:
     """Load (with `load` for `load_model`), quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
@@ -56,12 +59,12 @@ def quantize_folder(
         _refuse_beside_budget(budget, [kv_cache, attention], load)
     title = budget.named() if budget else scheme
     of_all = any_scheme() if isinstance(scheme, Budget) else scheme
+    imatrix.check(mixed, calib, algorithm)
     if mixed:
         if kv_cache or attention:
             raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
-        # With data at hand, what loses least: errors weighed by second moments, and made up for.
         solver = algorithm or ([MIX_ALGORITHM] if calib else None)
-        config = mix_config(model, of_all, exclude, layer, solver, load["trust_remote_code"])
+        config = mix_config(model, of_all, exclude, layer, solver, load["trust_remote_code"], imatrix.read)
     else:
         config = scheme_config(of_all, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)
@@ -80,7 +83,7 @@ def quantize_folder(
     if _streams(stream, export, model, load):
         after = _streamed(model, config, data, device, dtype, export)
     else:
-        after = _in_memory(model, config, data, device, dtype, export, load)
+        after = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
     console.print(
         f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
@@ -109,14 +112,22 @@ def any_scheme() -> str:
 
 
 def _in_memory(
-    model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export, load: Mapping[str, bool]
+    model: Path,
+    config: Any,
+    samples: Samples,
+    device: str,
+    dtype: str,
+    export: Export,
+    load: Mapping[str, bool],
+    before: Callable[[Any, list[Any] | None], None],
 ) -> int:
-    """Write the quantized model; return the bytes of its weights on disk."""
+    """Write the quantized model, after `before` has had the float one; return the bytes of its weights on disk."""
     from quark.commands.models import inputs_of, load_model
     from quark.torch import ModelQuantizer
 
     float_model = load_model(model, device, dtype, **load)
     data = samples(inputs_of(model, float_model))
+    before(float_model, data)
     quantizer = ModelQuantizer(config)
     return export.write(quantizer.freeze(quantizer.quantize_model(float_model, data)), model)
 
@@ -196,13 +207,14 @@ def mix_config(
     layers: list[str] | None,
     algorithms: list[str] | None,
     trust_remote_code: bool = False,
+    imatrix: Path | None = None,
 ) -> Any:
     """The config of a mix of block types for the model of a folder."""
     from quark.commands.models import load_meta_model
     from quark.torch import gguf_config
 
     skeleton = load_meta_model(model, trust_remote_code)
-    return gguf_config(skeleton, scheme, algorithms, exclude or [], _layer_rules(layers))
+    return gguf_config(skeleton, scheme, algorithms, exclude or [], _layer_rules(layers), imatrix)
 
 
 def _layer_rules(layers: list[str] | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.rotation.quarot import QuaRot
 from quark.torch.algorithms.rounding.autoround import AutoRound
 from quark.torch.algorithms.rounding.gptq import GPTAQ, GPTQ, Qronos
+from quark.torch.algorithms.rounding.imatrix import Imatrix
 from quark.torch.algorithms.rounding.importance import ImportanceScale
 from quark.torch.algorithms.scaling.auto_smooth_quant import AutoSmoothQuant
 from quark.torch.algorithms.scaling.awq import AWQ
@@ -20,6 +21,7 @@ from quark.torch.config.algo_configs import (
     AWQConfig,
     GPTAQConfig,
     GPTQConfig,
+    ImatrixConfig,
     ImportanceScaleConfig,
     QronosConfig,
     RotationConfig,
@@ -35,6 +37,7 @@ ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     GPTAQConfig: GPTAQ,
     QronosConfig: Qronos,
     ImportanceScaleConfig: ImportanceScale,
+    ImatrixConfig: Imatrix,
     AutoRoundConfig: AutoRound,
     RotationConfig: QuaRot,
 }

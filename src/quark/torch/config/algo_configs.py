@@ -24,6 +24,7 @@ __all__ = [
     "AutoSmoothQuantConfig",
     "GPTAQConfig",
     "GPTQConfig",
+    "ImatrixConfig",
     "ImportanceScaleConfig",
     "OnlineRotationConfig",
     "PreQuantOptConfig",
@@ -90,6 +91,20 @@ class ImportanceScaleConfig(AlgoConfig):
     name: str = "importance"
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
+
+
+@checked_dataclass
+class ImatrixConfig(AlgoConfig):
+    """Scales weighed by an importance matrix of llama.cpp; `gguf_config(imatrix=...)` makes one for a model.
+
+    Attributes:
+        file: The importance matrix, GGUF or .dat.
+        tensors: Name of a layer -> its tensor in the file.
+    """
+
+    name: str = "imatrix"
+    file: str = ""
+    tensors: dict[str, str] = field(default_factory=dict)
 
 
 class _ColumnOrder:
@@ -280,6 +295,7 @@ for _name, _class in {
     "gptaq": GPTAQConfig,
     "qronos": QronosConfig,
     "importance": ImportanceScaleConfig,
+    "imatrix": ImatrixConfig,
     "rotation": RotationConfig,
     "quarot": QuaRotConfig,
     "autoround": AutoRoundConfig,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError
+from quark.torch.config.algo_configs import ImatrixConfig
 from quark.torch.config.block_mixes import MIXES, Place, place_of
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import Algorithms, LLMTemplate
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import layer_class
+from quark.torch.model.passes import undo
+from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures import architecture_of
-from quark.torch.writers.gguf.writer import is_conv1d, tensor_names
+from quark.torch.writers.gguf.names import tensor_names
+from quark.torch.writers.gguf.writer import is_conv1d
 
 KEPT = ("position_embd", "token_types", "ffn_gate_inp", "ffn_gate_inp_shexp")
 """Tensors that stay in float: small, and read by few values or by the choice of experts."""
@@ -25,6 +30,7 @@ def gguf_config(
     algorithm: Algorithms | Sequence[Algorithms] | None = None,
     exclude_layers: Sequence[str] = (),
     layer_config: dict[str, str] | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
 ) -> QConfig:
     """The config that makes a GGUF file of a mix, such as "q4_k_m", from a model.
 
@@ -35,35 +41,49 @@ def gguf_config(
             "qronos" round so that errors of columns make up for each other.
         exclude_layers: Patterns of layers that stay in float.
         layer_config: Pattern -> scheme, in place of what the mix says.
+        imatrix: Importance matrix of llama.cpp, by which errors are weighed; `algorithm` runs after it.
 
     Raises:
         ConfigError: No such mix.
         NotSupportedError: A model that GGUF files are not written of.
     """
-    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in _specs(model, mix)}
+    places = dict(places_of(model))
+    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in _specs(model, mix, places)}
     template = LLMTemplate.get(model.config.model_type)
+    algorithms = template.get_config("int8_wo", algorithm).algo_config or []
+    if imatrix is not None:
+        tensors = {name: f"{place.name}.weight" for name, place in places.items()}
+        algorithms = [ImatrixConfig(file=str(imatrix), tensors=tensors), *algorithms]
     chosen = {pattern: template.scheme(name) for pattern, name in (layer_config or {}).items()}
     return QConfig(
         global_quant_config=config_of_layer(LayerSpec()),
         layer_quant_config=chosen | layers,
         exclude=list(exclude_layers),
-        algo_config=template.get_config("int8_wo", algorithm).algo_config,
+        algo_config=algorithms or None,
     )
 
 
-def _specs(model: Any, mix: str) -> Iterator[tuple[str, TensorSpec]]:
+def _specs(model: Any, mix: str, places: Mapping[str, Place]) -> Iterator[tuple[str, TensorSpec]]:
     """Name of a layer -> the spec of its weight."""
-    row, places = MIXES[mix], list(places_of(model))
+    row = MIXES[mix]
     if not places:
         raise ConfigError(f"{type(model).__name__} has no layer that the mix {mix!r} could quantize.")
-    for name, place in places:
+    for name, place in places.items():
         chosen = row.type_of(place)
         if chosen is not None:
             yield name, block_spec(chosen)
 
 
-def places_of(model: Any) -> Iterator[tuple[str, Place]]:
-    """Name of each layer with a weight that a mix may quantize, and its place in the file."""
+def places_of(model: Any) -> list[tuple[str, Place]]:
+    """Name of each layer with a weight that a mix may quantize, each expert's too, and its place in the file."""
+    originals = unfuse_experts(model, lambda name: True)
+    try:
+        return list(_places(model))
+    finally:
+        undo(model, originals)
+
+
+def _places(model: Any) -> Iterator[tuple[str, Place]]:
     file_name = tensor_names(model, architecture_of(model.config))
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, layer in model.named_modules():

@@ -19,7 +19,8 @@ from quark.torch.formats import Stored
 from quark.torch.layers import layer_class
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.writer import import_gguf, is_conv1d, tensor_names, tied_weights
+from quark.torch.writers.gguf.names import import_gguf, tensor_names
+from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quark.core.array import to_numpy
-from quark.errors import NotSupportedError, require_packages
+from quark.errors import NotSupportedError
 from quark.files import atomic_file
 from quark.log import logger, progress
 from quark.torch.checkpoint.shards import entries
@@ -25,6 +25,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of, write_hyperparameters
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
+from quark.torch.writers.gguf.names import import_gguf, tensor_names
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
 
 OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -62,14 +63,6 @@ def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], o
         write_tokenizer(writer, tokenizer_path, model.config.vocab_size)
         _write_tensors(writer, items)
     logger.info("Exported to %s.", file)
-
-
-def import_gguf() -> Any:
-    """The gguf package. Raises MissingDependencyError."""
-    require_packages("A GGUF file", "gguf", "gguf")
-    import gguf  # of an extra: only where such files are read and written
-
-    return gguf
 
 
 def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTensor]:
@@ -124,14 +117,6 @@ def is_conv1d(model: nn.Module, name: str) -> bool:
     """Whether a tensor is the weight of transformers' Conv1D, a linear layer whose weight is (I, O)."""
     parent, _, leaf = name.rpartition(".")
     return leaf == "weight" and type(model.get_submodule(parent)).__name__ == "Conv1D"
-
-
-def tensor_names(model: Any, architecture: Architecture) -> Callable[[str], str | None]:
-    """Maps a name of the model to that of the file, by the gguf package's own table; to None if it has none."""
-    gguf = import_gguf()
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.arch)
-    table = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
-    return lambda name: table.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def _change(architecture: Architecture, name: str, model: Any, flipped: bool) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,0 +1,59 @@
+"""Scales weighed by the second moments of an importance matrix file: no data is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from quark.core.array import NumpyArray
+from quark.core.solvers.importance import weighted_qparams
+from quark.errors import FormatError
+from quark.log import logger
+from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.layer_weights import weight_quantizer, weight_spec
+from quark.torch.calibration.calibrate import naming
+from quark.torch.layers import QuantLayer
+from quark.torch.writers.gguf.imatrix import read_imatrix
+from quark.torch.writers.gguf.names import expert_of
+
+
+class Imatrix(Algorithm):
+    """Scales under which sum_i m_i (w_i - Q(w_i))^2 is least, m the mean squares of a file; see `ImatrixConfig`.
+
+    A solver named after it (GPTQ) rounds on these scales.
+    """
+
+    reads_inputs: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = True
+
+    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        """Choose the scales of each layer that the file speaks of; those of others are searched as without a file.
+
+        Raises:
+            FormatError: The file is none, is of another model, or lacks a layer of the blocks.
+        """
+        moments, used = read_imatrix(self.config.file), 0
+        for name, layer in layers.items():
+            if isinstance(layer, nn.Linear) and not weight_spec(layer).is_cast:
+                used += self._choose(name, cast(Any, layer), moments)
+        logger.info("Scales of %d layers are weighed by %s.", used, self.config.file)
+
+    def _choose(self, name: str, layer: Any, moments: Mapping[str, NumpyArray]) -> bool:
+        file, tensor = self.config.file, self.config.tensors.get(name, name)
+        if tensor not in moments:
+            if not tensor.startswith("blk."):
+                return False  # the head, of which few files speak
+            raise FormatError(f"{file} has no {tensor!r} ({name}): it is of another model. It has {list(moments)[:3]}.")
+        columns, expert = layer.weight.shape[1], expert_of(name) or 0
+        rows = moments[tensor].reshape(-1)
+        first = expert * columns if rows.size > columns else 0
+        if rows.size % columns or first + columns > rows.size:
+            raise FormatError(f"{file}: {tensor} has {rows.size} values; {name} reads {columns} columns.")
+        importance = torch.from_numpy(rows[first : first + columns].copy()).to(layer.weight.device)
+        with naming(name):
+            params = weighted_qparams(layer.weight.detach(), importance, weight_spec(layer))
+            weight_quantizer(layer).store(params)
+        return True
