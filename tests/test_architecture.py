@@ -233,8 +233,12 @@ def test_import_quark_loads_nothing() -> None:
     assert not loaded_after("import quark") & {"torch", "onnx", "numpy", "pydantic", "rich"}
 
 
-def test_import_quark_torch_loads_torch_only() -> None:
+def test_import_quark_torch_loads_nothing_and_its_names_torch_only() -> None:
     loaded = loaded_after("import quark.torch")
+    assert not loaded & {"torch", "numpy", "pydantic", "rich"}
+    loaded = loaded_after("from quark.torch import GPTQConfig")
+    assert not loaded & {"torch", "onnx"}
+    loaded = loaded_after("from quark.torch import *")
     assert "torch" in loaded
     assert not loaded & {"transformers", "onnx", "onnxruntime", "accelerate", "rich", "typer", "torch._dynamo"}
 

@@ -1,41 +1,86 @@
-"""The PyTorch flow."""
+"""The PyTorch flow: every documented name can be imported from here.
 
-# ruff: noqa: E402 - without torch, the imports below would fail less helpfully
-from quark import errors
+`import quark.torch` loads nothing: a name is taken from its home when it is asked for. So configs and names of
+algorithms are there without torch.
+"""
 
-errors.require_packages("The PyTorch flow", "torch", "torch", "greenlet")
+from __future__ import annotations
 
-from quark.torch.calibration.distributed import processes
-from quark.torch.checkpoint.importer import ModelImporter, import_model_from_safetensors
-from quark.torch.checkpoint.save_params import load_params, save_params
-from quark.torch.config.enums import QuantFlow
-from quark.torch.config.llm_template import LLMTemplate
-from quark.torch.config.not_supported import ModelPruner
-from quark.torch.kernels import RuntimeOptions, accelerate, disable_native_inference, enable_native_inference
-from quark.torch.quantizer import ModelQuantizer
-from quark.torch.writers.gguf.mix_config import gguf_config
-from quark.torch.writers.gguf.reader import import_model_from_gguf
-from quark.torch.writers.onnx.export import export_onnx
-from quark.torch.writers.safetensors import ModelExporter, export_gguf, export_safetensors
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LLMTemplate",
-    "ModelExporter",
-    "ModelImporter",
-    "ModelPruner",
-    "ModelQuantizer",
-    "QuantFlow",
-    "RuntimeOptions",
-    "accelerate",
-    "disable_native_inference",
-    "enable_native_inference",
-    "export_gguf",
-    "export_onnx",
-    "export_safetensors",
-    "gguf_config",
-    "import_model_from_gguf",
-    "import_model_from_safetensors",
-    "load_params",
-    "processes",
-    "save_params",
-]
+from quark.errors import did_you_mean, require_packages
+
+require_packages("The PyTorch flow", "torch", "torch", "greenlet")
+
+if TYPE_CHECKING:  # for type checkers: the homes below
+    from quark.torch.calibration.distributed import processes as processes
+    from quark.torch.checkpoint.importer import ModelImporter as ModelImporter
+    from quark.torch.checkpoint.importer import import_model_from_safetensors as import_model_from_safetensors
+    from quark.torch.checkpoint.save_params import load_params as load_params
+    from quark.torch.checkpoint.save_params import save_params as save_params
+    from quark.torch.config.algo_configs import *
+    from quark.torch.config.config import *
+    from quark.torch.config.enums import *
+    from quark.torch.config.export_config import *
+    from quark.torch.config.llm_template import *
+    from quark.torch.config.not_supported import ModelPruner as ModelPruner
+    from quark.torch.config.observer_classes import *
+    from quark.torch.config.shorthand_specs import *
+    from quark.torch.config.tensor_config import *
+    from quark.torch.kernels import RuntimeOptions as RuntimeOptions
+    from quark.torch.kernels import accelerate as accelerate
+    from quark.torch.kernels import disable_native_inference as disable_native_inference
+    from quark.torch.kernels import enable_native_inference as enable_native_inference
+    from quark.torch.quantizer import ModelQuantizer as ModelQuantizer
+    from quark.torch.writers.gguf.mix_config import gguf_config as gguf_config
+    from quark.torch.writers.gguf.reader import import_model_from_gguf as import_model_from_gguf
+    from quark.torch.writers.onnx.export import export_onnx as export_onnx
+    from quark.torch.writers.safetensors import ModelExporter as ModelExporter
+    from quark.torch.writers.safetensors import export_gguf as export_gguf
+    from quark.torch.writers.safetensors import export_safetensors as export_safetensors
+
+HOMES: dict[str, tuple[str, ...]] = {
+    "quark.torch.calibration.distributed": ("processes",),
+    "quark.torch.checkpoint.importer": ("ModelImporter", "import_model_from_safetensors"),
+    "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
+    "quark.torch.config.llm_template": ("LLMTemplate",),
+    "quark.torch.config.not_supported": ("ModelPruner",),
+    "quark.torch.kernels": (
+        "RuntimeOptions", "accelerate", "disable_native_inference", "enable_native_inference",
+    ),
+    "quark.torch.quantizer": ("ModelQuantizer",),
+    "quark.torch.writers.gguf.mix_config": ("gguf_config",),
+    "quark.torch.writers.gguf.reader": ("import_model_from_gguf",),
+    "quark.torch.writers.onnx.export": ("export_onnx",),
+    "quark.torch.writers.safetensors": ("ModelExporter", "export_gguf", "export_safetensors"),
+}  # fmt: skip
+"""Module -> the names of the flow that it defines."""
+CONFIGS = tuple(
+    f"quark.torch.config.{name}"
+    for name in (
+        "algo_configs", "enums", "tensor_config", "config", "shorthand_specs", "observer_classes", "export_config",
+    )
+)  # fmt: skip
+"""Modules of which all names are of the flow; `__all__` of each says which. Cheap ones first."""
+
+
+def __getattr__(name: str) -> Any:
+    """A name of one of the homes."""
+    if name == "__all__":
+        return __dir__()
+    if not name.startswith("_"):
+        for home, names in HOMES.items():
+            if name in names:
+                return globals().setdefault(name, getattr(import_module(home), name))
+        for home in CONFIGS:
+            module = import_module(home)
+            if name in module.__all__:
+                return globals().setdefault(name, getattr(module, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {did_you_mean(name, __dir__())}")
+
+
+def __dir__() -> list[str]:
+    """The names of all homes."""
+    listed = {name for names in HOMES.values() for name in names}
+    return sorted(listed | {name for home in CONFIGS for name in import_module(home).__all__})
