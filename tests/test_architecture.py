@@ -53,6 +53,7 @@ ADDRESSES = (
 ARROWS = [
     "errors checked files image_files installed_packages log profiler native command_line __version__",
     "core",
+    "report",
     "onnx_ops",
     "torch onnx",
     "commands common contrib shares",

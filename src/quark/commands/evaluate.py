@@ -10,10 +10,15 @@ import typer
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
 from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, Std, TrustRemoteCode
 from quark.errors import ConfigError
+from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
 Quantized = Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder or ONNX file of the quantized model.")]
 Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")]
+
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a page (HTML) of all that was found.")
+]
 
 Data = Annotated[
     Path | None, typer.Option(help="Held-out data: text, a folder of images, audio or arrays, .npz, .npy (ONNX).")
@@ -31,6 +36,7 @@ def evaluate(
     float_model: Float,
     quantized: Quantized,
     layers: Layers = 10,
+    report: ReportFile = None,
     data: Data = None,
     text: Text = None,
     length: Length = 256,
@@ -50,15 +56,18 @@ def evaluate(
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
 
     Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz
+
+    Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz --report out.html
     """
     check_options(context, float_model)
+    check_page(report, float_model, quantized, data, text)
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(float_model):
         from quark.commands.evaluate_onnx import evaluate_onnx
         from quark.commands.quantize_onnx import calibration_reader
 
         reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
-        evaluate_onnx(float_model, quantized, reader, samples, layers, threads)
+        evaluate_onnx(float_model, quantized, reader, samples, layers, threads, report)
         return
     from quark.commands.evaluate_torch import evaluate_folders
 
@@ -76,4 +85,5 @@ def evaluate(
         device=device,
         dtype=dtype,
         load=load,
+        page=report,
     )

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from quark.command_line import new_table, results
+from quark.commands.report_onnx import onnx_sections
 from quark.core.metrics import Comparison
 from quark.onnx.calibration.data.inputs import file_bytes
+from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.evaluation.compare_models import ComparedLayer, compare_models
+from quark.report.page import write_page
 
 
 def evaluate_onnx(
-    float_model: Path, quantized: Path, reader: Any, samples: int | None, layers: int, threads: int
+    float_model: Path,
+    quantized: Path,
+    reader: PathDataReader,
+    samples: int | None,
+    layers: int,
+    threads: int,
+    page: Path | None = None,
 ) -> None:
-    """Run both on the data and print the tables."""
+    """Run both on the data, print the tables, and write the page."""
     report = compare_models(float_model, quantized, reader, samples, threads)
     sizes = (file_bytes(float_model), file_bytes(quantized))
     console = results()
@@ -26,6 +34,10 @@ def evaluate_onnx(
     if report.unlike:
         console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
     console.print(_worst_layers(report.layers[:layers]))
+    if page is not None:
+        reader.rewind()
+        sections = onnx_sections(float_model, quantized, report, reader, threads)
+        console.print(f"Report: {write_page(page, f'{quantized.name} against {float_model.name}', sections)}")
 
 
 def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int) -> Table:

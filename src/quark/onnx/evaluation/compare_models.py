@@ -121,7 +121,7 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     plain = [open_session(path, threads=threads) for path in (float_model, quantized)]
     tensors = ([a for a, _, _ in layers], [b for _, b, _ in layers])
     places = (float_model.parent, quantized.parent)
-    inner = [_instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
+    inner = [instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
     outputs, found = {name: Comparison() for name in names}, [layer for _, _, layer in layers]
     count, latency = 0, (0.0, 0.0)
     unlike: set[int] = set()
@@ -161,7 +161,7 @@ def damaged_layers(
     reads = {name: set(node.input) - constants - {""} for node in protos[0].graph.node for name in node.output}
     layers, tensors = [layer for _, _, layer in matched], ([a for a, _, _ in matched], [b for _, b, _ in matched])
     places = [each.parent if isinstance(each, Path) else None for each in (model, quantized)]
-    inner = [_instrumented(*each, 1) for each in zip(protos, places, tensors, strict=True)]
+    inner = [instrumented(*each, 1) for each in zip(protos, places, tensors, strict=True)]
     unlike: set[int] = set()
     for feed in feeds:
         _update(layers, *(run_sample(*each, feed) for each in zip(inner, tensors, strict=True)), unlike=unlike)
@@ -227,7 +227,7 @@ def _maker(name: str, made: dict[str, onnx.NodeProto]) -> onnx.NodeProto:
     return node
 
 
-def _instrumented(
+def instrumented(
     model: onnx.ModelProto, folder: Path | None, tensors: Sequence[str], threads: int
 ) -> onnxruntime.InferenceSession:
     """A session that can give the tensors too."""

@@ -1,0 +1,142 @@
+"""`--report` of ONNX files: the page of two models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from quark.onnx.calibration.data.inputs import Feed, file_bytes, model_inputs
+from quark.onnx.calibration.data.readers import samples
+from quark.onnx.evaluation.compare_models import ComparedLayer, Report
+from quark.onnx.evaluation.kernel_graph import KINDS, kernel_graph
+from quark.onnx.evaluation.layer_weights import LayerWeights
+from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
+from quark.onnx.evaluation.recovery.types import element_types
+from quark.onnx.evaluation.value_ranges import value_ranges
+from quark.onnx.graph.proto_file import read_header
+from quark.report.figures import MOST_BARS, bars, graph, histogram
+from quark.report.page import Figure, PageTable, Section
+
+HISTOGRAM_SAMPLES = 8
+MOST_NODES = 2500
+"""Nodes of a graph that is drawn: a browser takes long for more, and nobody finds anything."""
+
+
+def onnx_sections(
+    float_model: Path, quantized: Path, report: Report, reader: Any, threads: int, words: str = ""
+) -> list[Section]:
+    """The page of two files.
+
+    Args:
+        float_model, quantized: What was compared.
+        report: What was found.
+        reader: The data, at their beginning.
+        threads: With which latency was measured.
+        words: What was done, where that is known.
+    """
+    weights = LayerWeights(float_model, quantized)
+    feeds = list(itertools.islice(samples(reader, model_inputs(read_header(float_model))), HISTOGRAM_SAMPLES))
+    fusion = inspect_fusion(quantized)
+    return [
+        _what(float_model, quantized, report, words),
+        _costs(float_model, quantized, report, threads),
+        damage_section(float_model, report.layers, weights),
+        _ranges(float_model, quantized, report.layers, feeds, weights),
+        _kernels(quantized, fusion),
+    ]
+
+
+def _what(float_model: Path, quantized: Path, report: Report, words: str) -> Section:
+    proto = read_header(quantized)
+    types = element_types(ir.from_proto(proto))
+    opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
+    rows = [
+        ("float model", str(float_model)),
+        ("quantized model", str(quantized)),
+        *(("element type", f"{name}: {count} {kind}") for (name, kind), count in sorted(types.items())),
+        ("operators", opsets),
+        ("measured on", f"{report.samples} samples"),
+    ]
+    return Section("What was done", words, [PageTable(("", ""), rows)])
+
+
+def _costs(float_model: Path, quantized: Path, report: Report, threads: int) -> Section:
+    sizes, seconds = [file_bytes(path) / 1e6 for path in (float_model, quantized)], report.latency
+    rows = [
+        ("float", f"{sizes[0]:.2f}", "", f"{seconds[0] * 1e3:.3f}", ""),
+        ("quantized", f"{sizes[1]:.2f}", f"{sizes[1] / sizes[0]:.1%}", f"{seconds[1] * 1e3:.3f}",
+         f"{seconds[0] / seconds[1]:.2f}"),
+    ]  # fmt: skip
+    latency = f"latency ms ({threads} thread{'s' if threads > 1 else ''})"
+    outputs = [
+        (name, f"{found.sqnr:.2f}", f"{found.psnr:.2f}", f"{found.cosine:.6f}", f"{found.l2:.6g}")
+        for name, found in report.outputs.items()
+    ]
+    headers = ("output", "SQNR dB", "PSNR dB", "cosine", "L2")
+    unlike = f"Not compared, as their shapes differ: {', '.join(report.unlike)}." if report.unlike else ""
+    return Section(
+        "Size, latency, outputs",
+        unlike,
+        [
+            PageTable(("", "size MB", "of float", latency, "times as fast"), rows),
+            PageTable(headers, outputs, f"Outputs over {report.samples} samples"),
+        ],
+    )
+
+
+def damage_section(float_model: Path, layers: Sequence[ComparedLayer], weights: LayerWeights) -> Section:
+    """What each layer lost, in the order of the graph."""
+    order = {name: i for i, node in enumerate(read_header(float_model).graph.node) for name in node.output}
+    stored = {layer.tensor: weights.sqnr(layer.tensor) for layer in layers}
+    lossy = [layer for layer in layers if layer.sqnr < math.inf or stored[layer.tensor] is not None]
+    drawn = sorted(lossy[:MOST_BARS], key=lambda layer: order[layer.tensor])
+    rows = []
+    for layer in sorted(layers, key=lambda layer: order[layer.tensor]):
+        weight = stored[layer.tensor]
+        note = "up to the scales of its channels" if layer.rescaled else ""
+        rows.append((layer.tensor, layer.op_type, "" if weight is None else f"{weight:.1f}", f"{layer.sqnr:.1f}", note))
+    values = [(layer.tensor, (_number(stored[layer.tensor]), layer.sqnr)) for layer in drawn]
+    some = "" if len(drawn) == len(layers) else f" Of {len(layers)} tensors the {len(drawn)} worst that lose are drawn."
+    words = (
+        "SQNR in dB, in the order of the graph: 6 dB more is half the error. That of an output counts the errors of "
+        f"the layers before, too; that of a weight is its own.{some}"
+    )
+    headers = ("tensor", "op", "weight SQNR dB", "output SQNR dB", "")
+    figures = [Figure(bars(values, ("weight", "output"), "SQNR dB"), tall=True)] if values else []
+    return Section("Damage by layer", words, [PageTable(headers, rows, "As a table", folded=True)], figures)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _ranges(
+    float_model: Path, quantized: Path, layers: Sequence[ComparedLayer], feeds: Sequence[Feed], weights: LayerWeights
+) -> Section:
+    found = value_ranges(float_model, quantized, layers, feeds, weights)
+    figures = [Figure(histogram(each), each.caption) for each in found]
+    words = f"Float values over {len(feeds)} samples, worst output first; lines where the codes end."
+    return Section("Ranges of the worst layers", words if figures else "", figures=figures)
+
+
+def _kernels(quantized: Path, fusion: Sequence[Fusion]) -> Section:
+    nodes = kernel_graph(quantized, list(fusion))
+    counts = Counter(KINDS[node.kind] for node in nodes)
+    words = f"What ONNX Runtime's CPU provider runs: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}."
+    if len(nodes) > MOST_NODES:
+        words += f" A graph of {len(nodes)} nodes is not drawn."
+    figures = [Figure(graph(nodes, KINDS), tall=True)] if len(nodes) <= MOST_NODES else []
+    left = [(row.node, row.op_type, row.kernel, row.reason, row.advice) for row in fusion if not row.integer]
+    headers = ("node", "op", "runs as", "why", "what to do")
+    return Section(
+        "Integer and float nodes",
+        words,
+        [PageTable(headers, left, "Quantized, but computed in float", folded=True)],
+        figures,
+    )

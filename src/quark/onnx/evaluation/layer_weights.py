@@ -1,0 +1,87 @@
+"""The weights of the layers that two models share: in float, and as the quantized file decodes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+from quark.core.array import NumpyArray
+from quark.core.metrics import ChannelFit, Comparison
+from quark.onnx.evaluation.compare_models import DECODED, RESCALED, match_layers
+from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
+from quark.onnx.graph.proto_file import read_header
+from quark.onnx.graph.sessions import open_session, run_sample
+
+FOLDED = "BatchNormalization"
+"""What goes into the weight of the layer before it."""
+
+
+class LayerWeights:
+    """The weights of matching layers; each pair is read when it is asked for.
+
+    ONNX Runtime decodes: it runs the DequantizeLinear nodes of the file alone.
+
+    Args:
+        float_model, quantized: Two files.
+
+    Attributes:
+        names: Tensor that a layer gives, as `ComparedLayer.tensor` -> the float weight, and the decoded one.
+
+    Raises:
+        FormatError: A file is no ONNX model, or does not load.
+    """
+
+    def __init__(self, float_model: Path, quantized: Path) -> None:
+        before, after = read_header(float_model), read_header(quantized)
+        self._float = QuantizedGraph(before.graph, float_model.parent)
+        graph = QuantizedGraph(after.graph, quantized.parent)
+        self.names: dict[str, tuple[str, str]] = {}
+        decoders: dict[str, onnx.NodeProto] = {}
+        for tensor, there, _ in match_layers(before.graph, after.graph):
+            own = self._float.producers.get(there.removesuffix(DECODED))
+            made = graph.producers.get(there.removesuffix(DECODED))
+            if own is not None and made is not None and own.op_type == FOLDED != made.op_type:
+                own = self._float.producers.get(own.input[0])
+            if own is None or made is None or own.op_type != made.op_type:
+                continue
+            for name, read in zip(own.input, made.input, strict=False):
+                decoder = graph.decoder(read)
+                if decoder is None or decoder.input[0] not in graph.constants or name not in self._float.constants:
+                    continue
+                if graph.kind(decoder) != onnx.TensorProto.INT32:  # a bias
+                    self.names.setdefault(tensor, (name, read))
+                    decoders[read] = decoder
+        self._session = _decoding(after, quantized.parent, decoders) if decoders else None
+
+    def pair(self, tensor: str) -> tuple[NumpyArray, NumpyArray] | None:
+        """The float weight of a layer and the decoded one; None where they have other shapes, or none is quantized."""
+        if tensor not in self.names or self._session is None:
+            return None
+        name, read = self.names[tensor]
+        found, decoded = self._float.array(name), run_sample(self._session, [read], {})[0]
+        return (found, decoded) if found is not None and found.shape == decoded.shape else None
+
+    def sqnr(self, tensor: str) -> float | None:
+        """SQNR in dB of a weight, or None. Up to a factor of each channel where batch normalization, or a rescaling,
+        went into the weight: as for outputs, where factors explain three quarters of the difference.
+        """
+        pair = self.pair(tensor)
+        if pair is None:
+            return None
+        plain = Comparison().update(*pair).sqnr
+        axes = range(pair[0].ndim) if pair[0].ndim > 1 else ()
+        fitted = max((ChannelFit(axis).update(*pair).sqnr for axis in axes), default=plain)
+        return fitted if fitted > plain + RESCALED else plain
+
+
+def _decoding(model: onnx.ModelProto, folder: Path, decoders: dict[str, onnx.NodeProto]) -> object:
+    """A session without inputs whose outputs are the decoded weights."""
+    read = {name for node in decoders.values() for name in node.input}
+    constants = [node for node in model.graph.node if node.op_type == "Constant" and read & set(node.output)]
+    outputs = [onnx.ValueInfoProto(name=name) for name in decoders]
+    stored = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    graph = helper.make_graph([*constants, *decoders.values()], "weights", [], outputs, stored)
+    alone = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    return open_session(alone, folder)

@@ -1,0 +1,291 @@
+"""The figures of a page, as SVG in the page's own colours.
+
+matplotlib draws each in placeholder colours, which become variables of the page's style: one figure is readable in
+light and in dark. Text stays text, so that it can be searched and copied; it is never taken for markup or mathematics.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quark.core.array import NumpyArray
+
+INK, FAINT, GRID, FIRST, SECOND, THIRD, BAD, SOFT, PAPER = (f"#0102{i:02x}" for i in range(9))
+VARIABLES = dict(
+    zip(
+        (INK, FAINT, GRID, FIRST, SECOND, THIRD, BAD, SOFT, PAPER),
+        ("ink", "faint", "grid", "first", "second", "third", "bad", "soft", "panel"),
+        strict=True,
+    )
+)
+SERIES = (FIRST, SECOND, THIRD)
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "quark", "text.parse_math": False, "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "text.color": INK, "axes.edgecolor": GRID,
+    "axes.labelcolor": FAINT, "xtick.color": FAINT, "ytick.color": FAINT, "axes.grid": True, "grid.color": GRID,
+    "grid.linewidth": 0.6, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+    "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False,
+    "axes.unicode_minus": False,
+}  # fmt: skip
+WIDTH = 9.4
+"""Inches, of 72 points."""
+MOST_BARS = 400
+"""Rows of a figure; of more, the worst are drawn."""
+LONGEST_NAME = 60
+BINS = 96
+
+
+@dataclass(frozen=True)
+class ClippedHistogram:
+    """The values of a float tensor, and the range beyond which its codes cannot go.
+
+    Attributes:
+        title: Whose.
+        edges, counts: As of `numpy.histogram`.
+        clip: The smallest and the largest value that codes stand for; None where the range is live.
+        beyond: Share of the values outside.
+    """
+
+    title: str
+    edges: NumpyArray
+    counts: NumpyArray
+    clip: tuple[float, float] | None
+    beyond: float = 0.0
+
+    @staticmethod
+    def of(title: str, values: NumpyArray, clip: tuple[float, float] | None) -> ClippedHistogram:
+        """Count finite values in equal bins, over the values and the range alike."""
+        flat = np.asarray(values, np.float64).ravel()
+        flat = flat[np.isfinite(flat)]
+        ends = [*(clip or ()), *((flat.min(), flat.max()) if flat.size else ())]
+        counts, edges = np.histogram(flat, BINS, (min(ends), max(ends)) if ends else None)
+        beyond = float(np.mean((flat < clip[0]) | (flat > clip[1]))) if clip and flat.size else 0.0
+        return ClippedHistogram(title, edges, counts, clip, beyond)
+
+    @property
+    def caption(self) -> str:
+        """The range in words, with the share of the values beyond it."""
+        if self.clip is None:
+            return "The range follows each input; nothing is clipped."
+        rest = f"{self.beyond:.2%} of the values are beyond" if self.beyond else "no values are beyond"
+        return f"Codes reach from {self.clip[0]:.4g} to {self.clip[1]:.4g}; {rest}."
+
+
+def bars(rows: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], unit: str) -> str:
+    """Horizontal bars, one group for each row, from top to bottom.
+
+    Args:
+        rows: Name, and a value for each of `series`; NaN: none. inf is drawn as the longest bar.
+        series: What the values are.
+        unit: Of all of them.
+    """
+    values = np.array([row for _, row in rows], np.float64).reshape(len(rows), len(series))
+    finite = values[np.isfinite(values)]
+    longest = max(1.0, float(finite.max())) * 1.08 if finite.size else 1.0
+    place, height = np.arange(len(rows)), 0.8 / len(series)
+    with _figure(WIDTH, 0.9 + 0.24 * len(rows)) as (figure, axes):
+        for index, (name, color) in enumerate(zip(series, SERIES, strict=False)):
+            column = np.nan_to_num(values[:, index], nan=0.0, posinf=longest, neginf=0.0)
+            axes.barh(place + height * (index - (len(series) - 1) / 2), column, height * 0.92, color=color, label=name)
+        for row, column in zip(*np.nonzero(np.isinf(values)), strict=True):
+            text = "equal" if values[row, column] > 0 else "lost"
+            where = (max(0.0, min(longest, float(np.nan_to_num(values[row, column])))), row)
+            _label(axes, text, where, 7, color=FAINT)
+        axes.set_yticks(place, [_short(name) for name, _ in rows], color=INK, fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel(unit)
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_tick_params(labeltop=len(rows) > 40)
+        figure.legend(loc="outside upper left", ncols=len(series))
+        return _svg(figure, f"{' and '.join(series)} of {len(rows)} layers")
+
+
+def histogram(found: ClippedHistogram) -> str:
+    """The values, on a logarithmic axis, and lines at the ends of the range."""
+    with _figure(WIDTH / 2, 2.3) as (figure, axes):
+        axes.stairs(found.counts, found.edges, fill=True, color=FIRST, alpha=0.75)
+        for side in found.clip or ():
+            axes.axvline(side, color=BAD, linewidth=1.4, linestyle="--")
+        axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_formatter(_plain)
+        axes.set_ylim(bottom=0)
+        axes.set_title(_short(found.title), fontsize=8, color=INK)
+        axes.set(xlabel="value", ylabel="count")
+        return _svg(figure, f"Histogram of {found.title}")
+
+
+def scatter(
+    points: Sequence[tuple[str, float, float]], x: str, y: str, *, joined: bool = False, marked: str = "", log: bool
+) -> str:
+    """Named points.
+
+    Args:
+        points: Name, x, y; one whose y is not finite is left out.
+        x, y: What the axes are.
+        joined: Whether a line leads through them, from left to right.
+        marked: The name of one that is to be seen.
+        log: Whether y is logarithmic; then 0 is left out too.
+    """
+    kept = [point for point in points if math.isfinite(point[2]) and (point[2] > 0 or not log)]
+    kept.sort(key=lambda point: point[1])
+    with _figure(WIDTH, 3.6) as (figure, axes):
+        if joined:
+            axes.plot([p[1] for p in kept], [p[2] for p in kept], color=SOFT, linewidth=1)
+        for name, here, there in kept:
+            color = SECOND if name == marked else FIRST
+            axes.plot([here], [there], "o", color=color, markersize=6)
+            _label(axes, name, (here, there), 8, left=2 * here > kept[0][1] + kept[-1][1])
+        axes.margins(0.12)
+        axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
+        if log:
+            axes.yaxis.set_major_formatter(_plain)
+            axes.yaxis.set_minor_formatter(_plain)
+        return _svg(figure, f"{y} against {x}")
+
+
+def search_path(steps: Sequence[tuple[str, float, float, bool]], y: str, target: float | None = None) -> str:
+    """What a search tried, in time, and the best so far.
+
+    Args:
+        steps: Name, seconds that it took, what it reached (NaN: nothing), whether it was kept.
+        y: What is reached.
+        target: A line.
+    """
+    ends = np.cumsum([step[1] for step in steps])
+    best = [(end, value) for end, (_, _, value, kept) in zip(ends, steps, strict=True) if kept and math.isfinite(value)]
+    with _figure(WIDTH, 3.6) as (figure, axes):
+        if best:
+            line = [*best, (float(ends[-1]), best[-1][1])]
+            axes.step([p[0] for p in line], [p[1] for p in line], where="post", color=THIRD, label="best so far")
+        for end, (name, _, value, kept) in zip(ends, steps, strict=True):
+            if math.isfinite(value):
+                axes.plot([end], [value], "o", color=THIRD if kept else SOFT, markersize=6)
+                _label(axes, name, (float(end), value), 7, left=2 * end > ends[-1])
+        if target is not None and math.isfinite(target):
+            axes.axhline(target, color=BAD, linestyle="--", linewidth=1.2, label="target")
+        axes.margins(0.12)
+        axes.set(xlabel="seconds", ylabel=y)
+        if best or target is not None:
+            axes.legend(loc="best", fontsize=8)
+        return _svg(figure, f"{y} over time")
+
+
+def token_divergence(values: NumpyArray) -> str:
+    """How many tokens have which KL divergence, on a logarithmic axis, with the median and the mean."""
+    flat = np.maximum(np.asarray(values, np.float64).ravel(), 1e-9)
+    edges = np.geomspace(flat.min() * 0.9, max(flat.max(), flat.min() * 10) * 1.1, 64)
+    with _figure(WIDTH, 2.6) as (figure, axes):
+        axes.stairs(np.histogram(flat, edges)[0], edges, fill=True, color=FIRST, alpha=0.75)
+        for name, value, color in (("median", np.median(flat), THIRD), ("mean", flat.mean(), SECOND)):
+            axes.axvline(value, color=color, linewidth=1.4, label=f"{name} {value:.3g}")
+        axes.set(xscale="log", xlabel="KL divergence of a token, nats", ylabel="tokens")
+        axes.xaxis.set_major_formatter(_plain)
+        axes.legend(fontsize=8)
+        return _svg(figure, "KL divergence by token")
+
+
+@dataclass(frozen=True)
+class DrawnNode:
+    """A node of a drawn graph: its label, the index into the kinds, and the indices of the nodes that it reads."""
+
+    label: str
+    kind: int
+    reads: tuple[int, ...]
+
+
+def graph(nodes: Sequence[DrawnNode], kinds: Sequence[str]) -> str:
+    """Nodes from top to bottom, each below all that it reads, coloured by kind.
+
+    Args:
+        nodes: In an order in which each reads earlier ones only.
+        kinds: What the colours say; the last is drawn faintly.
+    """
+    place = _layers(nodes)
+    colors = [*SERIES[: len(kinds) - 1], SOFT]
+    columns, rows = (max(p[i] for p in place) + 1 for i in (0, 1))
+    with _figure(max(WIDTH, 1.0 + 1.15 * columns), 0.6 + 0.3 * rows) as (figure, axes):
+        lines = [(place[source], place[i]) for i, node in enumerate(nodes) for source in node.reads]
+        for (x1, y1), (x2, y2) in lines:
+            axes.plot([x1, x2], [y1, y2], color=SOFT, linewidth=0.7, zorder=1)
+        for kind, name in enumerate(kinds):
+            own = [place[i] for i, node in enumerate(nodes) if node.kind == kind]
+            label = f"{name}: {len(own)}"
+            axes.scatter([p[0] for p in own], [p[1] for p in own], 42, colors[kind], marker="s", label=label, zorder=2)
+        for (x, y), node in zip(place, nodes, strict=True):
+            _label(axes, _short(node.label, 18), (x, y), 6.5)
+        axes.set_ylim(rows - 0.3, -0.7)
+        axes.set_xlim(-0.3, columns)
+        axes.axis("off")
+        figure.legend(loc="outside upper left", ncols=len(kinds))
+        return _svg(figure, "The graph by kind of node")
+
+
+def _layers(nodes: Sequence[DrawnNode]) -> list[tuple[int, int]]:
+    """Column and row of each node: the row below all that it reads, the column of its first reader's line."""
+    rows: list[int] = []
+    taken: set[tuple[int, int]] = set()
+    place: list[tuple[int, int]] = []
+    for node in nodes:
+        rows.append(1 + max((rows[source] for source in node.reads), default=-1))
+        column = min((place[source][0] for source in node.reads), default=0)
+        while (column, rows[-1]) in taken:
+            column += 1
+        taken.add((column, rows[-1]))
+        place.append((column, rows[-1]))
+    return place
+
+
+def _short(name: str, longest: int = LONGEST_NAME) -> str:
+    """A name in one line, its middle left out where it is long."""
+    text = " ".join(str(name).split())
+    return text if len(text) <= longest else f"{text[: longest // 3]}...{text[-(longest - longest // 3 - 3) :]}"
+
+
+def _plain(value: float, position: int | None = None) -> str:
+    """A tick of a logarithmic axis; matplotlib's own are mathematics."""
+    return f"{value:g}"
+
+
+def _label(axes: Any, text: str, place: tuple[float, float], size: float, color: str = INK, left: bool = False) -> None:
+    """A text to the right or left of a point. It takes no room: a long one is cut, and does not press the axes."""
+    shift, side = ((-5, 3), "right") if left else ((5, 0), "left")
+    drawn = axes.annotate(
+        _short(text), place, shift, textcoords="offset points", fontsize=size, color=color, va="center", ha=side
+    )
+    drawn.set_in_layout(False)
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
+    """A figure of some inches and its axes, in the style of the page until the end."""
+    import matplotlib  # of an extra of its own, and slow
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, figure.add_subplot()
+
+
+def _svg(figure: Any, label: str) -> str:
+    """The markup of a figure in the variables of the page."""
+    out = io.StringIO()
+    absent: Mapping[str, None] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(out, format="svg", metadata=absent)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]  # no prologue of XML within HTML
+    text = re.sub(r"(fill|stroke): (#0102\w\w)", lambda match: f"{match[1]}: var(--{VARIABLES[match[2]]})", text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" ', 1)
+
+
+def _attribute(text: str) -> str:
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(character, entity)
+    return text
