@@ -5,6 +5,12 @@
 h_i is the importance of input channel i: the second moment of what it carries (the diagonal of X^T X), or the inverse
 of the variance left when the channels after it may make up for it (GPTQ: 1 / U_ii^2). The grid of a and b is searched
 coarse to fine; it holds (1, 1), so the error is never above that of the full range.
+
+A scale that is itself a narrow float has few neighbours, and those of block floats are all tried:
+
+    E8M0          half, all and twice of the rule's
+    E4M3, E5M3    all from half of the rule's to 13/8 of it: 3/2 puts the largest value at 4 where the rule puts it at 6
+                  (Four Over Six, Cook et al. 2025, arXiv:2512.02010), for between 4 and 6 FP4 has no value
 """
 
 from __future__ import annotations
@@ -14,15 +20,20 @@ from dataclasses import replace
 from quark.core.array import Array, astype, dtype_name, namespace
 from quark.core.block_types import BlockType
 from quark.core.granularity import PerChannel, PerGroup
-from quark.core.quantize import block_qparams, fake_quantize, quantize_scales, range_of, second_level
-from quark.core.scales import QParams, qparams_from_range
+from quark.core.quantize import block_qparams, effective, fake_quantize, quantize_scales, range_of, second_level
+from quark.core.scales import SCALE_DTYPES, QParams, qparams_from_range
 from quark.core.solvers.columns import part_errors
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 
 COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
 """Shares of the range that are tried first, beside 1, for both ends alike."""
 FINE = 0.05
 """Step of the second round, around the best of the first; each end of an asymmetric range moves by twice as much."""
+BINADES = (0.5, 2.0)
+"""Factors on an E8M0 scale, the neighbours of which are its half and its double."""
+NEIGHBOURS = tuple(share / 32 for share in (*range(16, 32), *range(34, 53, 2)))
+"""Factors on a scale with a mantissa of 3 bits, which hold each of its neighbours between the first and the last: steps
+of a scale are a sixteenth of it at least."""
 ROUNDING = 1e-5
 """Share of the error that sums in another order (over batches, over processes) may change: no reason to choose."""
 
@@ -46,20 +57,18 @@ class _Search:
         self.weight, self.importance, self.spec = weight, importance, spec
         self.values = astype(weight, "float32")
         self.low, self.high = range_of(weight, spec)
-        self.runs = _runs(spec, tuple(weight.shape)) if self._has_one_level() else None
+        self.runs = _runs(spec, tuple(weight.shape)) if spec.code_spec is None else None
         self.one_sided = spec.symmetric or not spec.has_zero_point
         self.second = second or second_level(self._first(self.low, self.high), weight, spec).second
-
-    def _has_one_level(self) -> bool:
-        return self.spec.scale_spec is None and self.spec.code_spec is None
 
     def solve(self) -> QParams:
         xp = namespace(self.low)
         a = b = xp.ones_like(self.low)
         best = self._error(a, b)
-        for share in COARSE:
+        neighbours = _neighbours(self.spec)
+        for share in neighbours or COARSE:
             a, b, best = self._better(xp.full_like(a, share), xp.full_like(b, share), a, b, best)
-        for by in (-FINE, FINE):
+        for by in () if neighbours else (-FINE, FINE):
             a, b, best = self._better(a + by, b + by, a, b, best)
         if not self.one_sided:
             for by in (-2 * FINE, 2 * FINE):
@@ -84,7 +93,8 @@ class _Search:
         """The weighted square error of each part, in the shape of the scale."""
         params, spec = self._params(a, b), replace(self.spec, dynamic=False)
         if self.runs is not None:
-            errors = part_errors(self.values, self.importance, params.scale, params.zero_point, spec, self.runs)
+            scale = effective(params, spec).scale
+            errors = part_errors(self.values, self.importance, scale, params.zero_point, spec, self.runs)
             if errors is not None:
                 return errors
         y = fake_quantize(self.values, params, spec)
@@ -92,6 +102,16 @@ class _Search:
         y *= y
         y *= self.importance
         return self.spec.split.sums(y)
+
+
+def _neighbours(spec: TensorSpec) -> tuple[float, ...]:
+    """The factors that reach the neighbours of a scale of a narrow type; none where scales are finer, or steps."""
+    if not spec.dtype.is_float:
+        return ()
+    if spec.scale_type is ScaleType.float8_e8m0fnu:
+        return BINADES
+    named = SCALE_DTYPES.get(spec.scale_type) if spec.scale_spec is None else spec.scale_spec.dtype.name
+    return NEIGHBOURS if named in ("fp8_e4m3", "fp8_e5m3") else ()
 
 
 def _runs(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
