@@ -5,7 +5,7 @@ The model runs in slices, and the activations of one are reduced while the next 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +25,7 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
 from quark.log import logger, progress
-from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
@@ -114,10 +114,14 @@ def activation_params(
 
 def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
     """The statistic that a spec asks for, of all values of these tensors; those without any count for nothing."""
-    observer = make_observer(spec, settings)
+    return _merged(names, statistics, lambda: make_observer(spec, settings))
+
+
+def _merged(names: Sequence[str], statistics: Statistics, make: Callable[[], Observer]) -> Observer:
+    observer = make()
     for name in names:
         if name in statistics.states:
-            part = make_observer(spec, settings)
+            part = make()
             part.restore(statistics.states[name])
             observer.merge(part)
     return observer
@@ -131,9 +135,11 @@ def solved_observer(names: list[str], spec: TensorSpec, settings: Settings, stat
     # What is known of other tensors changes nothing about these.
     key = (present, spec, replace(settings.calibration, ranges=()))
     if key not in statistics.solved:
-        observer = observer_of(names, spec, settings, statistics)
-        own_qparams = type(observer).qparams is not Observer.qparams
-        statistics.solved[key] = observer if own_qparams else SolvedObserver(observer)
+        # The counts of all tensors would take more memory than all else: each is looked at as its range is solved.
+        extremes = _merged(names, statistics, lambda: Observer(spec))
+        solve = partial(observer_of, names, spec, settings, statistics)
+        own_qparams = type(make_observer(spec, settings)).qparams is not Observer.qparams
+        statistics.solved[key] = solve() if own_qparams else SolvedObserver(extremes, solve)
     return statistics.solved[key]
 
 
@@ -299,7 +305,7 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
     with ThreadPoolExecutor(1) as ahead:
         for feed in progress(usable(samples(reader, inputs, settings.calibration.samples)), "calibration"):
             if sliced is None:
-                sliced = SlicedSession(model, wanted, feed, partial(_open, settings))
+                sliced = sliced_session(model, wanted, feed, settings)
             parts = sliced.run(feed)
             running = ahead.submit(next, parts, None) if wanted else None
             # The runtime computes the next slice while the one before is counted. Inputs are looked at now: a reader
@@ -321,6 +327,11 @@ def _update(observers: Mapping[str, Collector], values: dict[str, Any]) -> None:
     while values:
         name = next(iter(values))
         observers[name].update(np.asarray(values.pop(name)))
+
+
+def sliced_session(model: ir.Model, wanted: Sequence[str], feed: Feed, settings: Settings) -> SlicedSession:
+    """Sessions that give the wanted tensors slice by slice; the first sample says how large these are."""
+    return SlicedSession(model, wanted, feed, partial(_open, settings))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -41,21 +41,19 @@ class SolvedObserver(Observer):
     """What an observer found, without the counts that it was found in.
 
     Args:
-        observer: That has seen all that it will see.
+        extremes: What was seen, smallest and largest.
+        observer: Gives the observer, which is asked for its range once, where one is wanted.
     """
 
-    def __init__(self, observer: Observer) -> None:
-        super().__init__(observer.spec)
-        self.count, self.low, self.high = observer.count, observer.low, observer.high
-        self.model_dtype = observer.model_dtype
-        self._observer: Observer | None = observer
+    def __init__(self, extremes: Observer, observer: Callable[[], Observer]) -> None:
+        super().__init__(extremes.spec)
+        self.merge(extremes)
+        self._observer = observer
         self._range: tuple[Array, Array] | None = None
 
     def range(self) -> tuple[Array, Array]:
         if self._range is None:
-            assert self._observer is not None
-            self._range = self._observer.range()
-            self._observer = None
+            self._range = self._observer().range()
         return self._range
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.core.scales import QParams
 from quark.errors import ConfigError
-from quark.onnx.algorithms.noise.sources import NoiseModel, NoiseRun, NoiseSource
+from quark.onnx.algorithms.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
@@ -103,7 +103,7 @@ def sensitivity(
         model: The float model, after `prepare`; not changed.
         settings: What is quantized; those that `prepare` gave. Algorithms are not run.
         data: Calibration data.
-        runs: Most runs for each sample; None for one for each tensor, alone.
+        runs: Most runs of the first sample, whose groups the others measure; None for one for each tensor, alone.
         count: How many of the samples are run, from the first.
         statistics: Of calibration, in memory; read and completed.
 
@@ -117,7 +117,7 @@ def sensitivity(
     copy = model.clone()
     noise = NoiseModel(decide(copy, settings, data, statistics=statistics or Statistics(""), fold=False))
     with noise.open() as run:
-        probes = [Probe(run, data[sample]) for sample in range(min(count, len(data)))]
+        probes = (Probe(run, data[sample]) for sample in range(min(count, len(data))))
         powers = halved(len(noise.sources), runs, probes)
     return OutputNoise(dict(zip(noise.sources, powers, strict=True)))
 
@@ -143,13 +143,14 @@ class Probe:
 
     def look(self, given: Mapping[str, QParams]) -> None:
         """Take the noise of activations under other qparams than were decided."""
+        self._noises = []
         self._noises = self._run.look(self._feed, given)
 
     def power_of_all(self, group: Sequence[int]) -> float:
         """The power of a group with the signs that its tensors have in the quantized model."""
         return self._power([self._noises[i] for i in group], [1.0] * len(group))
 
-    def _power(self, noises: Sequence[Mapping[str, NumpyArray]], factors: Sequence[float] | NumpyArray) -> float:
+    def _power(self, noises: Sequence[Mapping[str, Noise]], factors: Sequence[float] | NumpyArray) -> float:
         """The power of a sum of noises."""
         found = self._run.outputs(self._feed, noises, factors)
         pairs = zip(self._expected, found, strict=True)
@@ -168,24 +169,43 @@ def _relative(x: NumpyArray, y: NumpyArray) -> float:
     return float((y - x) @ (y - x)) / signal if signal else 0.0
 
 
-def halved(number: int, runs: int | None, probes: Sequence[Probe]) -> list[float]:
-    """The power of each of `number` sources, by at most `runs` runs of groups."""
+def halved(number: int, runs: int | None, probes: Iterable[Probe]) -> list[float]:
+    """The power of each of `number` sources, the mean over samples, by at most `runs` runs of groups for each.
+
+    The first sample splits the groups, and the others measure what is left of them, so that one is held at a time.
+    """
+    sums: dict[tuple[int, ...], float] = {}
+    count = 0
+    for probe in probes:
+        found = {group: probe.power(group) for group in sums} if sums else _split(number, runs, probe)
+        sums = {group: sums.get(group, 0.0) + power for group, power in found.items()}
+        count += 1
+        del probe  # its noises go before the next one has any
+    powers = [0.0] * number
+    for group, power in sums.items():
+        for index in group:
+            powers[index] = power / count / len(group)
+    return powers
+
+
+def _split(number: int, runs: int | None, probe: Probe) -> dict[tuple[int, ...], float]:
+    """Groups of sources and their powers: the loudest is halved, until as many runs are made as were allowed."""
     left = number if runs is None else runs
     size = 1 if left >= number else -(-number // min(left, FIRST_GROUPS))
-    groups: list[tuple[float, list[int]]] = []
+    groups: list[tuple[float, tuple[int, ...]]] = []
 
-    def measure(group: list[int]) -> None:
-        power = sum(probe.power(group) for probe in probes) / len(probes)
+    def measure(group: tuple[int, ...]) -> None:
+        power = probe.power(group)
+        powers[group] = power
         heapq.heappush(groups, (-power if len(group) > 1 else 1.0, group))
-        for index in group:
-            powers[index] = power / len(group)
 
-    powers = [0.0] * number
+    powers: dict[tuple[int, ...], float] = {}
     for start in range(0, number, size):
-        measure(list(range(start, min(start + size, number))))
+        measure(tuple(range(start, min(start + size, number))))
         left -= 1
     while left > 1 and groups and groups[0][0] <= 0:
         _, group = heapq.heappop(groups)
+        del powers[group]
         middle = len(group) // 2
         measure(group[:middle])
         measure(group[middle:])
