@@ -381,3 +381,20 @@ def test_the_file_is_as_small_as_the_scheme(tmp_path: Path) -> None:
         layer = LayerSpec(weight=SCHEMES[scheme].weight)
         file = export_onnx(quantize(model, layer), tmp_path / scheme, x, uint4_int4_flag=True)
         assert 8 * file.stat().st_size / 1024**2 < bits + 0.05, scheme
+
+
+def test_the_file_says_nothing_twice(tmp_path: Path) -> None:
+    """No two constants of the same bits, no shape that ONNX's inference gives back; and ONNX Runtime takes it."""
+    torch.manual_seed(0)
+    one = nn.Linear(16, 16)
+    two = nn.Linear(16, 16)
+    two.load_state_dict(one.state_dict())
+    x = torch.randn(4, 16)
+    layer = LayerSpec(weight=spec("int8"), input=spec("uint8", symmetric=False))
+    model = ModelQuantizer(QConfig(config_of_layer(layer))).quantize_model(nn.Sequential(one, nn.ReLU(), two), [x])
+    file = export_onnx(model, tmp_path, (x,))
+    found = onnx.load(file)
+    bits = [(t.data_type, tuple(t.dims), onnx.numpy_helper.to_array(t).tobytes()) for t in found.graph.initializer]
+    assert len(bits) == len(set(bits))
+    assert not found.graph.value_info
+    assert_near(run(file, x), outputs(model, x))

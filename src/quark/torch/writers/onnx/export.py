@@ -2,7 +2,8 @@
 
 1. `torch.onnx.export` traces the model, each quantized tensor marked by one node (marked_tensors.py);
 2. the markers become stored codes (weights.py) or Q/DQ of live tensors (activations.py);
-3. the model is checked and written, whole or not at all.
+3. constants of the same bits are written once, and shapes only where none are inferred;
+4. the model is checked and written, whole or not at all.
 """
 
 from __future__ import annotations
@@ -83,8 +84,12 @@ def export_onnx(
     options: dict[str, Any] = {"input_names": list(input_names) or None, "output_names": list(output_names) or None}
     options |= {"verbose": verbose, "optimize": do_constant_folding, "dynamic_shapes": dynamic_shapes}
     written = _quantized_graph(model, args, kwargs, opset_version, uint4_int4_flag, options)
-    from quark.onnx_ops.saving import save  # imports onnx: when a model is really exported
+    # These import onnx: when a model is really exported.
+    from quark.onnx_ops.compact import drop_inferable, share_constants
+    from quark.onnx_ops.saving import save
 
+    share_constants(written)
+    drop_inferable(written)
     save(written, file, overwrite=overwrite)
     if not dynamo:
         logger.info("The graph comes from torch.export, also with dynamo=False.")
@@ -147,6 +152,9 @@ def _quantized_graph(
             write_weight(writer, node, tensor, weight, four_bit)
     for step in (RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass(), ClearMetadataAndDocStringPass()):
         step(exported)
+    # The pass leaves what torch.export notes of constants, whose names and notes take more bytes than small ones do.
+    for value in exported.graph.initializers.values():
+        value.metadata_props.clear()
     exported.producer_name, exported.producer_version = "quark", __version__
     return exported
 
