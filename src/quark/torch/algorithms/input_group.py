@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
+from quark.torch.algorithms.exact_products import exact_in_bfloat16
 from quark.torch.calibration.distributed import largest, summed
 
 TILE = 512
 """Channels of a tile of second moments."""
+TOKENS = 2048
+"""Tokens that are converted to float32 at once."""
 
 
 class InputGroup:
@@ -102,13 +105,9 @@ class InputGroup:
                 "not compare (GPTQ)."
             )
         for x, y in zip(left, right, strict=True):
-            tokens = flat(x).float()
-            if left is not right:
-                total.addmm_(tokens.T, flat(y).float(), alpha=1 / self.count)
-                continue
-            for start in range(0, width, TILE):  # the upper half of a symmetric matrix
-                tile = total[start : start + TILE, start:]
-                tile.addmm_(tokens[:, start : start + TILE].T, tokens[:, start:], alpha=1 / self.count)
+            with exact_in_bfloat16(x, y):
+                for some, other in zip(torch.split(flat(x), TOKENS), torch.split(flat(y), TOKENS), strict=True):
+                    _add_moments(total, some, None if left is right else other, 1 / self.count)
         if left is right:
             _mirror(total)
         total = summed(total)
@@ -123,6 +122,17 @@ class InputGroup:
     def _require_tokens(self) -> None:
         if self.count == 0:
             raise CalibrationError(no_tokens(str(self)))
+
+
+def _add_moments(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None, share: float) -> None:
+    """Add share * x^T y to `total`; without y, the upper half of share * x^T x."""
+    tokens = x.float()
+    if y is not None:
+        total.addmm_(tokens.T, y.float(), alpha=share)
+        return
+    for start in range(0, len(total), TILE):
+        tile = total[start : start + TILE, start:]
+        tile.addmm_(tokens[:, start : start + TILE].T, tokens[:, start:], alpha=share)
 
 
 def _mirror(matrix: torch.Tensor) -> None:
