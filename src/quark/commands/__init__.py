@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from quark.commands.convert import convert
 from quark.commands.evaluate import evaluate
 from quark.commands.inspect import inspect
 from quark.commands.plan import plan
@@ -13,6 +14,7 @@ from quark.commands.schemes import schemes
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
+    "convert": convert,
     "evaluate": evaluate,
     "inspect": inspect,
     "plan": plan,

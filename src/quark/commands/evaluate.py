@@ -13,7 +13,9 @@ from quark.errors import ConfigError
 from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
-Quantized = Annotated[Path, typer.Argument(metavar="QUANTIZED", help="Folder or ONNX file of the quantized model.")]
+Quantized = Annotated[
+    Path, typer.Argument(metavar="QUANTIZED", help="Folder, GGUF or ONNX file of the same, quantized.")
+]
 Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")]
 
 ReportFile = Annotated[

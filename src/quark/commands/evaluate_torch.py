@@ -16,6 +16,7 @@ from rich.table import Table
 from quark.command_line import new_table, results
 from quark.core.metrics import Comparison
 from quark.errors import ConfigError
+from quark.files import require_regular
 from quark.log import progress
 
 ALL = 1 << 62
@@ -73,14 +74,22 @@ def evaluate_folders(
     from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.model_folder import read_config
 
-    _same_architecture(read_config(float_model), read_config(quantized))
-    before, after = (load_model(folder, device, dtype, **load) for folder in (float_model, quantized))
+    if quantized.suffix == ".gguf":
+        from quark.torch import import_model_from_gguf
+
+        require_regular(quantized)
+        before, after = (load_model(float_model, device, dtype, **load) for _ in range(2))
+        import_model_from_gguf(after, quantized)
+    else:
+        _same_architecture(read_config(float_model), read_config(quantized))
+        before, after = (load_model(folder, device, dtype, **load) for folder in (float_model, quantized))
     if not quantized_layers(after):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     batches = inputs_of(float_model, before).read(data, windows or ALL, length)
     report = compare(before, after, batches)
     console = results()
-    sizes = (folder_bytes(float_model), folder_bytes(quantized))
+    size = quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)
+    sizes = (folder_bytes(float_model), size)
     console.print(_summary(sizes, report.perplexity, [latency(model, batches[0]) for model in (before, after)]))
     console.print(_outputs(report.outputs, len(batches)))
     console.print(_worst_layers(layer_damage(before, after, batches[0]), layers))

@@ -42,8 +42,14 @@ class Export:
             "overwrite": self.force,
         }
 
-    def check(self, source: Path, schemes: Iterable[str]) -> None:
-        """Raise for a format, an option, a scheme or a model that do not go together."""
+    def check(self, source: Path, schemes: Iterable[str], of_folder: bool = True) -> None:
+        """Raise for a format, an option, a scheme or a model that do not go together.
+
+        Args:
+            source: The model.
+            schemes: Names of those that are asked for.
+            of_folder: Whether the source is a folder of a float model, whose config says what it can become.
+        """
         from quark.torch.formats import FORMATS, Format
         from quark.torch.writers.gguf.blocks import GgufFormat
         from quark.torch.writers.onnx.export import require_onnx_packages
@@ -60,8 +66,10 @@ class Export:
         form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
         for scheme in schemes:
             form.check_scheme(scheme)
-        if self.form == GGUF:
+        if self.form == GGUF and of_folder:
             self._check_gguf(source)
+        elif self.form == GGUF:
+            return
         else:
             check_options(self.form, self.weight_format, self.pack_method, self.max_shard_size)
 

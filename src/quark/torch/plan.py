@@ -148,8 +148,6 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         StructureError: A weight is no parameter; names the layer.
     """
     candidates = {name: module for name, module in model.named_modules() if layer_class(module)}
-    if any(isinstance(module, QuantLayer) for module in model.modules()):
-        raise ConfigError("The model holds quantized layers already; quantize the float model.")
     if strict:
         names = {name for name, _ in model.named_modules()}
         # Experts that are kept fused may be excluded by the names that their layers would have.
@@ -174,6 +172,11 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
     )
     if strict and not layers:
+        if any(isinstance(module, QuantLayer) for module in model.modules()):
+            raise ConfigError(
+                "The model holds quantized layers already, and none that is left in float gets a scheme from this "
+                "config. Possible: to name such layers, or the float model."
+            )
         kinds = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
         raise ConfigError(
             f"Nothing to quantize: of {len(candidates)} supported layers all are excluded or without a config. "

@@ -17,6 +17,7 @@ from quark.log import logger, severity
 from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.experts import sibling_groups
+from quark.torch.checkpoint.held_layers import held_layers, with_held
 from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantFlow, QuantizationMode
 from quark.torch.flows.file2file import quantize_files
@@ -63,7 +64,8 @@ class ModelQuantizer:
         Args:
             model: Float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place;
                 on any error it is as it was, but for weights that an algorithm has changed by then, which the
-                message says. In fx_graph_mode: what `torch.export.export(...).module()` made.
+                message says. Layers that are quantized already (a loaded checkpoint) stay as they are.
+                In fx_graph_mode: what `torch.export.export(...).module()` made.
             dataloader: Batches for static activations and algorithms: tensors, dicts, BatchEncodings, tuples. May be
                 None otherwise.
 
@@ -89,15 +91,15 @@ class ModelQuantizer:
                 return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
-            algorithms = _algorithms(self.config)
+            algorithms, held = _algorithms(self.config), held_layers(model)
             if algorithms and isinstance(dataloader, Iterator) and data is not None:
                 data = list(data)  # read more than once
             with prepared(model, self.config):
                 plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, data))
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data)
-            model.quant_config = snapshot(self.config)  # type: ignore[assignment]
-            model.quant_plan = plan  # type: ignore[assignment]
+            config, plan = with_held(snapshot(self.config), plan, held)
+            model.quant_config, model.quant_plan = config, plan  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
         return model

@@ -13,7 +13,7 @@ from torch import nn
 
 from quark.errors import ConfigError, FormatError, QuarkError
 from quark.torch.checkpoint.float_model import load_whole
-from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
@@ -124,9 +124,9 @@ def load_stored(model: nn.Module, form: Format, stored: Stored, tensors: Iterabl
     except BaseException:
         for name, module in originals.items():
             set_submodule(model, name, module)
+        del model.quant_plan
         raise
-    model.quant_config = config  # type: ignore[assignment]
-    model.quark_quantized = True  # type: ignore[assignment]
+    mark_loaded(model, config, form.name)
 
 
 def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Tensor]], stored: Stored) -> None:

@@ -6,8 +6,11 @@ model needs the memory of the checkpoint, not of the float model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +33,24 @@ from quark.torch.model.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
+
+
+SAVERS: list[Callable[..., None]] = []
+"""What writes a loaded model: the writers, which import this module, put it here."""
+
+
+def mark_loaded(model: Any, config: QConfig, form: str) -> None:
+    """Note on a model what it was loaded as, and let its `save_pretrained` write quantized layers.
+
+    Args:
+        model: Any module; only those of transformers have a `save_pretrained`.
+        config: Under which it got its layers.
+        form: Name of the format that it came in, in which it is saved.
+    """
+    model.quant_config, model.quark_quantized, model.quant_format = config, True, form
+    if hasattr(model, "save_pretrained"):
+        # That of transformers would save codes without a config that says so. Bound, so that a copy saves itself.
+        model.save_pretrained = MethodType(SAVERS[0], model)
 
 
 class StoredTensor(nn.Module):
@@ -59,13 +80,14 @@ class StoredTensor(nn.Module):
         own = {"scale": self.scale, "zero_point": self.zero_point}
         return {**{k: v for k, v in own.items() if v is not None}, **(extras or {})}
 
-    def params(self, extras: Extras | None = None) -> QParams | None:
-        """Scale and zero point; None for a plain cast.
+    def params(self, extras: Extras | None = None, stored: torch.Tensor | None = None) -> QParams | None:
+        """Scale and zero point; None for a plain cast. Blocks of GGUF hold them in the `stored` tensor itself.
 
         Raises:
             NotSupportedError: The checkpoint holds float values in place of codes.
         """
-        return None if self.spec.is_cast else self._coded().load_params(self._params(extras), self.shape)
+        own = {} if stored is None else {"": stored}
+        return None if self.spec.is_cast else self._coded().load_params({**own, **self._params(extras)}, self.shape)
 
     def codes(self, stored: torch.Tensor) -> torch.Tensor:
         """The codes, as floats that hold their values."""
@@ -74,13 +96,18 @@ class StoredTensor(nn.Module):
     def _coded(self) -> CodedLayout:
         if not self.layout.real:
             raise NotSupportedError("A fake_quantized checkpoint holds no codes: export from a real_quantized one.")
-        assert isinstance(self.layout, CodedLayout)
+        assert isinstance(self.layout, CodedLayout)  # as all layouts of files are
         return self.layout
 
     @property
     def spec(self) -> TensorSpec:
         """The spec of the decoded tensor."""
         return self.layout.spec
+
+    @property
+    def float_like(self) -> torch.Tensor:
+        """A tensor on the meta device, of the shape and dtype that is decoded."""
+        return torch.empty(self.shape, dtype=self.layout.model_dtype, device="meta")
 
     def extra_repr(self) -> str:
         return f"{self.spec}, stored"
@@ -109,6 +136,7 @@ def map_to_stored(
     try:
         real = weight_format == REAL_QUANTIZED
         plan = make_plan(config, model, strict=False)
+        model.quant_plan = plan  # type: ignore[assignment]
         _hold_layers(model, plan, form, pack_method, real, originals)
         quantize_attention(model, cached_after_rope(config, quantized_layers(model)), plan.probabilities)
         _hold_probabilities(model, form)
@@ -164,7 +192,7 @@ def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:
     if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
         return
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    layout = form.make_layout(quantizer.spec, layer.spec, _float_dtype(layer, weight), "reorder", True)
+    layout = form.make_layout(quantizer.spec, layer.spec, float_dtype(layer, weight), "reorder", True)
     tensors = _on_device(empty_activation(layer, role, layout), weight.device)
     if not quantizer.spec.dynamic:
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
@@ -229,7 +257,8 @@ def activation_features(layer: QuantLayer, role: str) -> tuple[int, ...] | None:
     return (1, count, 1, 1) if hasattr(layer, "in_channels") else (1, 1, count)
 
 
-def _float_dtype(layer: QuantLayer, weight: torch.Tensor) -> torch.dtype:
+def float_dtype(layer: QuantLayer, weight: torch.Tensor) -> torch.dtype:
+    """The dtype that a layer computes in, whatever its weight is stored as."""
     quantizer = layer.quantizer("weight")
     return quantizer.layout.model_dtype if isinstance(quantizer, StoredTensor) else weight.dtype
 

@@ -17,14 +17,16 @@ from torch import nn
 
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import NotSupportedError
 from quark.log import progress
-from quark.torch.checkpoint.loading import empty_activation, stored_like
+from quark.torch.checkpoint.loading import StoredTensor, empty_activation, float_dtype, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.layers.attention import probability_quantizers
-from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.base import EXTRA_SUFFIXES
+from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import INDEX
@@ -35,6 +37,9 @@ Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
 Naming = Callable[[str, str], str]
 """Name in the file of a source tensor and a suffix."""
+
+EXTRAS = tuple(f"{role}_{suffix}" for role in ROLES for suffix in EXTRA_SUFFIXES)
+"""Names of the buffers in which loaded layers hold what is stored beside scales and zero points."""
 
 
 def entries(
@@ -68,6 +73,12 @@ def entries(
             layout = form.make_layout(quantizer.spec, layer.spec, tensor.dtype, pack_method, real)
             yield _quantized_entry(name, tensor.detach(), quantizer, layout)
             continue
+        if isinstance(quantizer, StoredTensor) and layer is not None:
+            layout = form.make_layout(quantizer.spec, layer.spec, quantizer.layout.model_dtype, pack_method, real)
+            yield _stored_entry(name, tensor.detach(), quantizer, layer.extras(leaf), layout)
+            continue
+        if layer is not None and leaf in EXTRAS:
+            continue  # of a loaded layer: stored with the tensor that it belongs to
         key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
@@ -101,22 +112,38 @@ def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout
     return name, make, stored_like(layout, quantizer.spec, x)
 
 
+def _stored_entry(name: str, x: torch.Tensor, quantizer: StoredTensor, extras: Extras, layout: Layout) -> Entry:
+    """A tensor of a loaded checkpoint, stored anew: what is written decodes to the very values that it has now."""
+
+    def make() -> Tensors:
+        values = quantizer(x, extras)
+        stored = layout.store(values, quantizer.params(extras, x), frozen=True)
+        if not torch.equal(layout.load(stored, quantizer.shape), values):
+            raise NotSupportedError(
+                f"{name} ({quantizer.spec}) would not keep its values to the bit: the new form rounds its scales or "
+                "zero points. Possible: the quark format, or to quantize the values anew (quark convert --requantize)."
+            )
+        return stored
+
+    return name, make, stored_like(layout, quantizer.spec, quantizer.float_like)
+
+
 def _rotation_entry(name: str, rotation: Rotation) -> Entry:
     return name, lambda: {"": stored_matrix(rotation)}, {"": stored_matrix(rotation, "meta")}
 
 
 def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[Entry]:
-    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    dtype = float_dtype(layer, layer.weight)  # type: ignore[arg-type]
     for role in ("input", "output"):
         quantizer = layer.quantizer(role)
         if not isinstance(quantizer, FakeQuantize) or not quantizer.spec.needs_calibration:
             continue
-        layout = form.make_layout(quantizer.spec, layer.spec, weight.dtype, "reorder", True)
-        if quantizer.needs_range:
+        layout = form.make_layout(quantizer.spec, layer.spec, dtype, "reorder", True)
+        second = quantizer.scale_2 if quantizer.scale_2 is not None else layer.extras(role).get("scale_2")
+        if quantizer.spec.dynamic and second is not None:
+            tensors = layout.store_second(second)
+        elif quantizer.needs_range:
             tensors = empty_activation(layer, role, layout)
-        elif quantizer.spec.dynamic:
-            assert quantizer.scale_2 is not None
-            tensors = layout.store_second(quantizer.scale_2)
         else:
             assert quantizer.params is not None
             tensors = layout.store_params(quantizer.params)

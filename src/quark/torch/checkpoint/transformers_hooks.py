@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quark.errors import FormatError, NotSupportedError
-from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.shards import read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
@@ -30,6 +30,7 @@ def _map_to_quark(
     if custom_mode != "quark":
         raise NotSupportedError(f"custom_mode={custom_mode!r} checkpoints are loaded by transformers' own quantizers.")
     map_to_stored(model, quantization_config, pack_method, quantization_config.weight_format or REAL_QUANTIZED)
+    mark_loaded(model, quantization_config, "quark")
     folder = _folder_of(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(shard_files(folder)), saved_dtype(folder), partial=True)

@@ -54,6 +54,15 @@ class QuantLayer(nn.Module):
         """The module that quantizes `role`, or None."""
         return getattr(self, f"{role}_quantizer")
 
+    @property
+    def float_weight(self) -> torch.Tensor:
+        """The weight, or where it is stored as codes a tensor on the meta device of the shape and dtype they decode to.
+
+        Of its values only those that are there may be read.
+        """
+        weight: torch.Tensor = getattr(self.quantizer("weight"), "float_like", self.weight)
+        return weight
+
     def quantized(self, role: str, x: torch.Tensor) -> torch.Tensor:
         """x, quantized as the role's spec says."""
         quantizer = self.quantizer(role)

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from quark.errors import ConfigError, did_you_mean
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import check_apart
 from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
-from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, SAVERS, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import (
     Entry,
@@ -31,7 +31,6 @@ from quark.torch.checkpoint.shards import (
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
-from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import check_files, shard_files, side_files
 from quark.torch.model.published_names import dropped_names
@@ -93,6 +92,34 @@ def export_safetensors(
             write_companions(model, source, tokenizer, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
+
+
+def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
+    """What `save_pretrained` of a loaded quantized model does: write a folder in the format that it came in.
+
+    Args:
+        model: The model.
+        save_directory: Folder to make.
+        options: `max_shard_size`; others of transformers have no meaning here.
+
+    Raises:
+        NotSupportedError: Another option, or a model that was read from a GGUF file.
+        OutputExistsError, OutputError: See `export_safetensors`.
+    """
+    if model.quant_format not in FORMATS:
+        raise NotSupportedError(
+            "save_pretrained writes folders, and this model was read from a GGUF file. Possible: export_gguf."
+        )
+    size = options.pop("max_shard_size", "5GB")
+    if given := [name for name, value in options.items() if value not in (None, True)]:
+        raise NotSupportedError(
+            f"save_pretrained({given[0]}=...) does not apply to a quantized model. Possible: max_shard_size, or "
+            "export_safetensors."
+        )
+    export_safetensors(model, save_directory, model.quant_format, max_shard_size=str(size))
+
+
+SAVERS.append(save_quantized)
 
 
 def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
@@ -224,8 +251,6 @@ def _quantized_as(model: nn.Module) -> tuple[QConfig, Plan]:
         raise ConfigError("A graph has no safetensors layout. Possible: save_params(..., quant_mode=fx_graph_mode).")
     if not isinstance(config, QConfig) or not layers:
         raise ConfigError("Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized.")
-    if not any(isinstance(m, FakeQuantize) for layer in layers.values() for m in layer.children()):
-        raise ConfigError("This model was loaded from a quantized checkpoint; copy that folder instead of exporting.")
     return config, model.quant_plan  # type: ignore[return-value]
 
 
@@ -258,6 +283,7 @@ def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
 def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
     """Write config.json: the config of the model with its quantization."""
     config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)  # of the folder that it was loaded from
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     quantized = list(quantized_layers(model).values())

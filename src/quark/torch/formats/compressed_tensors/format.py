@@ -61,7 +61,8 @@ class CompressedTensorsFormat(FolderFormat):
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
         for name, spec in folder.specs.items():
-            columns = layers[name].weight.shape[-1]  # type: ignore[index]
+            weight: torch.Tensor = getattr(layers[name], "float_weight", layers[name].weight)
+            columns = weight.shape[-1]
             split = spec.weight.granularity if spec.weight else None
             if isinstance(split, PerGroup) and split.size > 0 and columns % split.size:
                 raise ShapeError(

@@ -11,6 +11,7 @@ from torch import nn
 from quark import __version__
 from quark.core.block_types import BlockType
 from quark.core.spec import LayerSpec
+from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.formats.format import Folder, FolderFormat, Stored
 from quark.torch.formats.quark.layout import QuarkLayout
@@ -29,7 +30,10 @@ class QuarkFormat(FolderFormat):
         return None
 
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
-        """Everything that can be quantized can be stored."""
+        """Everything that can be quantized can be stored, but the block types of GGUF."""
+        for name, spec in folder.specs.items():
+            if reason := self.refusal(spec):
+                raise NotSupportedError(f"{name}: the quark format cannot hold {reason}. {self.possible()}")
 
     def describe(self, folder: Folder) -> dict[str, Any]:
         """The config with excludes resolved, and what the user wrote beside it."""

@@ -32,19 +32,18 @@ from quark.core.spec import spec as make_spec
 from quark.errors import NonFiniteError, ShapeError
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.formats.format import Format, only_weight
-from quark.torch.formats.layout import Layout, Tensors
-from quark.torch.writers.gguf.block_bytes import pack_blocks, unpack_blocks
+from quark.torch.formats.layout import CodedLayout, Layout, Tensors
+from quark.torch.writers.gguf.block_bytes import Parts, pack_blocks, unpack_blocks
 
 BLOCK = 32
 CASTS = {"float16": "F16", "bfloat16": "BF16"}
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SPECS = {
     "Q4_0": make_spec("int4", PerGroup(-1, BLOCK), scale_type=ScaleType.float16),
-    "Q4_1": make_spec("uint4", PerGroup(-1, BLOCK), symmetric=False, scale_type=ScaleType.float16),
     "Q8_0": make_spec("int8", PerGroup(-1, BLOCK), scale_type=ScaleType.float16),
     "MXFP4": make_spec("fp4_e2m1", PerGroup(-1, BLOCK), scale_type=ScaleType.float8_e8m0fnu, observer="block"),
 }
-"""Block type -> what a weight of this type in a file is, as a spec."""
+"""Block type -> what a weight of this type in a file is, as a spec. The m of Q4_1 is no whole number of d."""
 SPECS |= {name.upper(): block_spec(name) for name in BLOCK_TYPES if name.upper() not in SPECS}
 HEAD = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2, "MXFP4": 1}
 """Block type -> bytes before its codes."""
@@ -74,7 +73,7 @@ def _whole_blocks(split: Granularity) -> bool:
     return isinstance(split, PerTensor) or split == PerChannel(0)
 
 
-class GgufLayout(Layout):
+class GgufLayout(CodedLayout):
     """A matrix as rows of blocks: uint8 (O, I / 32 * bytes of a block), or (O, I) of a 16-bit type."""
 
     def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
@@ -98,8 +97,7 @@ class GgufLayout(Layout):
             return self._load_block_type(tensors[""], self.spec.dtype, shape).to(self.model_dtype)
         kind = block_type(self.spec)
         assert kind is not None
-        blocks = tensors[""].reshape(shape[0], shape[1] // BLOCK, -1)
-        head, rest = blocks[..., : HEAD[kind]].contiguous(), blocks[..., HEAD[kind] :].contiguous()
+        head, rest = self._blocks(tensors[""], shape)
         return _values(kind, head, rest).reshape(shape).to(self.model_dtype)
 
     def _store_block_type(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
@@ -114,7 +112,7 @@ class GgufLayout(Layout):
         return pack_blocks({name: part.reshape(blocks) for name, part in found.items()}, dtype).flatten(1)
 
     def _load_block_type(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> torch.Tensor:
-        parts = unpack_blocks(stored.reshape(shape[0], shape[1] // dtype.block, -1), dtype)
+        parts = self._parts(stored, dtype, shape)
         scale, minimum = parts["d"], parts.get("e")
         if dtype.scales is not None:
             scale, minimum = scale * parts["c"], None if minimum is None else minimum * parts["k"]
@@ -122,6 +120,36 @@ class GgufLayout(Layout):
         minimum = None if minimum is None else minimum[..., None]
         values: torch.Tensor = block_values(codes, scale[..., None], minimum)
         return values.reshape(shape)
+
+    def load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if isinstance(self.spec.dtype, BlockType):
+            return self._parts(stored, self.spec.dtype, shape)["q"].reshape(shape)
+        kind, rest = block_type(self.spec), self._blocks(stored, shape)[1]
+        assert kind is not None
+        # Under a scale of one, values are codes.
+        one = torch.tensor([127], dtype=torch.uint8) if kind == "MXFP4" else torch.ones(1).half().view(torch.uint8)
+        head = one.to(rest.device)
+        return _values(kind, head.expand(*rest.shape[:-1], -1).contiguous(), rest).reshape(shape)
+
+    def load_params(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> QParams:
+        if isinstance(self.spec.dtype, BlockType):
+            parts = self._parts(tensors[""], self.spec.dtype, shape)
+            flat = {name: part.reshape(shape[0], -1) for name, part in parts.items()}
+            if self.spec.dtype.scales is None:
+                return QParams(flat["d"], flat.get("e"))
+            return QParams(flat["c"], flat.get("k"), QParams(flat["d"], flat.get("e")))
+        head = self._blocks(tensors[""], shape)[0]
+        if block_type(self.spec) == "MXFP4":
+            return QParams(exp2(head[..., 0].to(torch.int32) - 127))
+        return QParams(head.view(torch.float16)[..., 0].float())
+
+    def _parts(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> Parts:
+        return unpack_blocks(stored.reshape(shape[0], shape[1] // dtype.block, -1), dtype)
+
+    def _blocks(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes before the codes, and those of the codes, of blocks of one level: (O, I / 32, n) each."""
+        blocks, size = stored.reshape(shape[0], shape[1] // BLOCK, -1), HEAD[block_type(self.spec) or ""]
+        return blocks[..., :size].contiguous(), blocks[..., size:].contiguous()
 
     def store_params(self, params: QParams) -> Tensors:
         """GGUF has no static activations, and `refusal` lets none come here."""
@@ -155,7 +183,8 @@ class GgufFormat(Format):
         """Linear layers and embeddings, in rows of whole blocks."""
         if not isinstance(layer, nn.Embedding) or self.refusal(spec):
             super().refuse_layer(name, layer, spec)
-        columns = layer.weight.shape[1]  # type: ignore[index]
+        weight: torch.Tensor = getattr(layer, "float_weight", layer.weight)
+        columns = weight.shape[1]
         if columns % BLOCK and not (spec.weight and spec.weight.is_cast):
             raise ShapeError(f"{name}: GGUF cuts a row into blocks of {BLOCK}; {columns} values leave a rest.")
 

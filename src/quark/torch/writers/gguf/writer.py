@@ -76,7 +76,7 @@ def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTen
         parent, _, leaf = name.rpartition(".")
         spec = layers[parent].spec.weight if parent in layers and leaf == "weight" else None
         flipped = is_conv1d(model, name)
-        shape = tuple(model.get_parameter(name).shape) if spec else tuple(shapes[""].shape)
+        shape = tuple(layers[parent].float_weight.shape) if spec else tuple(shapes[""].shape)
         if spec:
             kind = block_type(spec)
         else:

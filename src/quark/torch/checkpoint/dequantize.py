@@ -1,0 +1,50 @@
+"""A quantized model becomes a float one, with the values that its codes stand for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import NotSupportedError
+from quark.torch.layers import ROLES
+from quark.torch.layers.base import EXTRA_SUFFIXES
+from quark.torch.layers.replace import quantized_layers, set_submodule
+
+NOTED = ("quant_config", "quant_plan", "quark_quantized", "quant_format", "save_pretrained", "hf_quantizer")
+"""What loading and quantizing note on a model."""
+
+
+def dequantize_layers(model: nn.Module) -> nn.Module:
+    """Put float layers in the place of quantized ones, in place; inputs are no longer quantized either.
+
+    Raises:
+        NotSupportedError: A layer whose output is quantized, as for a KV cache, or whose input is rotated.
+    """
+    layers = quantized_layers(model)
+    for name, layer in layers.items():
+        if layer.spec.output is not None or any("rotation" in buffer for buffer, _ in layer.named_buffers()):
+            raise NotSupportedError(
+                f"{name}: models whose outputs, KV cache or rotated inputs are quantized cannot be made float again."
+            )
+    with torch.no_grad():
+        for name, layer in layers.items():
+            weight, bias = layer.quantized("weight", layer.weight).clone(), layer.quantized_bias()  # type: ignore[arg-type]
+            module: nn.Module = layer.float_class.__new__(layer.float_class)
+            module.__dict__.update({key: copy.copy(value) for key, value in layer.__dict__.items() if key != "spec"})
+            for role in ROLES:
+                del module._modules[f"{role}_quantizer"]
+                for suffix in EXTRA_SUFFIXES:
+                    module._buffers.pop(f"{role}_{suffix}", None)
+            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            if bias is not None:
+                module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
+            set_submodule(model, name, module)
+    for noted in NOTED:
+        model.__dict__.pop(noted, None)
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.__dict__.pop("quantization_config", None)
+    return model

@@ -1,0 +1,52 @@
+"""Quantized layers that a model has already, when the rest of it is quantized: they stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from quark.core.spec import LayerSpec
+from quark.errors import ConfigError, NotSupportedError
+from quark.torch.checkpoint.loading import StoredTensor
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import config_of_layer
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.plan import Plan
+
+Held = dict[str, LayerSpec]
+"""Full name of a layer -> what is quantized in it."""
+
+
+def held_layers(model: nn.Module) -> Held:
+    """The quantized layers of a model that was loaded from a checkpoint, or quantized in part and frozen.
+
+    Raises:
+        ConfigError: A layer's weight is not frozen: its float values are still there, and may be changed.
+        NotSupportedError: More than weights and inputs is quantized, which the config of the rest cannot say too.
+    """
+    held = {}
+    for name, layer in quantized_layers(model).items():
+        weight = layer.quantizer("weight")
+        if isinstance(weight, FakeQuantize) and weight.mode is not Mode.frozen:
+            raise ConfigError(
+                f"The model holds quantized layers already ({name}), which are not frozen. Possible: freeze(model) "
+                "first, so that what is left in float can be quantized; or the float model."
+            )
+        if layer.spec.output is not None:
+            raise NotSupportedError(
+                f"{name}: a model whose KV cache or outputs are quantized cannot be quantized further. Possible: the "
+                "float model."
+            )
+        held[name] = replace(layer.spec, weight=weight.spec) if isinstance(weight, StoredTensor) else layer.spec
+    return held
+
+
+def with_held(config: QConfig, plan: Plan, held: Held) -> tuple[QConfig, Plan]:
+    """The config and the plan of the whole model, given those of what was left in float."""
+    if not held:
+        return config, plan
+    by_name = {name: config_of_layer(spec) for name, spec in held.items()}
+    whole = replace(config, layer_quant_config=by_name | config.layer_quant_config)
+    return whole, replace(plan, layers=held | plan.layers)

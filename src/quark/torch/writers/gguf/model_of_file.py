@@ -1,0 +1,56 @@
+"""A model of a GGUF file alone: transformers reads its config and tokenizer, and we its blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.errors import FormatError
+from quark.files import require_regular
+from quark.torch.model.model_folder import as_format_error, import_transformers
+from quark.torch.writers.gguf.reader import DTYPES, import_model_from_gguf, open_gguf
+
+EXACT = (torch.float16, torch.bfloat16)
+"""Dtypes of 16 bits, the first of which is taken that holds all that the file has in float."""
+
+
+def model_of_gguf(file: Path, companions: Path) -> Any:
+    """Load a GGUF file without the folder that it was made from.
+
+    Args:
+        file: The file.
+        companions: Folder to make, for the tokenizer; its last part is what the model is called from now on.
+
+    Returns:
+        The model, computing with the blocks of the file; in the 16-bit dtype that holds its float tensors to the bit,
+        else in float32.
+
+    Raises:
+        FormatError: No GGUF file, or one that transformers cannot make a config or tokenizer of.
+    """
+    require_regular(file)
+    reader, transformers = open_gguf(file), import_transformers()
+    options = {"gguf_file": file.name, "local_files_only": True}
+    with as_format_error(file, "holds no model that transformers knows as GGUF"):
+        config = transformers.AutoConfig.from_pretrained(file.parent, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **options)
+    tokenizer.save_pretrained(companions)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise FormatError(f"{file}: {config.model_type} models have no class for language models in transformers.")
+    dtype = _dtype(reader)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    model.config.dtype = dtype
+    model.config._name_or_path = str(companions)
+    return import_model_from_gguf(model, file)
+
+
+def _dtype(reader: Any) -> torch.dtype:
+    """The narrowest dtype that holds the tensors that are no blocks."""
+    plain = []
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name in DTYPES:
+            value = torch.from_numpy(tensor.data.copy())
+            plain.append(value.view(torch.bfloat16) if tensor.tensor_type.name == "BF16" else value)
+    return next((d for d in EXACT if all(torch.equal(x.to(d).float(), x.float()) for x in plain)), torch.float32)
