@@ -39,6 +39,7 @@ from quark.torch.model.passes.conv1d import is_conv1d
 from quark.torch.model.published_names import dropped_names, source_names
 from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
+from quark.torch.writers.model_card import write_card
 from quark.torch.writers.safetensors import check_options, write_companions, write_config
 
 
@@ -146,6 +147,7 @@ class CheckpointJob:
         quantization = quantization_config(self.model, self.config, self.plan, self.weight_format, self.pack_method)
         write_config(self.model, quantization, output)
         write_companions(self.model, self.folder, None, output)
+        write_card(self.model, self.plan.layers, self.folder, output)
 
 
 def _take_apart(config: QConfig, model: nn.Module) -> None:

@@ -37,6 +37,7 @@ from quark.torch.model.published_names import dropped_names
 from quark.torch.plan import Plan
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
+from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.onnx.export import export_onnx
 
 
@@ -90,6 +91,7 @@ def export_safetensors(
             write_shards(folder, [*items, *dropped], names, max_shard_size)
             write_config(model, form.describe(content), folder)
             write_companions(model, source, tokenizer, folder)
+            write_card(model, plan.layers, source, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 
@@ -314,6 +316,6 @@ def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Pa
         tokenizer.save_pretrained(folder)
         return
     for file in side_files(source) if source else []:
-        if source and not (folder / file).exists():
+        if source and file.name != CARD and not (folder / file).exists():
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / file, folder / file)
