@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from quark import onnx as onnx_flow
+from tests import command_reference
+from tests.source_tree import FILES
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -45,6 +49,24 @@ def test_pages_link_to_pages_only() -> None:
 def test_the_site_asks_no_other_host() -> None:
     assert SITE["theme"]["font"] is False and "offline" in SITE["plugins"]
     assert not {"extra_javascript", "extra_css", "extra"} & SITE.keys()
+
+
+def test_the_reference_has_every_home_of_the_onnx_flow() -> None:
+    listed = re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / "onnx.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(onnx_flow.HOMES)
+
+
+def test_the_reference_of_the_commands_is_what_help_says() -> None:
+    """Anew: python -m tests.command_reference > docs/reference/commands.md."""
+    assert (DOCS / "reference" / "commands.md").read_text(encoding="utf-8") == command_reference.page()
+
+
+def test_the_questions_quote_messages_that_there_are() -> None:
+    quoted = re.findall(r"^### `([^-`][^`]*)`$", (DOCS / "faq.md").read_text(encoding="utf-8"), re.M)
+    source = "".join(file.read_text(encoding="utf-8") for file in FILES)
+    messages = re.sub(r'"\s*\n\s*f?"', "", source)  # the lines of a message in one
+    assert len(quoted) > 20
+    assert [message for message in quoted if message not in messages] == []
 
 
 @pytest.mark.slow
