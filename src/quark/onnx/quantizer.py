@@ -27,6 +27,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
 from quark.onnx.evaluation.damage import Damage, SpreadSamples, damage, refuse_damage
+from quark.onnx.evaluation.excluded_layers import in_integers_unasked
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
@@ -99,12 +100,12 @@ class ModelQuantizer:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader)
                 self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
-            price = cpu_price(model, settings)
+            notes = [cpu_price(model, settings), in_integers_unasked(model, settings)]
             written = self._written(model, model_output, model_input, kept)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
-            if price is not None:
-                logger.info(price)
+            for note in filter(None, notes):
+                logger.info(note)
         return written
 
     def recover(
