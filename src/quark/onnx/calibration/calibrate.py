@@ -92,13 +92,9 @@ def activation_params(
             root: solved_observer(names, observers[root].spec, settings, statistics) for root, names in classes.items()
         }
     if TARGETS[settings.qdq.target].unsigned_positive:
-        for root, seen in observers.items():
-            free = _from_zero(root, seen, placement)
-            if free is not None and statistics is not None and root in classes:
-                observers[root] = solved_observer(classes[root], free, settings, statistics)
-            elif free is not None:
-                observers[root] = make_observer(free, settings)
-                observers[root].restore(seen.state())
+        for root, free in _from_zero(observers, placement).items():
+            known = statistics is not None and root in classes
+            observers[root] = _again(observers[root], free, settings, classes[root] if known else [], statistics)
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
     for value in [value for value in placement.activations if placement.root(value) in masks]:
         del placement.activations[value]
@@ -166,16 +162,29 @@ def _restored(
     return found
 
 
-def _from_zero(root: ir.Value, observer: Observer, placement: Placement) -> TensorSpec | None:
-    """The unsigned type, with 0 as the smallest code, for a class where no value was negative; None where one was."""
-    spec = placement.activations[root]
-    low = None if observer.low is None else float(np.min(np.asarray(observer.low)))
-    if low is None or low < 0 or not spec.has_zero_point or not spec.symmetric or spec.dtype.name.startswith("u"):
-        return None
-    free = replace(spec, dtype=DTYPES[f"u{spec.dtype.name}"], symmetric=False)
-    for value in [value for value in placement.activations if placement.root(value) is root]:
-        placement.activations[value] = free
-    return free
+def _from_zero(observers: Mapping[ir.Value, Observer], placement: Placement) -> dict[ir.Value, TensorSpec]:
+    """The classes where no value was negative, at the unsigned type with 0 as the smallest code, which they get."""
+    found = {}
+    for root, observer in observers.items():
+        spec = placement.activations[root]
+        low = None if observer.low is None else float(np.min(np.asarray(observer.low)))
+        if low is None or low < 0 or not spec.has_zero_point or not spec.symmetric or spec.dtype.name.startswith("u"):
+            continue
+        found[root] = replace(spec, dtype=DTYPES[f"u{spec.dtype.name}"], symmetric=False)
+        for value in [value for value in placement.activations if placement.root(value) is root]:
+            placement.activations[value] = found[root]
+    return found
+
+
+def _again(
+    observer: Observer, asked: TensorSpec, settings: Settings, names: list[str], statistics: Statistics | None
+) -> Observer:
+    """An observer of another spec that has seen the same: of these tensors, or what the one before it holds."""
+    if statistics is not None and names:
+        return solved_observer(names, asked, settings, statistics)
+    found = make_observer(asked, settings)
+    found.restore(observer.state())
+    return found
 
 
 def _final_range(observer: Observer, is_mask: bool) -> tuple[float, float]:
