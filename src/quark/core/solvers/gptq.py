@@ -45,23 +45,39 @@ PROBES, SLIGHT = 8, 0.01
 of a problem whose damping is that much another one."""
 
 
-def damped(hessian: Array, damp: float | Sequence[float], dtype: str = "float64") -> Array:
+def damped(hessian: Array, damp: float | Sequence[float], dtype: str = "float64", order: Array | None = None) -> Array:
     """A copy of H with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
 
     Args:
         hessian: Shape (..., columns, columns).
         damp: One number, or one for each matrix.
         dtype: Of the result.
+        order: Of the rows and columns of the result, (columns,); None: as they are.
     """
     xp = namespace(hessian)
-    hessian = astype(hessian, dtype) if dtype_name(hessian) != dtype else hessian * 1.0
+    if order is not None:
+        hessian = _ordered(hessian, order, dtype)
+    else:
+        hessian = astype(hessian, dtype) if dtype_name(hessian) != dtype else hessian * 1.0
     diagonal, places = _diagonal(hessian), range(hessian.shape[-1])
     mean = like(damp, hessian, dtype)[..., None] * diagonal.mean(-1, keepdims=True)
     hessian[..., places, places] += xp.where(diagonal == 0, 1.0, mean)
     return hessian
 
 
-def factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, Array, float | Sequence[float]]:
+def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
+    """A copy with rows and columns in another order, some rows at a time: no third matrix is made on the way."""
+    result = like([], matrix, dtype).reshape(0)
+    result = namespace(matrix).empty_like(matrix, dtype=result.dtype)
+    for start in range(0, len(order), FACTOR_BLOCK):
+        here = slice(start, start + FACTOR_BLOCK)
+        result[here] = matrix[order[here]][:, order]
+    return result
+
+
+def factor(
+    hessian: Array, damp: float | Sequence[float], order: Array | None = None
+) -> tuple[Array, Array, float | Sequence[float]]:
     """F, d and the damping that it took: H + damping = F diag(d) F^T, F upper triangular with ones on its diagonal.
 
     d_j is the importance of column j: what a unit of error in it costs when the columns after it make up for it.
@@ -72,6 +88,7 @@ def factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, Array,
     Args:
         hessian: X X^T in any scale, shape (..., columns, columns).
         damp: Share of the mean of the diagonal that is added to it; one number, or one for each matrix.
+        order: Of the columns, in which they are factored, (columns,), for one matrix; None: as they are.
 
     Raises:
         CalibrationError: H holds NaN or Inf, or is not positive definite even with 100 times the damping. Of several
@@ -81,15 +98,15 @@ def factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, Array,
     low, high = minmax(hessian, range(hessian.ndim))
     if not bool(xp.isfinite(low).all() and xp.isfinite(high).all()):
         raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
-    single = _factor_in(hessian, damp, "float32") if dtype_name(hessian) == "float32" else None
-    if single is not None and _is_exact(single, hessian, damp):
+    single = _factor_in(hessian, damp, "float32", order) if dtype_name(hessian) == "float32" else None
+    if single is not None and _is_exact(single, hessian, damp, order):
         return *_pivots_apart(single), damp
     del single
     logger.debug("A factor of %d channels needs float64.", hessian.shape[-1])
     ladder = LADDER if hessian.ndim == 2 else LADDER[:1]
     for share in ladder:
         tried = damp if share == 1 else share * float(np.max(damp))
-        found = _factor_in(hessian, tried, "float64")
+        found = _factor_in(hessian, tried, "float64", order)
         if found is not None:
             return *_pivots_apart(found), tried
     raise CalibrationError(
@@ -98,10 +115,10 @@ def factor(hessian: Array, damp: float | Sequence[float]) -> tuple[Array, Array,
     )
 
 
-def _factor_in(hessian: Array, damp: float | Sequence[float], dtype: str) -> Array | None:
+def _factor_in(hessian: Array, damp: float | Sequence[float], dtype: str, order: Array | None) -> Array | None:
     """R, or None where the damped matrix is not positive definite in that precision."""
     xp = namespace(hessian)
-    matrix = damped(hessian, damp, dtype)
+    matrix = damped(hessian, damp, dtype, order)
     try:
         _factor_in_place(matrix)
     except xp.linalg.LinAlgError:
@@ -130,7 +147,7 @@ def _factor_in_place(matrix: Array) -> None:
     _factor_in_place(matrix[..., first, first])
 
 
-def _is_exact(factor: Array, hessian: Array, damp: float | Sequence[float]) -> bool:
+def _is_exact(factor: Array, hessian: Array, damp: float | Sequence[float], order: Array | None) -> bool:
     """Whether R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random signs."""
     xp = namespace(hessian)
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (hessian.shape[-1], PROBES))
@@ -138,7 +155,10 @@ def _is_exact(factor: Array, hessian: Array, damp: float | Sequence[float]) -> b
     diagonal = _diagonal(hessian)
     added = like(damp, hessian)[..., None] * diagonal.mean(-1, keepdims=True)
     added = xp.where(diagonal == 0, 1.0, added)[..., None]
-    lost = factor @ (_transposed(factor) @ probes) - hessian @ probes - added * probes
+    wanted = hessian @ probes + added * probes
+    if order is not None:
+        probes, wanted = probes[order], wanted[order]
+    lost = factor @ (_transposed(factor) @ probes) - wanted
     return bool(((lost * lost).mean(-1).mean(-1) < (SLIGHT * added[..., 0].mean(-1)) ** 2).all())
 
 

@@ -90,7 +90,11 @@ class InputGroup:
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
         self.inputs = [x / scale.to(x) for x in self.inputs]
-        for name in ("gram", "mean_square", "cross", "max_abs", "mean_abs"):
+        self.forget("gram", "mean_square", "cross", "max_abs", "mean_abs")
+
+    def forget(self, *names: str) -> None:
+        """Free statistics; they are collected again where they are read again."""
+        for name in names:
             self.__dict__.pop(name, None)
 
     def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:

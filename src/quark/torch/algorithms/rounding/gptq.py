@@ -6,7 +6,7 @@ Experts of one shape are solved at once: arrays have an axis for the expert in f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid
@@ -24,6 +23,7 @@ from quark.errors import CalibrationError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
+from quark.torch.algorithms.rounding.column_problem import ColumnProblem, as_read, names_of, stacked, unstacked
 from quark.torch.algorithms.rounding.fix_scales import chosen_layers, fix_scales
 from quark.torch.algorithms.rounding.grids import (
     DynamicGrid,
@@ -36,7 +36,7 @@ from quark.torch.algorithms.rounding.grids import (
 from quark.torch.calibration.calibrate import naming
 from quark.torch.layers import QuantLayer
 
-ELEMENTS, LEAST_ROWS = 1 << 23, 256
+ELEMENTS, LEAST_ROWS = 1 << 21, 256
 """Elements of the weights that are solved at once, and rows, of which there are at least so many."""
 
 
@@ -51,40 +51,44 @@ class GPTQ(Algorithm):
         self.on_expert_inputs([group], block)
 
     def on_expert_inputs(self, groups: list[InputGroup], block: Block) -> None:
-        problems: dict[Any, list[_Problem]] = {}
+        problems: dict[Any, list[ColumnProblem]] = {}
         for group in groups:
             layers = chosen_layers(group, block, self.config.inside_layer_modules)
             if not layers:
                 continue
             with naming(", ".join(layers)):
                 group = as_read(group, layers)
-                problem = _Problem(group, layers, self._order(group.gram, layers))
+                problem = ColumnProblem(group, layers, self._order(group.gram, layers))
+                self._add_pulls(problem)
             problems.setdefault(problem.shape, []).append(problem)
         for alike in problems.values():
             self._solve(alike, block)
 
-    def _solve(self, problems: list[_Problem], block: Block) -> None:
+    def _solve(self, problems: list[ColumnProblem], block: Block) -> None:
         feedback, of_order = self._factor(problems)
-        with naming(_names(problems)):
-            order = _stacked(problem.order for problem in problems)
+        with naming(names_of(problems)):
+            order = stacked(problem.order for problem in problems)
             importance = torch.empty_like(of_order).scatter_(-1, order, of_order).float()
             layers = {name: layer for problem in problems for name, layer in problem.layers.items()}
             of_layers: dict[str, torch.Tensor] = {}
-            for problem, of_columns in zip(problems, _unstacked(importance, problems), strict=True):
+            for problem, of_columns in zip(problems, unstacked(importance, problems), strict=True):
                 of_layers |= dict.fromkeys(problem.layers, of_columns)
             fix_scales(layers, block, of_layers)
-            solver = _Solver(self, problems, feedback, of_order, self._drift(problems, feedback, of_order))
+            drift = self._drift(problems, feedback, of_order)
+            # float64, where it was needed to find the factor, and what follows from its inverse.
+            feedback, of_order = feedback.float(), of_order.float()
+            solver = _Solver(self, problems, feedback, of_order, drift)
             for same in zip(*(_by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
 
-    def _factor(self, problems: list[_Problem]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factor(self, problems: list[ColumnProblem]) -> tuple[torch.Tensor, torch.Tensor]:
         """F and d; where those of several experts cannot be had at once, each is damped by itself."""
         for problem in problems:
             problem.damping = self.damping(problem.group.gram)
         if len(problems) == 1:
             only = problems[0]
-            with naming(_names(problems)):
-                feedback, importance, taken = gptq.factor(only.ordered(only.group.gram), only.damping)
+            with naming(names_of(problems)):
+                feedback, importance, taken = gptq.factor(only.group.gram, only.damping, only.order)
             only.damping = cast(float, taken)
             return feedback, importance
         whole = torch.stack([problem.ordered(problem.group.gram) for problem in problems])
@@ -96,10 +100,12 @@ class GPTQ(Algorithm):
             feedback, importance = zip(*alone, strict=True)
             return torch.stack([f.double() for f in feedback]), torch.stack([d.double() for d in importance])
 
-    def _drift(self, problems: list[_Problem], feedback: torch.Tensor, importance: torch.Tensor) -> torch.Tensor | None:
-        each = zip(problems, _unstacked(feedback, problems), _unstacked(importance, problems), strict=True)
+    def _drift(
+        self, problems: list[ColumnProblem], feedback: torch.Tensor, importance: torch.Tensor
+    ) -> torch.Tensor | None:
+        each = zip(problems, unstacked(feedback, problems), unstacked(importance, problems), strict=True)
         drifts = [self.drift(p.group, p.order, f, d) for p, f, d in each]
-        return None if drifts[0] is None else _stacked(cast(list[torch.Tensor], drifts))
+        return None if drifts[0] is None else stacked(cast(list[torch.Tensor], drifts))
 
     def damping(self, hessian: torch.Tensor) -> float:
         """Share of the mean of the diagonal."""
@@ -111,8 +117,19 @@ class GPTQ(Algorithm):
         """GPTAQ's matrix P."""
         return None
 
+    def _add_pulls(self, problem: ColumnProblem) -> None:
+        """Find what draws each weight, while the moments that it follows from are there."""
+        for name, layer in problem.layers.items():
+            weight = cast(nn.Linear, layer).weight.detach().to(problem.order.device)
+            pull = self.pull(weight, problem.group)
+            if pull is not None:
+                problem.pulls[name] = pull
+
     def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
-        """(X~ X^T - H) W, what draws the float weight to the one that does best on the real inputs; None: it stays."""
+        """(X~ X^T - H) W, what draws the float weight to the one that does best on the real inputs; None: it stays.
+
+        Of W (rows, columns), transposed: (columns, rows).
+        """
         return None
 
     def _order(self, hessian: torch.Tensor, layers: dict[str, QuantLayer]) -> torch.Tensor:
@@ -135,6 +152,7 @@ class GPTAQ(GPTQ):
     ) -> torch.Tensor | None:
         # (X - X~) X~^T is the transpose of `cross` minus `gram`.
         drift = (group.cross.T - group.gram)[order[:, None], order]
+        group.forget("cross")
         return gptq.drift_matrix(drift, feedback, importance, self.config.alpha)
 
     def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
@@ -154,10 +172,15 @@ class Qronos(GPTQ):
     def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
         return _moved(weight, group)
 
+    def _add_pulls(self, problem: ColumnProblem) -> None:
+        super()._add_pulls(problem)
+        problem.group.forget("cross")  # before the factor is made: two matrices at once are enough
+
 
 def _moved(weight: torch.Tensor, group: InputGroup) -> torch.Tensor:
-    """(X~ X^T - H) W of W transposed, (columns, rows): no matrix of the difference is made."""
-    return torch.addmm(group.cross @ weight, group.gram, weight, alpha=-1)
+    """(X~ X^T - H) W of W (rows, columns), transposed: (columns, rows). No matrix of the difference is made."""
+    columns = weight.T.float()
+    return (group.cross @ columns).addmm_(group.gram, columns, alpha=-1)
 
 
 @dataclass
@@ -171,7 +194,7 @@ class _Solver:
     """
 
     algorithm: GPTQ
-    problems: list[_Problem]
+    problems: list[ColumnProblem]
     feedback: torch.Tensor
     importance: torch.Tensor
     drift: torch.Tensor | None
@@ -179,6 +202,7 @@ class _Solver:
     def round(self, layers: Sequence[dict[str, QuantLayer]]) -> None:
         """Solve the layers of one spec of each problem."""
         own = [list(of_problem.values()) for of_problem in layers]
+        names = [list(of_problem) for of_problem in layers]
         spec, device = weight_spec(own[0][0]), self.feedback.device
         weights = [[cast(nn.Linear, layer).weight.detach().to(device) for layer in some] for some in own]
         qparams = [[_qparams(layer) for layer in some] for some in own]
@@ -187,9 +211,13 @@ class _Solver:
         for pieces in self._pieces([len(weight) for weight in weights[0]], spec):
             some_weights = [[of[layer][rows] for layer, rows in pieces] for of in weights]
             some_params = [[_rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
-            columns, params = self._solve_rows(some_weights, some_params, spec)
+            pulls = [
+                torch.cat([problem.pulls[of[layer]][:, rows] for layer, rows in pieces], 1) if problem.pulls else None
+                for problem, of in zip(self.problems, names, strict=True)
+            ]
+            columns, params = self._solve_rows(some_weights, some_params, pulls, spec)
             sizes = [len(weight) for weight in some_weights[0]]
-            for problem, of_problem in enumerate(_unstacked(columns, self.problems)):
+            for problem, of_problem in enumerate(unstacked(columns, self.problems)):
                 for (layer, rows), values, one in zip(
                     pieces, torch.split(of_problem, sizes, 1), params[problem], strict=True
                 ):
@@ -218,13 +246,18 @@ class _Solver:
         return batches
 
     def _solve_rows(
-        self, weights: list[list[torch.Tensor]], qparams: list[list[QParams]], spec: TensorSpec
+        self,
+        weights: list[list[torch.Tensor]],
+        qparams: list[list[QParams]],
+        pulls: list[torch.Tensor | None],
+        spec: TensorSpec,
     ) -> tuple[torch.Tensor, list[list[QParams]]]:
         """The values of some rows in natural order, transposed, and their scales."""
         config, orders = self.algorithm.config, [problem.order for problem in self.problems]
         columns = [_transposed(own) for own in weights]
-        goal, target = self._targets(columns)
-        group_size, feedback = dynamic_group(spec), self.feedback.float()
+        goal, target = self._targets(columns, pulls)
+        del columns
+        group_size, feedback = dynamic_group(spec), self.feedback
         # What refinement starts from follows from it where the weight that is rounded is the one it comes near to.
         known = config.refine_passes > 0 and self.drift is None and self.algorithm.rounds_moved
         residual = torch.empty_like(target) if known else None
@@ -232,27 +265,28 @@ class _Solver:
             grid: Any = static_grid(qparams, weights, spec, orders)
             solved = gptq.solve(target, feedback, grid, self.drift, residual=residual)
         else:
-            grid = DynamicGrid(spec, orders, group_size, weights[0][0].dtype, self.importance.float())
+            grid = DynamicGrid(spec, orders, group_size, weights[0][0].dtype, self.importance)
             solved = gptq.solve(target, feedback, grid, self.drift, group_size, residual)
             qparams = grid.params([len(weight) for weight in weights[0]])
         del target, grid
         natural, gradient = self._in_natural_order(solved), None
         del solved
         if residual is not None:
-            gradient = self._in_natural_order(gptq.gradient_of(residual, feedback, self.importance.float()))
+            gradient = self._in_natural_order(gptq.gradient_of(residual, feedback, self.importance))
             del residual
         if config.refine_passes:
             grid = static_grid(qparams, weights, spec)
             natural, qparams = self._refined(goal, natural, grid, qparams, weights, gradient)
         return natural, qparams
 
-    def _targets(self, columns: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _targets(
+        self, columns: list[torch.Tensor], pulls: list[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The float weight that the refinement comes near to, and, in the solver's order, the one that is rounded."""
         goals, targets = [], []
-        each = (_unstacked(x, self.problems) for x in (self.feedback, self.importance))
-        for problem, weight, feedback, importance in zip(self.problems, columns, *each, strict=True):
-            ordered, pull = weight[problem.order], self.algorithm.pull(weight, problem.group)
-            goal = weight
+        each = (unstacked(x, self.problems) for x in (self.feedback, self.importance))
+        for problem, weight, pull, feedback, importance in zip(self.problems, columns, pulls, *each, strict=True):
+            ordered, goal = weight[problem.order], weight
             if pull is not None:
                 moved = ordered + gptq.moved_target(pull[problem.order], feedback, importance)
                 goal = torch.empty_like(moved)
@@ -260,12 +294,12 @@ class _Solver:
                 ordered = moved if self.algorithm.rounds_moved else ordered
             goals.append(goal)
             targets.append(ordered)
-        return _stacked(goals), _stacked(targets)
+        return stacked(goals), stacked(targets)
 
     def _in_natural_order(self, solved: torch.Tensor) -> torch.Tensor:
         natural = torch.empty_like(solved)
         for problem, columns, of in zip(
-            self.problems, _unstacked(solved, self.problems), _unstacked(natural, self.problems), strict=True
+            self.problems, unstacked(solved, self.problems), unstacked(natural, self.problems), strict=True
         ):
             of[problem.order] = columns
         return natural
@@ -284,9 +318,9 @@ class _Solver:
         with ExitStack() as damped:
             grams = [damped.enter_context(_damped(problem.group.gram, problem.damping)) for problem in self.problems]
             if not can_be_fitted(grid.spec):
-                return refine(goal, solved, _stacked(grams), grid, passes, gradient=gradient), qparams
+                return refine(goal, solved, stacked(grams), grid, passes, gradient=gradient), qparams
             fitted = FittedScales(qparams, weights, grid)
-            solved = refine(goal, solved, _stacked(grams), grid, passes, fitted.size, fitted.fit, gradient)
+            solved = refine(goal, solved, stacked(grams), grid, passes, fitted.size, fitted.fit, gradient)
         return solved, fitted.fitted()
 
 
@@ -324,60 +358,6 @@ def _joined(parts: list[QParams]) -> QParams:
         return parts[0]
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
     return QParams(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None, parts[0].second)
-
-
-def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
-    """The group with its inputs quantized as the layers will quantize them, where that follows from each input alone.
-
-    The layers then make up for the error of their activations, too, as far as weights can.
-    """
-    specs = {layer.spec.input for layer in layers.values()}
-    spec = next(iter(specs))
-    if len(specs) > 1 or spec is None or not spec.dynamic or spec.scale_spec is not None:
-        return group
-    inputs = [fake_quantize(x.contiguous(), None, spec) if x.numel() else x for x in group.inputs]
-    return InputGroup(group.layers, inputs, group.float_inputs)
-
-
-@dataclass
-class _Problem:
-    """What is solved at once: layers that read one tensor, with the order in which their columns are visited.
-
-    `damping` is the share of the mean of the diagonal that the factor took.
-    """
-
-    group: InputGroup
-    layers: dict[str, QuantLayer]
-    order: torch.Tensor
-    damping: float = 0.0
-
-    def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Rows and columns in the order of the solver."""
-        return matrix[self.order[:, None], self.order]
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """What problems have in common that are stacked: spec, shape and dtype of each weight."""
-        weights = [cast(nn.Linear, layer).weight for layer in self.layers.values()]
-        return tuple(
-            (weight_spec(layer), w.shape, w.dtype) for layer, w in zip(self.layers.values(), weights, strict=True)
-        )
-
-
-def _names(problems: list[_Problem]) -> str:
-    """The first layers, and how many more."""
-    first = ", ".join(problems[0].layers)
-    return first if len(problems) == 1 else f"{first} and those of {len(problems) - 1} more experts"
-
-
-def _stacked(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One tensor for all experts; the tensor itself where there is one."""
-    parts = list(parts)
-    return parts[0] if len(parts) == 1 else torch.stack(parts)
-
-
-def _unstacked(whole: torch.Tensor, problems: list[_Problem]) -> list[torch.Tensor]:
-    return [whole] if len(problems) == 1 else list(whole)
 
 
 def _qparams(layer: QuantLayer) -> QParams:

@@ -1,0 +1,71 @@
+"""What the column solvers solve at once: layers that read one tensor, or experts of one shape, stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quark.core.quantize import fake_quantize
+from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.layer_weights import weight_spec
+from quark.torch.layers import QuantLayer
+
+
+@dataclass
+class ColumnProblem:
+    """What is solved at once: layers that read one tensor, with the order in which their columns are visited.
+
+    `damping` is the share of the mean of the diagonal that the factor took; `pulls` are those of layers that have one.
+    """
+
+    group: InputGroup
+    layers: dict[str, QuantLayer]
+    order: torch.Tensor
+    damping: float = 0.0
+    pulls: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Rows and columns in the order of the solver."""
+        return matrix[self.order[:, None], self.order]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What problems have in common that are stacked: spec, shape and dtype of each weight."""
+        weights = [cast(nn.Linear, layer).weight for layer in self.layers.values()]
+        return tuple(
+            (weight_spec(layer), w.shape, w.dtype) for layer, w in zip(self.layers.values(), weights, strict=True)
+        )
+
+
+def names_of(problems: list[ColumnProblem]) -> str:
+    """The first layers, and how many more."""
+    first = ", ".join(problems[0].layers)
+    return first if len(problems) == 1 else f"{first} and those of {len(problems) - 1} more experts"
+
+
+def stacked(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One tensor for all experts; the tensor itself where there is one."""
+    parts = list(parts)
+    return parts[0] if len(parts) == 1 else torch.stack(parts)
+
+
+def unstacked(whole: torch.Tensor, problems: list[ColumnProblem]) -> list[torch.Tensor]:
+    """The part of each problem; the tensor itself where there is one."""
+    return [whole] if len(problems) == 1 else list(whole)
+
+
+def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
+    """The group with its inputs quantized as the layers will quantize them, where that follows from each input alone.
+
+    The layers then make up for the error of their activations, too, as far as weights can.
+    """
+    specs = {layer.spec.input for layer in layers.values()}
+    spec = next(iter(specs))
+    if len(specs) > 1 or spec is None or not spec.dynamic or spec.scale_spec is not None:
+        return group
+    inputs = [fake_quantize(x.contiguous(), None, spec) if x.numel() else x for x in group.inputs]
+    return InputGroup(group.layers, inputs, group.float_inputs)
