@@ -6,8 +6,8 @@ back by another program with equal logits; each of these is a test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class Architecture:
         layer_norm: Whether its norms subtract the mean (else they are RMS norms).
         head_sizes: Whether the size of a head is written apart from hidden_size / heads.
         windowed: Whether attention has a sliding window.
+        fused_heads: Whether queries, keys and values of each head lie together in one matrix; files hold them apart.
+        mixture: Whether it is a mixture of experts.
+        details: Field of the config -> method of the writer, for what only this architecture has.
         refuse: What of a config has no place in a file; a sentence, or None.
     """
 
@@ -38,11 +41,19 @@ class Architecture:
     layer_norm: bool = False
     head_sizes: bool = False
     windowed: bool = False
+    fused_heads: bool = False
+    mixture: bool = False
+    details: Mapping[str, str] = field(default_factory=dict)
     refuse: Callable[[Any], str | None] = lambda config: None
 
     def row_order(self, name: str, config: Any) -> torch.Tensor | None:
         """Which row of the model's tensor each row in the file is; None where nothing moves."""
-        heads = {"q_proj": config.num_attention_heads, "k_proj": _kv_heads(config)}.get(name.rsplit(".", 2)[-2])
+        leaf = name.rsplit(".", 2)[-2]
+        if self.fused_heads and leaf == "query_key_value":
+            size = head_size(config)
+            rows = torch.arange(3 * config.num_attention_heads * size).reshape(-1, 3, size)
+            return rows.transpose(0, 1).reshape(-1)
+        heads = {"q_proj": config.num_attention_heads, "k_proj": _kv_heads(config)}.get(leaf)
         if not self.pairs or heads is None:
             return None
         size = head_size(config)
@@ -76,6 +87,12 @@ def _gpt2_activation(config: Any) -> str | None:
     return None if standard and not config.scale_attn_by_inverse_layer_idx else "another activation or attention scale"
 
 
+def _dense_layers(config: Any) -> str | None:
+    if config.use_sliding_window:
+        return "a sliding window"
+    return "layers without experts" if config.mlp_only_layers or config.decoder_sparse_step != 1 else None
+
+
 ARCHITECTURES: Registry[Architecture] = Registry("GGUF architecture")
 """`model_type` of a transformers config -> architecture."""
 for _type, _row in {
@@ -89,6 +106,59 @@ for _type, _row in {
     "starcoder2": Architecture("starcoder2", layer_norm=True),
     "gemma2": Architecture("gemma2", unit_norms=True, head_sizes=True, windowed=True, refuse=_gemma2_scale),
     "gemma3_text": Architecture("gemma3", unit_norms=True, head_sizes=True, windowed=True, refuse=_gemma3_scale),
+    "gemma": Architecture("gemma", unit_norms=True, head_sizes=True),
+    "olmo2": Architecture("olmo2"),
+    "stablelm": Architecture(
+        "stablelm",
+        layer_norm=True,
+        details={"use_parallel_residual": "add_parallel_residual"},
+        refuse=lambda c: "norms of queries and keys" if c.qk_layernorm else None,
+    ),
+    "phi": Architecture(
+        "phi2", layer_norm=True, refuse=lambda c: "norms of queries and keys" if c.qk_layernorm else None
+    ),
+    "gpt_neox": Architecture(
+        "gptneox",
+        layer_norm=True,
+        fused_heads=True,
+        details={"use_parallel_residual": "add_parallel_residual"},
+        refuse=lambda c: None if c.attention_bias else "attention without biases",
+    ),
+    "granite": Architecture(
+        "granite",
+        pairs=True,
+        details={
+            "attention_multiplier": "add_attention_scale",
+            "embedding_multiplier": "add_embedding_scale",
+            "residual_multiplier": "add_residual_scale",
+            "logits_scaling": "add_logit_scale",
+        },
+        refuse=lambda c: "mlp_bias" if c.mlp_bias else None,
+    ),
+    "mixtral": Architecture(
+        "llama", pairs=True, mixture=True, refuse=lambda c: "a sliding window" if c.sliding_window else None
+    ),
+    "qwen2_moe": Architecture(
+        "qwen2moe",
+        mixture=True,
+        details={
+            "moe_intermediate_size": "add_expert_feed_forward_length",
+            "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
+        },
+        refuse=lambda c: "weights of experts that sum to one" if c.norm_topk_prob else _dense_layers(c),
+    ),
+    "qwen3_moe": Architecture(
+        "qwen3moe",
+        head_sizes=True,
+        mixture=True,
+        details={"moe_intermediate_size": "add_expert_feed_forward_length"},
+        refuse=lambda c: _dense_layers(c) if c.norm_topk_prob else "weights of experts that do not sum to one",
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        mixture=True,
+        refuse=lambda c: "weights of experts that sum to one, or clipping" if c.norm_topk_prob or c.clip_qkv else None,
+    ),
     "gpt2": Architecture("gpt2", layer_norm=True, refuse=_gpt2_activation),
 }.items():
     ARCHITECTURES.register(_type, _row)
@@ -125,7 +195,7 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
     writer.add_head_count(heads)
     writer.add_head_count_kv(_kv_heads(config))
     writer.add_vocab_size(config.vocab_size)
-    names = ("layer_norm_epsilon", "norm_epsilon") if architecture.layer_norm else ("rms_norm_eps",)
+    names = ("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps") if architecture.layer_norm else ("rms_norm_eps",)
     epsilon = next(getattr(config, name) for name in names if hasattr(config, name))
     (writer.add_layer_norm_eps if architecture.layer_norm else writer.add_layer_norm_rms_eps)(epsilon)
     if architecture.head_sizes:
@@ -136,6 +206,11 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, cap, None):
             getattr(writer, f"add_{cap}")(getattr(config, cap))
+    if architecture.mixture:
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    for name, method in architecture.details.items():
+        getattr(writer, method)(getattr(config, name))
     _write_rope(writer, config)
 
 

@@ -141,7 +141,8 @@ class GgufLayout(CodedLayout):
         head = self._blocks(tensors[""], shape)[0]
         if block_type(self.spec) == "MXFP4":
             return QParams(exp2(head[..., 0].to(torch.int32) - 127))
-        return QParams(head.view(torch.float16)[..., 0].float())
+        scale = head.view(torch.float16)[..., 0].float()
+        return QParams(scale, torch.zeros_like(scale) if self.spec.has_zero_point else None)
 
     def _parts(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> Parts:
         return unpack_blocks(stored.reshape(shape[0], shape[1] // dtype.block, -1), dtype)

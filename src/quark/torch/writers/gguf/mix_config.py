@@ -90,6 +90,8 @@ def _places(model: Any) -> Iterator[tuple[str, Place]]:
         weight = getattr(layer, "weight", None)
         if weight is None or weight.ndim != 2 or not (layer_class(layer) or is_conv1d(model, f"{name}.weight")):
             continue
+        if tied and layer is model.get_output_embeddings() and not layer_class(model.get_input_embeddings()):
+            continue  # one tensor of the file, and the model computes with embeddings that stay in float
         # The head of a tied model has no tensor of its own in the file: it is computed with the embeddings.
         is_head = tied and layer is model.get_output_embeddings()
         stored = "token_embd.weight" if is_head else file_name(f"{name}.weight")

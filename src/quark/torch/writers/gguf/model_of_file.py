@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def model_of_gguf(file: Path, companions: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(file.parent, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **options)
     tokenizer.save_pretrained(companions)
+    _drop_made_up(companions / "tokenizer.json", len(reader.get_field("tokenizer.ggml.tokens").contents()))
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FormatError(f"{file}: {config.model_type} models have no class for language models in transformers.")
     dtype = _dtype(reader)
@@ -44,6 +46,13 @@ def model_of_gguf(file: Path, companions: Path) -> Any:
     model.config.dtype = dtype
     model.config._name_or_path = str(companions)
     return import_model_from_gguf(model, file)
+
+
+def _drop_made_up(described: Path, count: int) -> None:
+    """Take out tokens that transformers adds to those of the file (one for the end of text): no row is theirs."""
+    content = json.loads(described.read_text(encoding="utf-8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
+    described.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _dtype(reader: Any) -> torch.dtype:

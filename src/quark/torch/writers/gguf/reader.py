@@ -17,9 +17,11 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats import Stored
 from quark.torch.layers import layer_class
+from quark.torch.model.passes import undo
+from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.names import import_gguf, tensor_names
+from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
 from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,7 +47,11 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
     }
     name_of = tensor_names(model, architecture)
     # Not every parameter has a name there: a head that is always tied has none.
-    names = {name: name_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    originals = unfuse_experts(model, lambda name: True)  # the experts of a block by their own names
+    try:
+        names = {name: name_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    finally:
+        undo(model, originals)
     if tied := tied_weights(model):
         head, embeddings = tied
         if names.get(head) not in tensors:  # the head is computed with the embeddings
@@ -68,20 +74,30 @@ class TensorReader:
         self.order = architecture.row_order(name, model.config)
         parent, _, leaf = name.rpartition(".")
         quantized = leaf == "weight" and parent in config.layer_quant_config
-        self.flipped = is_conv1d(model, name) and not quantized
+        self.flipped = not quantized and is_conv1d(model, name)
         self.dtype = None if quantized else model.get_parameter(name).dtype
+        self.shape = None if quantized else _shape(model.get_parameter(name), tensor)
+        self.expert = expert_of(name)
 
     def read(self) -> torch.Tensor:
         """The tensor: values in the dtype of the model, or the bytes of a quantized weight."""
-        value = torch.from_numpy(self.tensor.data.copy())
+        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+        value = torch.from_numpy(data.copy())
         if self.tensor.tensor_type.name == "BF16":
             value = value.view(torch.bfloat16)
         if self.order is not None:
             value = value[torch.argsort(self.order)]
         if self.adds_one:
             value = value - 1
-        value = value.t().contiguous() if self.flipped else value
-        return value if self.dtype is None else value.to(self.dtype)
+        if self.shape is not None:
+            value = value.reshape(self.shape).to(self.dtype)
+        return value.t().contiguous() if self.flipped else value
+
+
+def _shape(parameter: torch.Tensor, tensor: Any) -> tuple[int, ...]:
+    """That of a tensor in the model: a row of its own there may be a vector in the file."""
+    stored = tuple(int(size) for size in reversed(tensor.shape))
+    return tuple(parameter.shape) if (1, *stored) == tuple(parameter.shape) else stored
 
 
 def open_gguf(file: Path) -> Any:
@@ -108,7 +124,11 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
         parent, _, leaf = name.rpartition(".")
         kind = tensor.tensor_type.name
         # Blocks are in a layer whatever its class: a Conv1D becomes one while the model is prepared.
-        plain = kind in DTYPES and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
+        plain = (
+            kind in DTYPES
+            and expert_of(name) is None
+            and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
+        )
         if leaf != "weight" or plain:
             continue
         layers[parent] = config_of_layer(LayerSpec(weight=_spec(name, kind)))

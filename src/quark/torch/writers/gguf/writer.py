@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of, write_hyperparameters
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
-from quark.torch.writers.gguf.names import import_gguf, tensor_names
+from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
 
 OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -66,7 +66,29 @@ def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], o
 
 
 def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTensor]:
-    """The tensors of the file. Raises NotSupportedError for one that the architecture has no name for."""
+    """The tensors of the file, experts of a block as one. Raises NotSupportedError for one that has no name there."""
+    experts: dict[str, list[GgufTensor]] = defaultdict(list)
+    for name, item in _items_of_layers(model, architecture):
+        if expert_of(name) is None:
+            yield item
+        else:
+            experts[item.name].append(item)
+    for name, items in experts.items():
+        if len({(item.kind, item.shape) for item in items}) > 1:
+            raise NotSupportedError(f"{name}: GGUF holds all experts of a block in one type; here {_kinds(items)}.")
+        yield GgufTensor(name, items[0].kind, (len(items), *items[0].shape), partial(_stacked, items))
+
+
+def _kinds(items: list[GgufTensor]) -> str:
+    return ", ".join(sorted({item.kind for item in items}))
+
+
+def _stacked(items: list[GgufTensor]) -> torch.Tensor:
+    return torch.stack([item.make() for item in items])
+
+
+def _items_of_layers(model: nn.Module, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors under their names in the model, each expert's by itself."""
     layers = quantized_layers(model)
     file_name = tensor_names(model, architecture)
     left_out = _left_out(model)
@@ -75,19 +97,21 @@ def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTen
             continue
         parent, _, leaf = name.rpartition(".")
         spec = layers[parent].spec.weight if parent in layers and leaf == "weight" else None
-        flipped = is_conv1d(model, name)
+        flipped, stored = is_conv1d(model, name), file_name(name)
         shape = tuple(layers[parent].float_weight.shape) if spec else tuple(shapes[""].shape)
         if spec:
             kind = block_type(spec)
         else:
             # Vectors are float32, as in the files that llama.cpp's own converter makes.
-            kind = FLOAT_TYPES.get(shapes[""].dtype, "") if len(shape) > 1 else "F32"
-        stored = file_name(name)
+            # So is what chooses experts, of which that of a shared one, a single row, is a vector.
+            routes = stored is not None and ".ffn_gate_inp" in stored
+            shape = shape[1:] if routes and shape[0] == 1 else shape
+            kind = "F32" if len(shape) < 2 or routes else FLOAT_TYPES.get(shapes[""].dtype, "")
         if not kind or stored is None:
             what = "no name" if kind else f"no type for {shapes[''].dtype}"
             raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
         change = _change(architecture, name, model, flipped)
-        yield GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+        yield name, GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
 
 
 def tied_weights(model: Any) -> tuple[str, str] | None:
