@@ -66,7 +66,7 @@ class AwqFormat(FolderFormat):
         super().check(layers, folder)
         one_spec(self.name, folder.specs.values())
         for name, spec in folder.specs.items():
-            weight: torch.Tensor = getattr(layers[name], "float_weight", layers[name].weight)
+            weight: torch.Tensor = getattr(layers[name], "float_weight", layers[name].weight)  # type: ignore[arg-type]
             if weight.shape[0] % 8:
                 raise ShapeError(
                     f"{name}: the awq format packs 8 output channels in a word; {weight.shape[0]} leave a rest."

@@ -60,7 +60,7 @@ class QuantLayer(nn.Module):
 
         Of its values only those that are there may be read.
         """
-        weight: torch.Tensor = getattr(self.quantizer("weight"), "float_like", self.weight)
+        weight: torch.Tensor = getattr(self.quantizer("weight"), "float_like", self.weight)  # type: ignore[arg-type]
         return weight
 
     def quantized(self, role: str, x: torch.Tensor) -> torch.Tensor:

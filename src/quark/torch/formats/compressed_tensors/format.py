@@ -61,7 +61,7 @@ class CompressedTensorsFormat(FolderFormat):
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
         for name, spec in folder.specs.items():
-            weight: torch.Tensor = getattr(layers[name], "float_weight", layers[name].weight)
+            weight: torch.Tensor = getattr(layers[name], "float_weight", layers[name].weight)  # type: ignore[arg-type]
             columns = weight.shape[-1]
             split = spec.weight.granularity if spec.weight else None
             if isinstance(split, PerGroup) and split.size > 0 and columns % split.size:

@@ -184,7 +184,7 @@ class GgufFormat(Format):
         """Linear layers and embeddings, in rows of whole blocks."""
         if not isinstance(layer, nn.Embedding) or self.refusal(spec):
             super().refuse_layer(name, layer, spec)
-        weight: torch.Tensor = getattr(layer, "float_weight", layer.weight)
+        weight: torch.Tensor = getattr(layer, "float_weight", layer.weight)  # type: ignore[arg-type]
         columns = weight.shape[1]
         if columns % BLOCK and not (spec.weight and spec.weight.is_cast):
             raise ShapeError(f"{name}: GGUF cuts a row into blocks of {BLOCK}; {columns} values leave a rest.")
