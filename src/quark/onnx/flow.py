@@ -10,6 +10,7 @@ from quark.errors import NothingToQuantizeError
 from quark.log import logger
 from quark.onnx.algorithms import run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
+from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain
 from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.statistics import Statistics, fingerprint
@@ -51,7 +52,7 @@ def convert(
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
     """
     bodies = FloatBodies(model, settings)
-    if settings.algorithms or (bodies and settings.specs.bodies):
+    if settings.algorithms or settings.npu.correct_biases or (bodies and settings.specs.bodies):
         reader = repeatable(reader, model, settings)
     nothing: NothingToQuantizeError | None = None
     try:
@@ -91,7 +92,7 @@ def _convert_graph(
     model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
 ) -> None:
     """Quantize the nodes of a model, not those of its bodies."""
-    data = reader if settings.algorithms else None
+    data = reader if settings.algorithms or settings.npu.correct_biases else None
     changed = run_before(model, settings, data)
     if reader is not None and needs_samples(model, settings):
         data = data or repeatable(reader, model, settings)
@@ -114,4 +115,7 @@ def _convert_graph(
     quantized = QuantizedLayers(decide(model, settings, reader, identity, statistics), reference, data)
     quantized.write(twins)
     run_after(quantized)
+    if settings.npu.correct_biases:
+        count = correct_where_certain(quantized)
+        logger.info("Biases corrected for the mean error of their layers: %d.", count)
     run_passes(model, settings.passes, on_quantized=True)

@@ -90,6 +90,8 @@ CONFIGS: dict[str, Any] = {
     "weights alone": QConfig(FOUR, WeightsOnly=True),
     **{name: Config(get_default_config(name)) for name in ("XINT8", "A16W8", "BF16", "BFP16")},
 }
+# Corrects by itself, which is to be seen apart.
+CONFIGS["XINT8"].global_quant_config.extra_options["BiasCorrection"] = False
 
 
 @pytest.mark.slow
@@ -102,6 +104,21 @@ def test_it_never_hurts(name: str) -> None:
     found.append(gain(cnn(), images(), images(1, 9)[0], CONFIGS[name]))
     found.append(gain(mlp(), vectors(2), vectors(1, 9)[0], CONFIGS[name]))
     assert min(found) > -0.1 and found[1] > 0.3 and found[2] > 0.2
+
+
+def xint8(count: int, **options: Any) -> onnx.ModelProto:
+    """The classifier by the preset, calibrated with so many samples."""
+    config = get_default_config("XINT8")
+    config.extra_options.update(options)
+    return quantized(onnx.load(DIGITS / "model.onnx"), digits("calibration", count), Config(config))
+
+
+@pytest.mark.slow
+def test_the_path_of_the_npu_corrects_by_itself_where_there_are_samples_enough() -> None:
+    assert xint8(16) == xint8(16, BiasCorrection=True) != xint8(16, BiasCorrection=False)
+    assert xint8(15) == xint8(15, BiasCorrection=False)
+    with pytest.raises(CalibrationError, match="at least 16"):
+        xint8(15, BiasCorrection=True)
 
 
 def chain(bias: bool, beta: float = 1.0) -> onnx.ModelProto:

@@ -198,12 +198,14 @@ class NPUSettings:
         rules: The rules that scales are adjusted to (`npu/rules.py`).
         rounds: Most rounds of adjusting.
         check: Whether a broken rule is an error.
+        correct_biases: Correct the biases, where there are samples enough (`algorithms/rescaling/bias_correction.py`).
     """
 
     conversions: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     rounds: int = 5
     check: bool = False
+    correct_biases: bool = False
 
 
 @dataclass(frozen=True)

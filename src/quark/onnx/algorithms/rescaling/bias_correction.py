@@ -2,6 +2,9 @@
 
 Both models run once over the data. Layers with a bias of their own, or of an Add behind a MatMul; one without gets
 zeros first. The formula is in `core/solvers/bias_correction.py`.
+
+The path of the NPU corrects biases by itself. One scale for a tensor, and that a power of two, clips the largest values
+of most tensors: an error of one sign, which adds up from layer to layer where that of rounding cancels.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.solvers.bias_correction import certain_mean
+from quark.core.solvers.bias_correction import LEAST, certain_mean
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
@@ -49,17 +52,38 @@ def correct_biases(quantized: QuantizedLayers, config: BiasCorrectionConfig) -> 
     Raises:
         CalibrationError: No data, or too few.
     """
-    data = required(quantized.data, config)
-    layers = [layer for layer in quantized.layers if _qualifies(layer)]
+    return _correct(quantized, required(quantized.data, config), least=0)
+
+
+def correct_where_certain(quantized: QuantizedLayers) -> int:
+    """Correct the biases of the layers that see examples enough; return how many there are: none without data."""
+    algorithms = quantized.decision.settings.algorithms
+    data = quantized.data
+    if data is None or any(isinstance(one, BiasCorrectionConfig) for one in algorithms) or _rows(data) < LEAST:
+        return 0
+    return _correct(quantized, data, least=LEAST)
+
+
+def _rows(data: Samples) -> int:
+    """How many examples the samples hold, as far as the first axis of an input counts them."""
+    return sum(max((len(array) for array in feed.values() if array.ndim), default=1) for feed in data)
+
+
+def _correct(quantized: QuantizedLayers, data: Samples, least: int) -> int:
+    """Correct every bias; layers with fewer examples than `least` keep theirs."""
+    layers, count = [layer for layer in quantized.layers if _qualifies(layer)], 0
     for visit in sweep(quantized, layers, data):
         layer, offset = visit.layer, visit.layer.offset
         assert offset is not None
+        differences = _differences(visit)
+        if len(differences) < least:
+            continue
         try:
-            change = certain_mean(_differences(visit) + _rounding(quantized, layer)) / layer.factor
+            change = certain_mean(differences + _rounding(quantized, layer)) / layer.factor
         except CalibrationError as error:
             raise CalibrationError(f"{layer.name}: {error}") from None
-        layer.offset = offset + change.astype(np.float32)
-    return len(layers)
+        layer.offset, count = offset + change.astype(np.float32), count + 1
+    return count
 
 
 def _qualifies(layer: QuantizedLayer) -> bool:
