@@ -22,6 +22,7 @@ from quark.onnx import (
     BiasCorrectionConfig,
     CalibMethod,
     CLEConfig,
+    GPTQConfig,
     Int8Spec,
     ModelQuantizer,
     QConfig,
@@ -39,6 +40,7 @@ from quark.onnx.evaluation.recovery.changes import (
     raise_all_bits,
     raise_bits,
     ranges,
+    solve_few_bits,
     tuning,
     with_plain_ranges,
 )
@@ -219,6 +221,18 @@ def test_power_of_two_scales_keep_their_methods() -> None:
         if isinstance(s, Settings) and s.specs.layer.input
     }
     assert observers == {"ranges: MinMax": "pof2_non_overflow", "ranges: MinMSE": "pof2_min_mse"}
+
+
+@pytest.mark.slow
+def test_weights_of_four_bits_are_solved() -> None:
+    four = with_layer(S8, LayerSpec(weight=spec("int4", observer="min_max")))
+    step = Step("gptq", solve_few_bits)
+    data = vectors(16)
+    result = found(mlp(), data, step, settings=four)
+    assert [trial.result for trial in result.trials] == ["kept", "kept"] and result.score > result.plain + 0.5
+    assert any(isinstance(one, GPTQConfig) for one in result.settings.algorithms)
+    assert solve_few_bits(S8, Situation(S8)) is None
+    assert solve_few_bits(result.settings, Situation(four)) is None
 
 
 @pytest.mark.slow

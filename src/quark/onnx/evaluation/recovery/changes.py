@@ -31,6 +31,7 @@ from quark.onnx.config.algo_configs import (
     AlgoConfig,
     AutoMixprecisionConfig,
     BiasCorrectionConfig,
+    GPTQConfig,
 )
 from quark.onnx.config.settings import Settings
 from quark.onnx.operators.targets import TARGETS
@@ -79,7 +80,9 @@ class Situation:
 Change = Callable[[Settings, Situation], Settings | str | None]
 """(the best settings so far, situation) -> what the step does to them."""
 
-TUNING = (AdaRoundConfig, AdaQuantConfig)
+TUNING = (AdaRoundConfig, AdaQuantConfig, GPTQConfig)
+FEW_BITS = 4
+"""Of weights: with them rounding each to its nearest code is what costs most."""
 STRICTER = 0.9
 """Share of the noise that is allowed on the samples that layers are chosen with."""
 
@@ -169,6 +172,18 @@ def with_plain_ranges(other: Change) -> Change:
         return None if before == settings else other(before, situation)
 
     return change
+
+
+def solve_few_bits(settings: Settings, _: Situation) -> Settings | None:
+    """GPTQ, where weights have few bits."""
+    weight = settings.specs.layer.weight
+    tuned = any(isinstance(one, TUNING) for one in settings.algorithms)
+    if weight is None or not weight.has_zero_point or weight.dtype.bits > FEW_BITS or tuned:
+        return None
+    # Biases make up for what is left.
+    last = [one for one in settings.algorithms if isinstance(one, BiasCorrectionConfig)]
+    others = [one for one in settings.algorithms if one not in last]
+    return replace(settings, algorithms=(*others, GPTQConfig(), *last))
 
 
 def tuning(config: AdaRoundConfig | AdaQuantConfig) -> Change:

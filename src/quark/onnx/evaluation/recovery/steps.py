@@ -22,6 +22,7 @@ from quark.onnx.evaluation.recovery.changes import (
     raise_all_bits,
     raise_bits,
     ranges,
+    solve_few_bits,
     tensor_ranges,
     tuning,
     with_plain_ranges,
@@ -74,6 +75,7 @@ STEPS = (
     Step("QuaRot", algorithm(QuarotConfig())),
     *(Step(f"ranges again: {name}", again(change)) for name, change in RANGES.items()),
     # Seconds, where learning takes minutes.
+    Step("GPTQ, of weights of few bits", solve_few_bits),
     Step("the worst nodes in float", floating(FloatNodes())),
     Step(ADAROUND, tuning(AdaRoundConfig(num_iterations=100, log_period=OFTEN))),
     Step(ADAQUANT, tuning(AdaQuantConfig(num_iterations=300, log_period=OFTEN)), ADAROUND, 3),
