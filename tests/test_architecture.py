@@ -54,7 +54,7 @@ ARROWS = [
     "errors checked files image_files installed_packages log profiler native command_line __version__",
     "core",
     "report",
-    "onnx_ops",
+    "onnx_ops goals",
     "torch onnx",
     "commands common contrib shares",
     "cli",

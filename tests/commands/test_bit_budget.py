@@ -82,7 +82,7 @@ def test_streamed_it_is_the_same_folder_with_an_algorithm_too(place: Path) -> No
         ("--bits 4 --sensitivity {table} --kv-cache fp8", "--kv-cache and --attention"),
         ("--bits 4 --sensitivity {table} --keep-unexpected", "--keep-unexpected with --bits 4"),
         ("--bits 4 --sensitivity {text}", "is no table of sensitivities"),
-        ("", "Missing option --scheme"),
+        ("", "Missing option --scheme or --for"),
     ],
 )
 def test_a_wrong_budget_is_one_line(place: Path, words: str, message: str) -> None:

@@ -304,7 +304,7 @@ BAD = {
     "integer dtype": (QUANTIZE + "--scheme int8_wo --dtype int8", "int8"),
     "device": (QUANTIZE + "--scheme int8_wo --device gpu", "gpu"),
     "option of ONNX files": (QUANTIZE + "--scheme int8_wo --config A8W8", "--config does not apply to"),
-    "no scheme": (QUANTIZE, "Missing option --scheme"),
+    "no scheme": (QUANTIZE, "Missing option --scheme or --for"),
     "evaluate: no text file": ("evaluate {llama} {quantized}", "Missing option --data or --text"),
     "evaluate: data twice": (
         "evaluate {llama} {quantized} --text {text} --data {text}",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quark.commands.words import FILE_FORMS
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import check_apart, check_file, check_folder
 
-GGUF, ONNX = FILES = ("gguf", "onnx")
-"""Forms that are one file, not a folder of safetensors."""
+GGUF, ONNX = FILES = FILE_FORMS
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,12 @@ class Export:
         check_apart(made, data)
         if self.form not in FILES or not self.force:
             check_folder(self.output, self.force)
+
+    def made(self, source: Path) -> Path:
+        """What a program opens: the file of a form that is one, else the folder."""
+        if self.form == GGUF:
+            return self._gguf_file(source)
+        return self.output / "quark_model.onnx" if self.form == ONNX else self.output
 
     def _gguf_file(self, source: Path) -> Path:
         return self.output if self.output.suffix == ".gguf" else self.output / f"{source.resolve().name}.gguf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,13 +24,19 @@ def is_onnx(model: Path) -> bool:
     return model.suffix.lower() == ".onnx"
 
 
-def check_options(context: typer.Context, model: Path) -> None:
-    """Raise ConfigError when an option was given that belongs to the other kind of model."""
+def check_options(context: typer.Context, model: Path, shared: Collection[str] = ()) -> None:
+    """Raise ConfigError when an option was given that belongs to the other kind of model.
+
+    Args:
+        context: What was given.
+        model: The model.
+        shared: Names of options that this time say something of either kind.
+    """
     own, other = (ONNX, TORCH) if is_onnx(model) else (TORCH, ONNX)
     panels = {param.name: getattr(param, "rich_help_panel", None) for param in context.command.params}
     for name, panel in panels.items():
         source = context.get_parameter_source(name or "")
-        if panel == other and source is not None and source.name == "COMMANDLINE":
+        if name not in shared and panel == other and source is not None and source.name == "COMMANDLINE":
             raise ConfigError(
                 f"{_flag(name)} does not apply to {model}: it is {other[0].lower()}{other[1:]}. Possible here: "
                 f"{', '.join(_flag(n) for n, panel in panels.items() if panel == own)}."

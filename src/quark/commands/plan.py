@@ -17,13 +17,19 @@ from quark.commands.bit_budget import (
     choice_table,
     choose_for_budget,
 )
-from quark.commands.kinds import require
+from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, serve_line
+from quark.commands.kinds import is_onnx, require, require_model
+from quark.commands.words import check_words, layer_schemes
 from quark.errors import ConfigError
-from quark.files import require_config
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face model (config.json is enough).")],
+    model: Annotated[
+        Path,
+        typer.Argument(help="Folder of a Hugging Face model (config.json is enough); with --for an ONNX file."),
+    ],
+    goal: GoalOption = None,
+    effort: EffortOption = None,
     scheme: Annotated[str | None, typer.Option(help="Name of a scheme; `quark schemes` lists them.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
     layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
@@ -41,31 +47,50 @@ def plan(
 
     Example: quark plan ./llama --scheme mxfp4
 
+    Example: quark plan ./llama --for llama.cpp --bits 8
+
     Example: quark plan ./llama --bits 4.25 --calib heldout.txt --sensitivity llama.json
     """
-    # Before the libraries load: a wrong path is answered at once.
-    require_config(model)
+    # Before the libraries load: a wrong path or word is answered at once.
+    onnx = is_onnx(model)
+    if onnx and goal is None:
+        raise ConfigError(f"{model} is an ONNX file, of which --for shows what would be done. Possible: --for GOAL.")
+    require_model(model)
+    if goal is None:
+        check_words([scheme, *layer_schemes(layer)])
+    choice = asked_choice(
+        goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
+        has_data=calib is not None,
+    )  # fmt: skip
+    console = results()
+    if choice is not None:
+        console.print(choice_rows(choice))
+        if onnx:
+            console.print(serve_line(choice, "OUT.onnx"), highlight=False, soft_wrap=True)
+            return
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.models import load_meta_model
-    from quark.commands.quantize_torch import any_scheme, scheme_config
+    from quark.commands.predicted_size import planned
+    from quark.commands.quantize_torch import any_scheme, config_of, scheme_config
     from quark.torch.checkpoint.shards import predicted_bytes
-    from quark.torch.model.outside_reads import weights_read_elsewhere
-    from quark.torch.model.passes import prepare
-    from quark.torch.plan import chooser, make_plan
 
-    budget = asked_budget(scheme, bits, size, candidates, sensitivity)
-    if budget is None and calib is not None:
+    budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity)
+    form = choice.form if choice else "quark"
+    if choice is not None:
+        config = config_of(model, choice.scheme, form, exclude, layer)
+    elif calib is not None and budget is None:
         raise ConfigError("--calib belongs to --bits or --size, which are not given.")
-    config = scheme_config(any_scheme() if budget else require(scheme, "--scheme", model), exclude, layer)
-    console = results()
+    else:
+        config = scheme_config(any_scheme() if budget else require(scheme, "--scheme or --for", model), exclude, layer)
     if budget is not None:
-        table, choice = choose_for_budget(model, budget, config, calib, samples, device)
-        config = table.config(choice, config)
-        console.print(choice_table(table, choice))
+        table, chosen = choose_for_budget(model, budget, config, calib, samples, device)
+        config = table.config(chosen, config)
+        console.print(choice_table(table, chosen))
     meta = load_meta_model(model)
     before = predicted_bytes(meta, None)
-    prepare(meta, chooser(config, meta).wanted)
-    made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta))
+    made, after = planned(meta, config, form)
     console.print(made.table(meta))
-    after = predicted_bytes(meta, made)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
+    if choice is not None:
+        out = "OUT.gguf" if form == "gguf" else "OUT/quark_model.onnx" if form == "onnx" else "OUT"
+        console.print(serve_line(choice, out), highlight=False, soft_wrap=True)

@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from quark.command_line import results
 from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
+from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
+from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms
 from quark.errors import OutputError
+from quark.goals.efforts import BALANCED, BEST, FAST
+from quark.log import logger
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
 # Not a Path, which an empty word and a slash at the end are lost to.
@@ -31,7 +36,8 @@ Candidates = Annotated[list[str] | None, folder_option(help=CANDIDATES_HELP)]
 SensitivityFile = Annotated[Path | None, folder_option("--sensitivity", help=SENSITIVITY_HELP)]
 Layer = Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some layers; repeatable.")]
 Algorithm = Annotated[
-    list[str] | None, folder_option(help="rotation, smooth, awq, gptq ...; repeatable, run in this order.")
+    list[str] | None,
+    typer.Option(help="gptq, awq ..., or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable."),
 ]
 Imatrix = Annotated[
     Path | None, folder_option(help="Importance matrix of llama.cpp, which weighs the errors of a GGUF mix.")
@@ -43,7 +49,9 @@ KvCache = Annotated[str | None, folder_option(help="Quantize the key and value c
 Attention = Annotated[str | None, folder_option(help="Quantize queries and attention probabilities: fp8.")]
 Device = Annotated[str, folder_option(help="cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, folder_option(help="Compute in float32, float16, bfloat16; auto: as stored.")]
-ExportFormat = Annotated[str, folder_option(help="quark, awq, fp8, compressed-tensors; gguf or onnx (one file).")]
+ExportFormat = Annotated[
+    str | None, folder_option(help="quark (default), awq, fp8, compressed-tensors; gguf or onnx (one file).")
+]
 WeightFormat = Annotated[str, folder_option(help="real_quantized or fake_quantized.")]
 PackMethod = Annotated[str, folder_option(help="Order of 4-bit codes: reorder or order.")]
 Stream = Annotated[
@@ -114,6 +122,8 @@ def quantize(
     context: typer.Context,
     model: Model,
     output: Output,
+    goal: GoalOption = None,
+    effort: EffortOption = None,
     calib: Calib = None,
     samples: Samples = None,
     exclude: Exclude = None,
@@ -131,7 +141,7 @@ def quantize(
     attention: Attention = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
-    export_format: ExportFormat = "quark",
+    export_format: ExportFormat = None,
     weight_format: WeightFormat = "real_quantized",
     pack_method: PackMethod = "reorder",
     max_shard_size: ShardSize = "5GB",
@@ -155,45 +165,70 @@ def quantize(
 ) -> None:
     """Quantize a model folder for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
+    Example: quark quantize ./llama --for vllm -o ./llama-vllm
+
     Example: quark quantize ./llama --scheme uint4_wo_128 -o ./llama-uint4
 
     Example: quark quantize ./llama --bits 4.25 --calib heldout.txt -o ./llama-4.25
 
     Example: quark quantize ./llama --scheme q4_k_m --export-format gguf --calib heldout.txt -o llama-q4_k_m.gguf
 
-    Example: quark quantize model.onnx --calib samples.npz -o fast.onnx
+    Example: quark quantize model.onnx --for onnxruntime --calib samples.npz -o fast.onnx
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --target 30 -o best.onnx
     """
-    check_options(context, model)
+    # With a goal, --scheme and --bits say of either kind of model what it is to be.
+    check_options(context, model, ("scheme", "bits") if goal is not None else ())
     if not output:
         raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
     require_model(model)
+    onnx = is_onnx(model)
+    if goal is None and not onnx:
+        check_words([scheme, *layer_schemes(layer)], export_format, algorithm, dtype)
+    choice = asked_choice(
+        goal, effort, model, onnx, scheme=scheme or config, bits=bits, size=size, form=export_format,
+        algorithms=algorithm, has_data=calib is not None, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    if choice is not None:
+        logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
-    if is_onnx(model):
+    if onnx:
         from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
-        from quark.commands.recover_onnx import asked, split_targets
+        from quark.commands.recover_onnx import QUICK, asked, split_targets
 
         reader = calibration_reader(model, calib, batch_size, mean, std)
-        runtime, goal = split_targets(target or [])
-        recovery = asked(recover, budget, metric, goal, allow_wider)
+        runtime, least = split_targets(target or [])
+        if choice is not None:
+            config, runtime = onnx_config(choice), runtime or choice.target
+            recover = recover or (choice.effort == BEST and reader is not None)
+        recovery = asked(recover, budget, metric, least, allow_wider)
+        if recovery is None and choice is not None and choice.effort == BALANCED and reader is not None:
+            recovery = QUICK
         timing = Timing(measure, profile)
         quantize_onnx(
             model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
-            allow_damage=allow_damage, recovery=recovery, timing=timing,
+            allow_damage=allow_damage, recovery=recovery, timing=timing, algorithms=onnx_algorithms(algorithm),
+            quick=choice is None or choice.effort != FAST,
         )  # fmt: skip
+        if choice is not None:
+            results().print(serve_line(choice, output), highlight=False, soft_wrap=True)
         return
     from quark.commands.export_torch import Export
     from quark.commands.imatrix import Imatrices
     from quark.commands.quantize_torch import quantize_folder
 
-    bit_budget = asked_budget(scheme, bits, size, candidates, sensitivity, export_format)
+    form = choice.form if choice is not None else export_format or "quark"
+    named = choice.scheme if choice is not None else None
+    bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)
+    export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
     quantize_folder(
-        model, bit_budget or require(scheme, "--scheme", model), calib=calib, samples=samples, exclude=exclude,
-        layer=layer, algorithm=algorithm, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
-        stream=stream, imatrix=Imatrices(imatrix, save_imatrix, force),
-        load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
-        export=Export(Path(output), export_format, weight_format, pack_method, max_shard_size, force),
+        model, bit_budget or named or require(scheme, "--scheme or --for", model), calib=calib, samples=samples,
+        exclude=exclude, layer=layer, algorithm=torch_algorithms(choice.algorithms if choice else algorithm) or None,
+        kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
+        imatrix=Imatrices(imatrix, save_imatrix, force),
+        load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}, export=export,
     )  # fmt: skip
+    if choice is not None:
+        results().print(serve_line(choice, export.made(model)), highlight=False, soft_wrap=True)

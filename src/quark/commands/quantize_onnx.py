@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quark.command_line import results
-from quark.commands.recover_onnx import Recovering
+from quark.commands.recover_onnx import QUICK, Recovering
 from quark.errors import ConfigError, SlowerThanFloatError
 from quark.files import check_file
 from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig
+from quark.onnx.config.lowering import lower
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import MeasurementSettings
@@ -26,7 +28,6 @@ CPU_TARGET = "ort_arm64" if platform.machine().lower() in ("arm64", "aarch64") e
 """What is quantized for without a configuration: the processor of this machine."""
 CPU, CPU_WEIGHTS, CPU_DYNAMIC = "INT8_CPU", "INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC"
 """The preset with data; where no integers are faster; without data."""
-QUICK_BUDGET = "60s"
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,18 @@ def quantize_onnx(
     allow_damage: bool = False,
     recovery: Recovering | None = None,
     timing: Timing = Timing(),
+    algorithms: Sequence[Any] = (),
+    quick: bool = True,
 ) -> None:
-    """Quantize, write, and say what it took.
+    """Quantize, write, and say what it took; `algorithms` are configs, beside those of the configuration.
 
-    Without a configuration: for this CPU, the fastest kernels, and the quick steps of recovery for at most a minute.
+    Without a configuration: for this CPU, the fastest kernels, and, if `quick`, recovery for at most a minute.
     """
     check_file(output, force)
 
     def settings_of(name: str, timing: Timing) -> ModelQuantizer:
         quantizer = ModelQuantizer(named_config(name))
-        settings = quantizer.settings
+        settings = lower(quantizer.config, tuple(algorithms)) if algorithms else quantizer.settings
         specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
         quantizer.settings = replace(
             settings,
@@ -98,7 +101,7 @@ def quantize_onnx(
         target = target or CPU_TARGET
         name = default_config(reader, target)
         if reader is not None:
-            recovery = recovery or Recovering(QUICK_BUDGET, "sqnr", None, quick=True)
+            recovery = recovery or (QUICK if quick else None)
             timing = timing.by_default(target)
     try:
         written = _quantized(settings_of(name, timing), model, output, reader, recovery)

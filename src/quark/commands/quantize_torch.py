@@ -36,7 +36,7 @@ def quantize_folder(
     samples: int | None,
     exclude: list[str] | None,
     layer: list[str] | None,
-    algorithm: list[str] | None,
+    algorithm: list[Any] | None,
     kv_cache: str | None,
     attention: str | None,
     device: str,
@@ -200,12 +200,27 @@ def is_mix(scheme: str, form: str) -> bool:
     return scheme in MIXES
 
 
+def config_of(
+    model: Path,
+    scheme: str,
+    form: str,
+    exclude: list[str] | None = None,
+    layers: list[str] | None = None,
+    algorithms: list[Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The config of a scheme or of a mix of block types, for the model of a folder."""
+    if is_mix(scheme, form):
+        return mix_config(model, scheme, exclude, layers, algorithms, trust_remote_code)
+    return scheme_config(scheme, exclude, layers, algorithms=algorithms)
+
+
 def mix_config(
     model: Path,
     scheme: str,
     exclude: list[str] | None,
     layers: list[str] | None,
-    algorithms: list[str] | None,
+    algorithms: list[Any] | None,
     trust_remote_code: bool = False,
     imatrix: Path | None = None,
 ) -> Any:
@@ -235,7 +250,7 @@ def scheme_config(
     kind: str = "auto",
     kv_cache: str | None = None,
     attention: str | None = None,
-    algorithms: list[str] | None = None,
+    algorithms: list[Any] | None = None,
 ) -> Any:
     """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
     from quark.torch import LLMTemplate

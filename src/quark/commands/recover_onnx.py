@@ -39,12 +39,16 @@ class Recovering:
         return ", ".join(types) or "no Q/DQ"
 
 
+QUICK = Recovering("60s", "sqnr", None, quick=True)
+"""What a file gets for which no configuration is given: at most a minute."""
+
+
 def asked(
     recover: bool, budget: str | None, metric: str | None, target: float | None, allow_wider: bool = False
 ) -> Recovering | None:
     """What the options ask for; None without --recover. Raises ConfigError for an option that then says nothing."""
     if recover:
-        return Recovering(budget or "10m", metric or "sqnr", target, allow_wider)
+        return Recovering(budget or "10m", metric or "sqnr", target, allow_wider=allow_wider)
     given = {"--budget": budget, "--metric": metric, "--target with a number": target}
     for flag, value in (given | {"--allow-wider": allow_wider or None}).items():
         if value is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from quark.core.scheme_families import suggestion
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -34,7 +35,8 @@ class Registry(Mapping[str, T]):
         try:
             return self._entries[name]
         except (KeyError, TypeError):
-            raise ConfigError(f"Unknown {self.kind} {name!r}. {did_you_mean(str(name), self._entries)}") from None
+            hint = suggestion(str(name), self._entries) or did_you_mean(str(name), self._entries)
+            raise ConfigError(f"Unknown {self.kind} {name!r}. {hint}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

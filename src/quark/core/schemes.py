@@ -102,6 +102,25 @@ _row("mxfp8_e5m2", _ocp("fp8_e5m2"), _live(_ocp("fp8_e5m2")))
 for _name in ("float16", "bfloat16"):
     _row(_name, spec(_name, observer="placeholder"))
 
+OLD_SCHEMES: dict[str, str] = {
+    "w_uint4_per_group_asym": "uint4_wo_128",
+    "w_uint4_per_channel_asym": "uint4_wo_per_channel",
+    "w_int4_per_group_sym": "int4_wo_128",
+    "w_int4_per_channel_sym": "int4_wo_per_channel",
+    "w_int8_a_int8_per_tensor_sym": "int8",
+    "w_fp8_a_fp8": "fp8",
+    "w_mxfp4": "mxfp4_weight_only",
+    "w_mxfp4_a_mxfp4": "mxfp4",
+    "w_mxfp4_a_fp8": "mxfp4_fp8",
+    "w_mxfp4_a_mxfp6_e2m3": "mxfp4_mxfp6_e2m3",
+    "w_mxfp6_e3m2_a_mxfp6_e3m2": "mxfp6_e3m2",
+    "w_mxfp6_e2m3_a_mxfp6_e2m3": "mxfp6_e2m3",
+    "w_mx6_a_mx6": "mx6",
+    "w_mx9_a_mx9": "mx9",
+    "w_bfp16_a_bfp16": "bfp16",
+}
+"""Names of schemes up to version 0.10."""
+
 
 def scheme_of(name: str) -> LayerSpec:
     """The scheme of this name, or the weights of a block type. Raises ConfigError with the nearest names."""

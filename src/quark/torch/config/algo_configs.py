@@ -304,6 +304,9 @@ for _name, _class in {
     ALGO_CONFIGS.register(_name, _class)
 
 
+NOT_IN_THIS_VERSION = ("svdquant",)
+"""Documented names whose algorithm does not exist here; the configs are read and written all the same."""
+
 SEARCHED = {"smooth": "autosmoothquant", "smoothquant": "autosmoothquant"}
 """Algorithms that are searched for what suits a model when they are asked for by name alone. SmoothQuant's one alpha
 for all layers, and its default of 1 above all, makes some models much worse; the search leaves those layers alone."""

@@ -15,7 +15,8 @@ from torch import nn
 from quark.checked import as_dict, as_list, snapshot
 from quark.core.block_types import BLOCK_TYPES
 from quark.core.registry import Registry
-from quark.core.schemes import SCHEMES, scheme_of
+from quark.core.scheme_families import suggestion
+from quark.core.schemes import OLD_SCHEMES, SCHEMES, scheme_of
 from quark.errors import ConfigError, did_you_mean
 from quark.log import logger
 from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig, algo_config_by_name
@@ -33,25 +34,6 @@ Algorithms = str | AlgoConfig
 """An algorithm by its name, or with what it is told."""
 MODEL_TYPES = tuple(EXCLUDED)
 """The documented names. Any other name works as well."""
-
-OLD_SCHEMES = {
-    "w_uint4_per_group_asym": "uint4_wo_128",
-    "w_uint4_per_channel_asym": "uint4_wo_per_channel",
-    "w_int4_per_group_sym": "int4_wo_128",
-    "w_int4_per_channel_sym": "int4_wo_per_channel",
-    "w_int8_a_int8_per_tensor_sym": "int8",
-    "w_fp8_a_fp8": "fp8",
-    "w_mxfp4": "mxfp4_weight_only",
-    "w_mxfp4_a_mxfp4": "mxfp4",
-    "w_mxfp4_a_fp8": "mxfp4_fp8",
-    "w_mxfp4_a_mxfp6_e2m3": "mxfp4_mxfp6_e2m3",
-    "w_mxfp6_e3m2_a_mxfp6_e3m2": "mxfp6_e3m2",
-    "w_mxfp6_e2m3_a_mxfp6_e2m3": "mxfp6_e2m3",
-    "w_mx6_a_mx6": "mx6",
-    "w_mx9_a_mx9": "mx9",
-    "w_bfp16_a_bfp16": "bfp16",
-}
-"""Names of schemes up to version 0.10."""
 
 SHARED_SCALE_SCHEMES = ("nvfp4", "fp4_block16_scale_e4m3")
 """Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
@@ -177,7 +159,8 @@ class LLMTemplate:
             )
         if built_in not in SCHEMES and built_in not in BLOCK_TYPES:
             names = [*cls.get_supported_schemes(), *MIXES]
-            raise ConfigError(f"Unknown scheme {name!r}. {did_you_mean(str(name).lower(), names)}")
+            hint = suggestion(str(name), names) or did_you_mean(str(name).lower(), names)
+            raise ConfigError(f"Unknown scheme {name!r}. {hint}")
         return config_of_layer(scheme_of(built_in))
 
     def get_config(

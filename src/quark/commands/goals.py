@@ -1,0 +1,99 @@
+"""`--for` and `--effort`: a goal in place of a scheme, what was chosen for it, and the command that runs the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from quark.command_line import new_table
+from quark.commands.bit_budget import bytes_of
+from quark.errors import ConfigError
+from quark.goals import GOALS, GoalChoice, choose
+from quark.goals.efforts import check_effort
+from quark.goals.facts import Answer
+
+GoalOption = Annotated[
+    str | None,
+    typer.Option("--for", help=f"Program that is to run the result: {', '.join(GOALS)}. It chooses scheme and format."),
+]
+EffortOption = Annotated[
+    str | None,
+    typer.Option(help="With --for: fast, balanced (default with --calib) or best; which algorithms run, how long."),
+]
+
+
+def asked_choice(
+    goal: str | None,
+    effort: str | None,
+    model: Path,
+    onnx: bool,
+    *,
+    scheme: str | None,
+    bits: float | None,
+    size: str | None,
+    form: str | None,
+    algorithms: Sequence[str] | None,
+    has_data: bool,
+    trust_remote_code: bool = False,
+) -> GoalChoice | None:
+    """What --for chooses; None without it. Raises as `choose` does, and for --effort alone."""
+    if goal is None:
+        if effort is not None:
+            check_effort(effort)
+            raise ConfigError(f"--effort goes with --for, which is not given. Possible: --for {', '.join(GOALS)}.")
+        return None
+    if size is not None:
+        if onnx or scheme is not None or bits is not None:
+            raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")
+        scheme = _widest(goal, model, bytes_of(size), form, trust_remote_code)
+    return choose(
+        goal, onnx, scheme=scheme, bits=bits, form=form, effort=effort, algorithms=algorithms, has_data=has_data
+    )
+
+
+def _widest(goal: str, model: Path, limit: int, form: str | None, trust_remote_code: bool) -> str:
+    """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
+    # The flow imports torch: after the goal is known.
+    from quark.commands.predicted_size import size_of
+
+    offer = GOALS[goal].folder
+    if offer is None:
+        choose(goal, onnx=False)  # which says what is possible
+        raise AssertionError(goal)
+    rows = [row for row in offer.bits.values() if form in (None, row[0])]
+    sizes = {scheme: size_of(model, scheme, made, trust_remote_code) for made, scheme in rows}
+    fitting = {scheme: size for scheme, size in sizes.items() if size <= limit}
+    if not fitting:
+        shown = ", ".join(f"{scheme} {size / 1e6:.2f} MB" for scheme, size in sizes.items())
+        raise ConfigError(f"--size {limit / 1e6:.2f}MB is less than any scheme of --for {goal} gives: {shown}.")
+    return max(fitting, key=lambda scheme: fitting[scheme])
+
+
+def choice_rows(choice: GoalChoice) -> Table:
+    """What was chosen, and why."""
+    table = new_table("", "chosen", "why", title=f"For {choice.goal.program}")
+    for row in choice.rows():
+        table.add_row(*row)
+    return table
+
+
+def serve_line(choice: GoalChoice, path: Path | str) -> str:
+    """The last line: how to run what was made."""
+    return f"run it: {choice.command(str(path))}"
+
+
+def facts_table(goal: str, onnx: bool) -> Table:
+    """Every scheme that somebody looked at for a goal."""
+    table = new_table("scheme", "format", "answer", "known by", title=f"In {GOALS[goal].program}")
+    for fact in sorted(GOALS[goal].facts(onnx), key=lambda fact: fact.answer is Answer.REFUSED):
+        table.add_row(fact.scheme, fact.form, f"{fact.answer.value} in {fact.version}", fact.known_by.value)
+    return table
+
+
+def onnx_config(choice: GoalChoice) -> str | None:
+    """The configuration for an ONNX file; None where the flow finds it itself, which it does for this processor."""
+    return None if choice.goal.name == "onnxruntime" and not choice.given else choice.scheme

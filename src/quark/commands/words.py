@@ -1,0 +1,102 @@
+"""Words on the command line, checked before torch or onnx is imported: wrong ones are answered at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quark.core.scheme_families import suggestion
+from quark.errors import ConfigError, did_you_mean
+
+FOLDER_FORMS = ("quark", "awq", "fp8", "compressed-tensors")
+FILE_FORMS = ("gguf", "onnx")
+"""Forms that are one file, not a folder of safetensors."""
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def check_words(
+    schemes: Iterable[str | None], form: str | None = None, algorithms: Sequence[str] | None = None, dtype: str = "auto"
+) -> None:
+    """Raise ConfigError for a scheme, format, algorithm or dtype that there is not, with the nearest names."""
+    known = scheme_names()
+    for scheme in schemes:
+        if scheme is not None and scheme not in known:
+            raise ConfigError(f"Unknown scheme {scheme!r}. {suggestion(scheme, known) or did_you_mean(scheme, known)}")
+    forms = (*FOLDER_FORMS, *FILE_FORMS)
+    if form is not None and form not in forms:
+        raise ConfigError(f"--export-format {form!r} is unknown. {did_you_mean(form, forms)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
+    torch_algorithms(algorithms)
+
+
+def layer_schemes(layers: Sequence[str] | None) -> list[str]:
+    """The schemes of --layer PATTERN=SCHEME."""
+    return [item.rpartition("=")[2] for item in layers or [] if "=" in item]
+
+
+def scheme_names() -> list[str]:
+    """Every name that --scheme takes: schemes, mixes of block types, block types, and names of old versions."""
+    from quark.core.block_types import BLOCK_TYPES
+    from quark.core.schemes import OLD_SCHEMES, SCHEMES
+    from quark.torch.config.block_mixes import MIXES
+
+    return list(dict.fromkeys([*SCHEMES, *MIXES, *BLOCK_TYPES, *OLD_SCHEMES]))
+
+
+def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
+    """The configs of --algorithm for a model folder; a name alone stays one, which a template may know better."""
+    from quark.torch.config.algo_configs import ALGO_CONFIGS, NOT_IN_THIS_VERSION
+
+    found: list[Any] = []
+    for word in words or []:
+        name, parameters = split_algorithm(word)
+        kind = ALGO_CONFIGS[name]
+        if name in NOT_IN_THIS_VERSION:
+            possible = ", ".join(known for known in ALGO_CONFIGS if known not in NOT_IN_THIS_VERSION)
+            raise ConfigError(f"The algorithm {name!r} is not part of this version. Possible: {possible}.")
+        found.append(made(kind, name, parameters) if parameters else name)
+    return found
+
+
+def onnx_algorithms(words: Sequence[str] | None) -> list[Any]:
+    """The configs of --algorithm for an ONNX file."""
+    if not words:
+        return []
+    from quark.onnx.config.algo_configs import ALGO_CONFIGS
+
+    return [made(ALGO_CONFIGS[name], name, parameters) for name, parameters in map(split_algorithm, words)]
+
+
+def made(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
+    """A config with parameters. Raises ConfigError for one that it has not, or of another type."""
+    from quark.checked import known_keys
+
+    try:
+        return kind(**known_keys(parameters, kind))
+    except TypeError as error:  # a parameter that has no default, and is no word
+        raise ConfigError(f"--algorithm {name}: {error}.") from None
+
+
+def split_algorithm(word: str) -> tuple[str, dict[str, Any]]:
+    """Name and parameters of "gptq:refine_passes=3,desc_act=false"; values are JSON, or text.
+
+    Raises:
+        ConfigError: A parameter without a value, or one that is given twice.
+    """
+    name, _, rest = word.partition(":")
+    parameters: dict[str, Any] = {}
+    # A comma within a list of JSON is no end of a value: a name and "=" follow one that is.
+    for item in re.split(r",(?=\s*\w+\s*=)", rest) if rest.strip() else []:
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if not equals or not key or not text:
+            raise ConfigError(f"--algorithm {word!r}: {item!r} is no parameter. Possible: {name}:NAME=VALUE,...")
+        if key in parameters:
+            raise ConfigError(f"--algorithm {word!r} gives {key} twice.")
+        try:
+            parameters[key] = json.loads(text)
+        except ValueError:
+            parameters[key] = {"True": True, "False": False, "None": None}.get(text, text)
+    return name, parameters

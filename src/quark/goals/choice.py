@@ -1,0 +1,197 @@
+"""Choice: what is done for a goal, checked against the facts before any work."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quark.core.scheme_families import family_of, named_in, suggestion
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.goals.efforts import effort_of, require_data, steps_for
+from quark.goals.facts import ONNX_FILE, Answer, Fact
+from quark.goals.goal import GOALS, Offer, RuntimeGoal
+
+
+@dataclass(frozen=True)
+class GoalChoice:
+    """What was chosen, and why.
+
+    Attributes:
+        goal: For which program.
+        scheme: Name of a scheme, or of a configuration of the ONNX flow.
+        form: A value of --export-format; ONNX_FILE for an ONNX file.
+        effort: One of EFFORTS.
+        algorithms: As --algorithm takes them.
+        reasons: Choice -> why.
+        serve: The command that runs the result; `{out}` is its path.
+        target: Of an ONNX file: a value of --target, or None.
+        given: Whether the scheme was asked for, and not the default.
+    """
+
+    goal: RuntimeGoal
+    scheme: str
+    form: str
+    effort: str
+    algorithms: tuple[str, ...]
+    reasons: dict[str, str]
+    serve: str
+    target: str | None = None
+    given: bool = False
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What, the choice, and the reason, for a table."""
+        form = "onnx" if self.form == ONNX_FILE else self.form
+        algorithms = ", ".join(self.algorithms) or "none"
+        values = {"scheme": self.scheme, "format": form, "effort": self.effort, "algorithms": algorithms}
+        return [(what, value, self.reasons.get(what, "")) for what, value in values.items()]
+
+    def summary(self) -> tuple[str, str, str]:
+        """Scheme, form with algorithms and effort, and why, for a line of the log."""
+        form = "onnx" if self.form == ONNX_FILE else self.form
+        steps = f", {', '.join(self.algorithms)}" if self.algorithms else ""
+        return self.scheme, f"{form}{steps} ({self.effort})", "; ".join(self.reasons.values())
+
+    def command(self, output: str) -> str:
+        """The command that runs the result.
+
+        Args:
+            output: Path of the folder or file that was made.
+        """
+        return self.serve.format(out=shlex.quote(output))
+
+
+def choose(
+    name: str,
+    onnx: bool,
+    *,
+    scheme: str | None = None,
+    bits: float | None = None,
+    form: str | None = None,
+    effort: str | None = None,
+    algorithms: Sequence[str] | None = None,
+    has_data: bool = False,
+) -> GoalChoice:
+    """What is done for a goal.
+
+    Args:
+        name: Of the goal.
+        onnx: Whether the model is an ONNX file; else a folder.
+        scheme, form: Asked for; None: the goal's. A family such as "int4" is the goal's scheme of it.
+        bits: Of a weight, in place of a scheme.
+        effort: One of EFFORTS; None: balanced where there are data, else fast.
+        algorithms: Asked for, in place of those of the effort.
+        has_data: Whether calibration data are given.
+
+    Raises:
+        ConfigError: No such goal, effort or number of bits; the program takes no such kind of model.
+        NotSupportedError: The program refuses the scheme, or nobody has tried it; names what it loads.
+        CalibrationError: The effort needs data.
+    """
+    goal = GOALS[name]
+    offer = goal.offer(onnx)
+    if offer is None:
+        kind = "an ONNX file" if onnx else "a model folder"
+        others = ", ".join(other for other, row in GOALS.items() if row.offer(onnx) is not None)
+        raise ConfigError(f"--for {name} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
+    chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data)
+    level = effort_of(effort, has_data)
+    if effort is not None and algorithms is None:
+        require_data(level, has_data)
+    reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, chosen))}
+    if algorithms is not None:
+        steps: tuple[str, ...] = tuple(algorithms)
+        reasons["algorithms"] = "asked for"
+    elif onnx:
+        steps = ()
+        reasons["effort"] = ONNX_EFFORTS[level]
+    else:
+        found = steps_for(chosen, level)
+        steps = found.algorithms
+        reasons["algorithms"] = found.why
+    given = scheme is not None or bits is not None
+    return GoalChoice(goal, chosen, chosen_form, level, steps, reasons, offer.serve, offer.target, given)
+
+
+ONNX_EFFORTS = {
+    "fast": "ranges from the samples, or from each input where there are none",
+    "balanced": "the quick steps of recovery, for at most a minute; kernels are timed",
+    "best": "all steps of recovery, for at most ten minutes; what helps on held-out samples is kept",
+}
+"""Effort -> what it means for an ONNX file."""
+
+
+def _scheme(
+    goal: RuntimeGoal,
+    offer: Offer,
+    onnx: bool,
+    scheme: str | None,
+    bits: float | None,
+    form: str | None,
+    has_data: bool,
+) -> tuple[str, str, str]:
+    """Form, scheme, and the reason."""
+    if scheme is not None and bits is not None:
+        raise ConfigError("--scheme and --bits say the same twice. Possible: one of them.")
+    if bits is not None:
+        if bits not in offer.bits:
+            known = ", ".join(map(str, offer.bits))
+            raise ConfigError(f"--bits {bits:g} is not known of {goal.program}. Possible for {goal.name}: {known}.")
+        made, name = offer.bits[int(bits)]
+        return _in_form(goal, onnx, name, form, made), name, f"{bits:g} bits"
+    if scheme is None:
+        made, name = offer.default if has_data or offer.without_data is None else offer.without_data
+        return _in_form(goal, onnx, name, form, made), name, offer.why
+    names = {fact.scheme for fact in goal.facts(onnx)}
+    found = scheme if scheme in names else named_in(scheme, [name for _, name in (offer.default, *offer.bits.values())])
+    if found is None:
+        found = named_in(scheme, [fact.scheme for fact in goal.loaded(onnx)])
+    if found is None:
+        raise _unknown(goal, onnx, scheme, form)
+    made = next((row[0] for row in (offer.default, *offer.bits.values()) if row[1] == found), None)
+    why = "asked for" if found == scheme else f"{scheme}: here it is {found}"
+    return _in_form(goal, onnx, found, form, made), found, why
+
+
+def _in_form(goal: RuntimeGoal, onnx: bool, scheme: str, form: str | None, preferred: str | None) -> str:
+    """The form in which the program loads a scheme: the one asked for, the preferred one, or the best known.
+
+    Raises:
+        NotSupportedError: There is none.
+    """
+    usable = [fact for fact in goal.loaded(onnx) if fact.scheme == scheme and form in (None, fact.form)]
+    if not usable:
+        raise _unknown(goal, onnx, scheme, form)
+    usable.sort(key=lambda fact: (fact.form != preferred, fact.answer is not Answer.RIGHT))
+    return usable[0].form
+
+
+def _fact(goal: RuntimeGoal, onnx: bool, form: str, scheme: str) -> Fact:
+    return next(fact for fact in goal.loaded(onnx) if (fact.form, fact.scheme) == (form, scheme))
+
+
+def _unknown(goal: RuntimeGoal, onnx: bool, scheme: str, form: str | None) -> Exception:
+    """The error for a scheme that is refused, untried, or no scheme at all."""
+    facts = [fact for fact in goal.facts(onnx) if fact.scheme == scheme and form in (None, fact.form)]
+    loaded = sorted({fact.scheme for fact in goal.loaded(onnx) if form in (None, fact.form)})
+    written = f" as {form}" if form not in (None, ONNX_FILE) else ""
+    possible = f"It loads{written}: {', '.join(loaded) or 'nothing'}."
+    if facts:
+        return NotSupportedError(f"{goal.program} {facts[0].version} refuses {scheme}{written}. {possible}")
+    if is_known(scheme, onnx):
+        return NotSupportedError(
+            f"Nobody has tried {scheme}{written} in {goal.program}. {possible} Without --for it is written."
+        )
+    if family_of(scheme):
+        return NotSupportedError(f"{goal.program} is not known to load any {scheme}{written}. {possible}")
+    return ConfigError(f"Unknown scheme {scheme!r}. {suggestion(scheme, loaded) or did_you_mean(scheme, loaded)}")
+
+
+def is_known(scheme: str, onnx: bool) -> bool:
+    """Whether there is a scheme of this name, for any program."""
+    from quark.core.schemes import SCHEMES
+    from quark.goals.facts import FACTS
+
+    if onnx:  # names of configurations are those of the ONNX flow, which is not loaded for a question
+        return any(fact.scheme == scheme and fact.form == ONNX_FILE for fact in FACTS)
+    return scheme in SCHEMES or any(fact.scheme == scheme for fact in FACTS if fact.form != ONNX_FILE)

@@ -1,0 +1,109 @@
+"""Efforts: how much is done for accuracy, and which algorithms that means for a scheme.
+
+Mean KL divergence of the next token from the float model on held-out text, in millinats (a Llama of 6.8 million
+parameters, 64 windows of 256 tokens), and CPU seconds of a layer's shape of one billion parameters:
+
+    weights         nearest   GPTQ   Qronos   AutoRound
+    uint4, 128        4.99    1.46    1.12
+    int3, 128        26.3     6.73    5.26      5.79
+    int2, 64        160.2    47.5    27.8      26.9
+    MXFP4, alone      5.92    1.84    1.52
+    MXFP4, inputs    26.2    21.7    22.4      21.0
+    NVFP4, inputs    15.8    12.5    11.9      12.2
+    seconds           1.8    46      88        several times that
+
+So GPTQ is the best for its time, and the best of all is Qronos, but for MXFP4 with inputs AutoRound. Of 8 bits, to
+nearest loses 0.1 already; static integer inputs gain by SmoothQuant, which leaves alone what it does not help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quark.core.schemes import SCHEMES
+from quark.errors import CalibrationError, ConfigError, did_you_mean
+from quark.goals.facts import MIX_NAMES
+
+FAST, BALANCED, BEST = EFFORTS = ("fast", "balanced", "best")
+DEFAULT_TEXT: Path | None = None
+"""The calibration text of the package, used where none is given; None: there is none, and --calib is needed."""
+
+ON_THE_WAY = "qronos:desc_act=false,static_groups=false,group_aware_order=true"
+"""Qronos with the scales of a group found when its columns are reached: for integers in groups."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What an effort means for a scheme.
+
+    Attributes:
+        algorithms: As --algorithm takes them.
+        why: The reason, a clause.
+    """
+
+    algorithms: tuple[str, ...]
+    why: str
+
+
+def check_effort(effort: str | None) -> None:
+    """Raise ConfigError for an unknown effort."""
+    if effort is not None and effort not in EFFORTS:
+        raise ConfigError(f"--effort {effort!r} is unknown. {did_you_mean(effort, EFFORTS)}")
+
+
+def effort_of(effort: str | None, has_data: bool) -> str:
+    """The effort that is asked for; balanced where there are data and nothing is said, else fast.
+
+    Raises:
+        ConfigError: There is no such effort.
+    """
+    check_effort(effort)
+    if effort is None:
+        return BALANCED if has_data or DEFAULT_TEXT is not None else FAST
+    return effort
+
+
+def require_data(effort: str, has_data: bool) -> None:
+    """Raise CalibrationError where algorithms are to run without data."""
+    if effort != FAST and not has_data and DEFAULT_TEXT is None:
+        raise CalibrationError(
+            f"--effort {effort} needs calibration data: pass --calib FILE. Possible without: --effort {FAST}."
+        )
+
+
+def steps_for(scheme: str, effort: str) -> Steps:
+    """The algorithms for a scheme of a model folder."""
+    if effort == FAST:
+        return Steps((), "rounded to nearest: seconds, and no data where no input is static")
+    balanced, best = _steps(scheme)
+    return balanced if effort == BALANCED else best
+
+
+def _steps(scheme: str) -> tuple[Steps, Steps]:
+    gptq = Steps(("gptq",), "GPTQ: most of what can be gained, at half the time of the best")
+    if scheme in MIX_NAMES:
+        none = Steps((), "8 bits to nearest lose 0.1 millinats")
+        best = Steps(("qronos",), "Qronos: 3.9 millinats of Q4_K_M where GPTQ has 4.4 and to nearest 6.1")
+        return (none, none) if scheme == "q8_0" else (gptq, best)
+    layer = SCHEMES[scheme]
+    weight = layer.weight
+    if weight is None or weight.is_cast or (weight.dtype.bits >= 8 and layer.input is None):
+        none = Steps((), "8 bits and more to nearest lose 0.1 millinats: no algorithm is needed")
+        return none, none
+    if weight.dtype.bits >= 8 and weight.dtype.is_float:
+        none = Steps((), "of FP8 and MX types of 8 bits no algorithm was measured to gain")
+        return none, none
+    if weight.dtype.bits >= 8:
+        smooth = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights where that helps")
+        return smooth, smooth
+    if weight.code_spec is not None or weight.dtype.is_block:
+        none = Steps((), "for this type no algorithm was measured")
+        return none, none
+    if layer.input is None:
+        in_groups = not weight.dtype.is_float and "per_channel" not in scheme
+        best = ON_THE_WAY if in_groups else "qronos"
+        return gptq, Steps((best,), "Qronos: 1.1 millinats of uint4 where GPTQ has 1.5 and to nearest 5.0")
+    if scheme.startswith("mxfp4"):
+        return gptq, Steps(("autoround",), "AutoRound: 21.0 millinats of MXFP4 where GPTQ has 21.7, nearest 26.2")
+    return gptq, Steps(("qronos",), "Qronos: 11.9 millinats of NVFP4 where GPTQ has 12.5 and to nearest 15.8")

@@ -1,0 +1,64 @@
+"""Goal: a program that a quantized model is made for, and what is chosen for it where nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quark.core.registry import Registry
+from quark.goals.facts import ONNX_FILE, Answer, Fact, facts_of
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a goal makes of one kind of model.
+
+    Attributes:
+        default: Form and scheme where nothing is said.
+        bits: Bits of a weight -> form and scheme.
+        why: The reason for the default, a clause.
+        serve: The command that runs the result; `{out}` is its path.
+        without_data: The same as `default` where there are no calibration data; None: the same.
+        target: Of an ONNX file: a value of --target; None as the configuration says.
+    """
+
+    default: tuple[str, str]
+    bits: Mapping[int, tuple[str, str]]
+    why: str
+    serve: str
+    target: str | None = None
+    without_data: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class RuntimeGoal:
+    """One program.
+
+    Attributes:
+        name: As --for takes it.
+        program: In the facts.
+        folder: Of a model folder; None where the program takes none.
+        onnx: Of an ONNX file; None where the program takes none.
+        extra: Pip packages that the program needs to read such a file.
+    """
+
+    name: str
+    program: str
+    folder: Offer | None = None
+    onnx: Offer | None = None
+    extra: tuple[str, ...] = field(default=())
+
+    def offer(self, onnx: bool) -> Offer | None:
+        """What is offered for a kind of model."""
+        return self.onnx if onnx else self.folder
+
+    def facts(self, onnx: bool) -> list[Fact]:
+        """What is known of a kind of model."""
+        return [fact for fact in facts_of(self.program) if (fact.form == ONNX_FILE) == onnx]
+
+    def loaded(self, onnx: bool) -> list[Fact]:
+        """What the program is known to take."""
+        return [fact for fact in self.facts(onnx) if fact.answer is not Answer.REFUSED]
+
+
+GOALS: Registry[RuntimeGoal] = Registry("goal")

@@ -1,0 +1,99 @@
+"""Rows: the goals, one each."""
+
+from __future__ import annotations
+
+from quark.goals.facts import ONNX_FILE
+from quark.goals.goal import GOALS, Offer, RuntimeGoal
+
+_SESSION = 'python -c "import sys, onnxruntime as o; print(o.InferenceSession(sys.argv[1]%s).get_inputs())" {out}'
+_VITIS = ", providers=['VitisAIExecutionProvider']"
+
+GOALS.register("vllm", RuntimeGoal(
+    "vllm", "vLLM",
+    folder=Offer(
+        ("awq", "uint4_wo_128"),
+        {4: ("awq", "uint4_wo_128"), 8: ("quark", "int8_dynamic")},
+        "4 bits in groups of 128, in the format whose kernels every release has",
+        "vllm serve {out}",
+    ),
+))  # fmt: skip
+GOALS.register("sglang", RuntimeGoal(
+    "sglang", "SGLang",
+    folder=Offer(
+        ("awq", "uint4_wo_128"),
+        {4: ("awq", "uint4_wo_128"), 8: ("quark", "ptpc_fp8")},
+        "4 bits in groups of 128, in the format whose kernels every release has",
+        "python -m sglang.launch_server --model-path {out}",
+    ),
+))  # fmt: skip
+GOALS.register("transformers", RuntimeGoal(
+    "transformers", "transformers",
+    folder=Offer(
+        ("quark", "uint4_wo_128"),
+        {2: ("quark", "int2_wo_64"), 3: ("quark", "int3_wo_128"), 4: ("quark", "uint4_wo_128"),
+         8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
+        "4 bits in groups of 128 lose least for their size among schemes that need no data",
+        "python -c \"import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('Once'))\" {out}",
+    ),
+))  # fmt: skip
+GOALS.register("llama.cpp", RuntimeGoal(
+    "llama.cpp", "llama.cpp",
+    folder=Offer(
+        ("gguf", "q4_k_m"),
+        {2: ("gguf", "q2_k"), 3: ("gguf", "q3_k_m"), 4: ("gguf", "q4_k_m"), 5: ("gguf", "q5_k_m"),
+         6: ("gguf", "q6_k"), 8: ("gguf", "q8_0"), 16: ("gguf", "bfloat16")},
+        "Q4_K_M: 4 bits, and more where a layer loses most",
+        "llama-server -m {out}",
+    ),
+    extra=("gguf",),
+))  # fmt: skip
+GOALS.register("onnxruntime", RuntimeGoal(
+    "onnxruntime", "ONNX Runtime",
+    folder=Offer(
+        ("onnx", "uint4_wo_128"),
+        {4: ("onnx", "uint4_wo_128"), 8: ("onnx", "int8_wo")},
+        "weights as 4-bit integers, which are a sixth of the size",
+        _SESSION % "",
+    ),
+    onnx=Offer(
+        (ONNX_FILE, "INT8_CPU"),
+        {4: (ONNX_FILE, "MATMUL_NBITS"), 8: (ONNX_FILE, "INT8_CPU")},
+        "in 8-bit integers what is faster so, the rest in float",
+        _SESSION % "",
+        without_data=(ONNX_FILE, "INT8_CPU_DYNAMIC"),
+    ),
+))  # fmt: skip
+GOALS.register("openvino", RuntimeGoal(
+    "openvino", "OpenVINO",
+    onnx=Offer(
+        (ONNX_FILE, "INT8_OPENVINO"),
+        {8: (ONNX_FILE, "INT8_OPENVINO")},
+        "only what linear layers read is quantized: on a YOLOv8n 33.5 dB, with the layout for ONNX Runtime 13.4",
+        "benchmark_app -m {out}",
+        target="openvino",
+    ),
+))  # fmt: skip
+GOALS.register("ryzen-ai", RuntimeGoal(
+    "ryzen-ai", "Ryzen AI",
+    folder=Offer(
+        ("quark", "uint4_wo_128"),
+        {4: ("quark", "uint4_wo_128")},
+        "the scheme that its page on language models begins with",
+        "python -m onnxruntime_genai.models.builder -i {out} -o oga-model -p int4 -e cpu",
+    ),
+    onnx=Offer(
+        (ONNX_FILE, "XINT8"),
+        {8: (ONNX_FILE, "XINT8"), 16: (ONNX_FILE, "BF16")},
+        "8-bit integers under power-of-two scales, the type of its CNN kernels",
+        _SESSION % _VITIS,
+    ),
+))  # fmt: skip
+GOALS.register("npu", RuntimeGoal(
+    "npu", "NPU compilers",
+    onnx=Offer(
+        (ONNX_FILE, "A8W8"),
+        {8: (ONNX_FILE, "A8W8"), 16: (ONNX_FILE, "A16W8")},
+        "8-bit integers with float scales, for compilers that take Q/DQ nodes",
+        _SESSION % "",
+    ),
+))  # fmt: skip

@@ -1,0 +1,117 @@
+"""What is chosen for a goal: from facts alone, and refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+
+from quark.commands.words import FILE_FORMS, FOLDER_FORMS, onnx_algorithms, scheme_names, torch_algorithms
+from quark.core.schemes import SCHEMES
+from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.goals import EFFORTS, GOALS, choose
+from quark.goals.efforts import steps_for
+from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
+from quark.onnx.config.preset_rows import ROWS
+from quark.torch.algorithms import ALGORITHMS
+from quark.torch.config.algo_configs import ALGO_CONFIGS, NOT_IN_THIS_VERSION, GPTQConfig
+from quark.torch.config.block_mixes import MIXES
+from quark.torch.formats import FORMATS
+from quark.torch.writers.gguf.blocks import GgufFormat
+
+REFUSED_BY_VLLM = [
+    "int8_wo", "int4_wo_per_channel", "int3_wo_128", "int2_wo_64", "int4_wa_64", "int4_fp8", "amdfp4", "mx4", "mx6",
+    "mx9", "mxint8", "bfp16", "mxfp8_e5m2",
+]  # fmt: skip
+
+
+def test_light_names_are_those_of_the_registries() -> None:
+    """They are written again where torch is not loaded."""
+    assert tuple(MIXES) == MIX_NAMES
+    assert tuple(FORMATS) == FOLDER_FORMS and FILE_FORMS == ("gguf", "onnx")
+    assert set(NOT_IN_THIS_VERSION) == {n for n, kind in ALGO_CONFIGS.items() if not {*kind.__mro__} & {*ALGORITHMS}}
+
+
+def test_every_fact_names_a_scheme_that_its_form_holds() -> None:
+    programs = {goal.program for goal in GOALS.values()}
+    for fact in FACTS:
+        assert fact.program in programs, fact
+        if fact.form == ONNX_FILE:
+            assert fact.scheme in ROWS, fact
+        elif fact.answer is not Answer.REFUSED and fact.scheme not in MIXES and fact.form in FORMATS:
+            FORMATS[fact.form].check_scheme(fact.scheme)
+        elif fact.form == "gguf" and fact.scheme not in MIXES:
+            GgufFormat().check_scheme(fact.scheme)
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_every_row_of_a_goal_is_known_to_load(name: str) -> None:
+    for onnx in (False, True):
+        offer = GOALS[name].offer(onnx)
+        if offer is None:
+            with pytest.raises(ConfigError, match="Possible for"):
+                choose(name, onnx)
+            continue
+        for bits, (form, scheme) in offer.bits.items():
+            chosen = choose(name, onnx, bits=bits, has_data=True)
+            assert (chosen.form, chosen.scheme) == (form, scheme)
+        assert choose(name, onnx).command("a b").count("'a b'") == 1
+
+
+@pytest.mark.parametrize("scheme", REFUSED_BY_VLLM)
+def test_a_scheme_that_the_program_refuses_is_an_error_that_says_what_loads(scheme: str) -> None:
+    with pytest.raises(NotSupportedError, match=rf"vLLM 0\.32 refuses {scheme}\. It loads: .*uint4_wo_128"):
+        choose("vllm", False, scheme=scheme)
+
+
+def test_families_are_the_scheme_of_the_goal() -> None:
+    assert choose("llama.cpp", False, scheme="int4").scheme == "q4_k_m"
+    assert choose("llama.cpp", False, scheme="Q5-K-M").scheme == "q5_k_m"
+    assert choose("vllm", False, scheme="W8A8").scheme == "int8_dynamic"
+    assert choose("onnxruntime", True, scheme="int8").scheme == "INT8_CPU"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scheme": "uint4_wo_12"}, ConfigError, "Did you mean 'uint4_wo_128'"),
+        ({"scheme": "int3"}, NotSupportedError, "not known to load any int3"),
+        ({"scheme": "mxfp8_e4m3"}, NotSupportedError, "Nobody has tried"),
+        ({"bits": 5}, ConfigError, "Possible for vllm: 4, 8"),
+        ({"bits": float("nan")}, ConfigError, "Possible for vllm: 4, 8"),
+        ({"bits": 4, "scheme": "int8"}, ConfigError, "say the same twice"),
+        ({"effort": "bst"}, ConfigError, "Did you mean 'best'"),
+        ({"effort": "best"}, CalibrationError, "pass --calib FILE"),
+        ({"scheme": "int8", "form": "awq"}, NotSupportedError, "as awq"),
+    ],
+)
+def test_wrong_words_say_what_is_possible(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        choose("vllm", False, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_effort_names_algorithms_that_there_are(effort: str) -> None:
+    for scheme in (*SCHEMES, *MIXES):
+        torch_algorithms(steps_for(scheme, effort).algorithms)
+    assert steps_for("uint4_wo_128", effort).algorithms[:1] != ("gptq",) or effort == "balanced"
+
+
+def test_parameters_of_algorithms_are_typed() -> None:
+    assert torch_algorithms(["gptq"]) == ["gptq"]
+    assert torch_algorithms(["gptq:refine_passes=3,desc_act=false"]) == [GPTQConfig(refine_passes=3, desc_act=False)]
+    assert onnx_algorithms(["cle:cle_steps=2"])[0].cle_steps == 2
+    for words, message in {
+        "gptq:refine_pases=3": "Did you mean 'refine_passes'",
+        "gptq:refine_passes=x": "expected int",
+        "gptq:refine_passes": "is no parameter",
+        "gptq:refine_passes=1,refine_passes=2": "twice",
+        "svdquant": "not part of this version",
+        "gtpq": "Did you mean 'gptq'",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            torch_algorithms([words])
+    with pytest.raises(ConfigError, match="target_layer_config"):
+        onnx_algorithms(["auto_mixprecision"])
+
+
+def test_every_scheme_has_one_name() -> None:
+    assert len(scheme_names()) == len(set(scheme_names()))
