@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     import typer
 
 
+HELP = "Quantize a model, and see what it cost.\n\nExample: quark quantize ./llama --for vllm -o ./llama-vllm"
+
+
 def main() -> None:
-    """Run the command line; bad usage and a QuarkError become one line on stderr and exit code 1."""
+    """Run the command line; a QuarkError becomes one line on stderr and exit code 1, bad usage 2."""
     try:
         from quark.command_line import run
 
@@ -24,6 +27,14 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from quark import __version__
+
+        sys.stdout.write(f"quark {__version__}\n")
+        raise SystemExit
+
+
 def app() -> typer.Typer:
     """The program."""
     import typer
@@ -31,14 +42,17 @@ def app() -> typer.Typer:
     from quark.command_line import DEBUG_HELP
     from quark.commands import COMMANDS
 
+    def options(
+        version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Print the version."),
+    ) -> None:
+        """The options of no command."""
+
     made = typer.Typer(
         name="quark",
-        help="Quantize a model, and see what it cost.\n\nExample: quark quantize ./llama --scheme uint4_wo_128 -o out",
-        epilog=DEBUG_HELP,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
+    made.callback(help=HELP, epilog=DEBUG_HELP)(options)
     for name, command in COMMANDS.items():
         made.command(name)(command)
     return made

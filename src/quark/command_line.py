@@ -1,27 +1,37 @@
 """Runs typer programs: what is wrong with a command line, a file or the program is one line on stderr.
 
-Exit codes: 0 done; 1 refused, failed, or done but the results could not be printed; 130 interrupted by Ctrl-C.
+Exit codes: 0 done; 1 refused, failed, or done but the results could not be printed; 2 the command line is wrong; 130
+interrupted by Ctrl-C.
+
+Four words may stand anywhere on the line: --debug, --json, --quiet, --verbose.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, ClassVar, cast
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from quark.errors import INTERRUPTED, QuarkError, is_interrupt, one_line
-from quark.log import UnfailingStream
+from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, one_line
+from quark.log import UnfailingStream, logger
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
-DEBUG_HELP = f"{DEBUG}, anywhere on the line, or {DEBUG_VARIABLE}=1: show the traceback of an error."
+JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
+ANYWHERE = (DEBUG, JSON, QUIET, VERBOSE)
+DEBUG_HELP = (
+    f"Anywhere on the line: {DEBUG} (or {DEBUG_VARIABLE}=1) shows the traceback of an error; {JSON} prints what is "
+    f"printed as one JSON object; {QUIET} logs warnings only; {VERBOSE} logs more."
+)
 PACKAGE = Path(__file__).parent
 
 
@@ -38,9 +48,48 @@ def program(function: Callable[..., Any], epilog: str | None = None) -> typer.Ty
     return app
 
 
-def results() -> Console:
-    """Where results are printed: stdout, in characters that it has. Names in brackets are no markup there."""
-    return Console(file=sys.stdout, markup=False, emoji=False)
+class Results:
+    """Where results are printed: stdout, in characters that it has. Names in brackets are no markup there.
+
+    With --json nothing is printed until the program ends: then one object with `tables`, each a title and rows by
+    header, and `lines`, all other text.
+    """
+
+    collected: ClassVar[dict[str, list[Any]] | None] = None
+    """What --json prints at the end; None without it."""
+
+    def print(self, item: Any = "", **options: Any) -> None:
+        """Print a table, or text; `options` are those of `rich.console.Console.print`."""
+        if Results.collected is None:
+            Console(file=sys.stdout, markup=False, emoji=False).print(item, **options)
+        elif isinstance(item, Table):
+            Results.collected["tables"].append({"title": str(item.title or ""), "rows": _rows(item)})
+        else:
+            Results.collected["lines"].append(str(item))
+
+
+def _rows(table: Table) -> list[dict[str, Any]]:
+    """The rows of a table by header; cells that are numbers as numbers, empty ones as null."""
+    headers = [str(column.header) for column in table.columns]
+    return [
+        dict(zip(headers, map(_value, row), strict=True))
+        for row in zip(*(c._cells for c in table.columns), strict=True)
+    ]
+
+
+def _value(cell: Any) -> Any:
+    text = str(cell)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text or None
+    # A name may look like a number with an exponent, or be the word "null".
+    return value if type(value) in (int, float) and abs(value) < float("inf") else text
+
+
+def results() -> Results:
+    """Where results are printed."""
+    return Results()
 
 
 def new_table(*headers: str, title: str | None = None) -> Table:
@@ -60,9 +109,18 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in words or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     output = UnfailingStream(sys.stdout)
-    with redirect_stdout(cast(IO[str], output)):
-        code = _run(app, name, [word for word in words if word != DEBUG], debug)
-        output.flush()
+    level, Results.collected = logger.level, {"tables": [], "lines": []} if JSON in words else None
+    if QUIET in words or VERBOSE in words:
+        logger.setLevel(logging.WARNING if QUIET in words else logging.DEBUG)
+    try:
+        with redirect_stdout(cast(IO[str], output)):
+            code = _run(app, name, [word for word in words if word not in ANYWHERE], debug)
+            if Results.collected is not None and any(Results.collected.values()):
+                output.write(json.dumps(Results.collected, indent=2, ensure_ascii=False) + "\n")
+            output.flush()
+    finally:
+        Results.collected = None
+        logger.setLevel(level)
     if output.error is not None:
         _silence(output)
         # A reader that has seen enough is no failure.
@@ -90,11 +148,11 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
             return _say(name, "Interrupted.", INTERRUPTED)
         if isinstance(error, QuarkError):
             _trace(debug)
-            return _say(name, str(error))
+            return _say(name, str(error), USAGE if isinstance(error, UsageError) else 1)
         # Errors of the command line's own parser: typer exports no base class for them, but all have this method.
         if hasattr(error, "format_message"):
             message = error.format_message()  # none where the help was printed instead
-            return _say(name, message) if message else 0
+            return _say(name, message, USAGE) if message else 0
         _trace(debug)
         return _say(name, _unexpected(error, debug))
     return 0

@@ -2,6 +2,7 @@
 
     QuarkError
     ├── ConfigError              a config, scheme, pattern or option is wrong          (also ValueError)
+    │   └── UsageError           the words of a command line are; exit code 2
     ├── CalibrationError         the calibration data cannot give what the config needs (also ValueError)
     ├── NonFiniteError           NaN or Inf in a weight or an activation               (also ValueError)
     ├── ShapeError               a shape does not fit a granularity or a layout        (also ValueError)
@@ -21,6 +22,8 @@ import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
+USAGE = 2
+"""The exit code of a program whose command line is wrong."""
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended."""
 
@@ -31,6 +34,10 @@ class QuarkError(Exception):
 
 class ConfigError(QuarkError, ValueError):
     """A configuration, scheme name, pattern or option is wrong."""
+
+
+class UsageError(ConfigError):
+    """The words of a command line are wrong, which is said before any work; exit code 2."""
 
 
 class NothingQualifiesError(ConfigError):

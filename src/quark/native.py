@@ -83,11 +83,20 @@ def _is_safe(path: Path) -> bool:
     return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def compiler_of_this_machine() -> str | None:
+    """Path of the C++ compiler: `CXX`, else the first that is found; None where there is none."""
+    return next(filter(None, map(shutil.which, _compiler_names())), None)
+
+
+def _compiler_names() -> list[str]:
+    chosen = shlex.split(os.environ.get("CXX", ""), posix=sys.platform != "win32")
+    return [chosen[0]] if chosen else [*(["cl"] if sys.platform == "win32" else []), "c++", "g++", "clang++"]
+
+
 def _command(purpose: str, without: str) -> list[str]:
     """The compiler and its flags: `CXX`, else the first that is found."""
     chosen = shlex.split(os.environ.get("CXX", ""), posix=sys.platform != "win32")
-    names = [chosen[0]] if chosen else [*(["cl"] if sys.platform == "win32" else []), "c++", "g++", "clang++"]
-    compiler = next(filter(None, map(shutil.which, names)), None)
+    names, compiler = _compiler_names(), compiler_of_this_machine()
     if compiler is None:
         hint = " On Windows: start from a Developer Command Prompt, or install MinGW." if os.name == "nt" else ""
         raise MissingDependencyError(

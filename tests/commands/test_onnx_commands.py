@@ -294,7 +294,7 @@ BAD = {
 def test_bad_input_is_one_clear_line(line: str, message: str, places: dict[str, Path], tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in places["cnn"].parent.rglob("*")}
     done = command(line, places, out=tmp_path / "out.onnx")
-    assert done.code == 1
+    assert done.code in (1, 2)
     assert done.err.startswith("quark: ") and done.err.count("\n") == 1 and message in done.err, done.err
     assert list(tmp_path.iterdir()) == []
     assert {path: path.stat().st_mtime_ns for path in places["cnn"].parent.rglob("*")} == before

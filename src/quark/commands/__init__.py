@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from quark.commands.algorithms import algorithms
 from quark.commands.convert import convert
+from quark.commands.doctor import doctor
 from quark.commands.evaluate import evaluate
+from quark.commands.formats import formats
 from quark.commands.inspect import inspect
 from quark.commands.plan import plan
 from quark.commands.quantize import quantize
@@ -19,6 +22,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": inspect,
     "plan": plan,
     "schemes": schemes,
+    "algorithms": algorithms,
+    "formats": formats,
+    "doctor": doctor,
 }
 
 __all__ = ["COMMANDS"]

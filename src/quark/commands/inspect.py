@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from quark.command_line import new_table, results
+from quark.command_line import Results, new_table, results
 from quark.commands.kinds import check_options, is_onnx, onnx_option
 from quark.errors import ConfigError, FormatError
 
@@ -63,7 +62,7 @@ def inspect(
         _print_times(model, data, console)
 
 
-def _print_times(model: Path, data: Path | None, console: Console) -> None:
+def _print_times(model: Path, data: Path | None, console: Results) -> None:
     """The times of the quantized nodes, and what the file gains in all."""
     from quark.commands.file_times import file_times
     from quark.onnx.calibration.data.path_reader import PathDataReader
@@ -114,7 +113,7 @@ def _bytes(tensor: onnx.TensorProto) -> int:
     return sum(outside) or len(tensor.raw_data) or tensor.ByteSize()
 
 
-def _print_fusion(rows: list[Fusion], console: Console) -> None:
+def _print_fusion(rows: list[Fusion], console: Results) -> None:
     if not rows:
         console.print("No node reads a DequantizeLinear or is an integer operator.")
         return

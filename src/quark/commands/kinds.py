@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import typer
 
-from quark.errors import ConfigError
+from quark.errors import UsageError
 from quark.files import require_config, require_regular
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def is_onnx(model: Path) -> bool:
 
 
 def check_options(context: typer.Context, model: Path, shared: Collection[str] = ()) -> None:
-    """Raise ConfigError when an option was given that belongs to the other kind of model.
+    """Raise UsageError when an option was given that belongs to the other kind of model.
 
     Args:
         context: What was given.
@@ -37,7 +37,7 @@ def check_options(context: typer.Context, model: Path, shared: Collection[str] =
     for name, panel in panels.items():
         source = context.get_parameter_source(name or "")
         if name not in shared and panel == other and source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(
+            raise UsageError(
                 f"{_flag(name)} does not apply to {model}: it is {other[0].lower()}{other[1:]}. Possible here: "
                 f"{', '.join(_flag(n) for n, panel in panels.items() if panel == own)}."
             )
@@ -52,9 +52,9 @@ def require_model(model: Path) -> None:
 
 
 def require(value: T | None, flag: str, model: Path) -> T:
-    """The value of an option that this kind of model needs. Raises ConfigError when it is missing."""
+    """The value of an option that this kind of model needs. Raises UsageError when it is missing."""
     if value is None:
-        raise ConfigError(f"Missing option {flag}, which {model} needs.")
+        raise UsageError(f"Missing option {flag}, which {model} needs.")
     return value
 
 

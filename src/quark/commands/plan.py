@@ -19,8 +19,8 @@ from quark.commands.bit_budget import (
 )
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, serve_line
 from quark.commands.kinds import is_onnx, require, require_model
-from quark.commands.words import check_words, layer_schemes
-from quark.errors import ConfigError
+from quark.commands.words import check_words, layer_schemes, usage
+from quark.errors import UsageError
 
 
 def plan(
@@ -54,14 +54,15 @@ def plan(
     # Before the libraries load: a wrong path or word is answered at once.
     onnx = is_onnx(model)
     if onnx and goal is None:
-        raise ConfigError(f"{model} is an ONNX file, of which --for shows what would be done. Possible: --for GOAL.")
+        raise UsageError(f"{model} is an ONNX file, of which --for shows what would be done. Possible: --for GOAL.")
     require_model(model)
-    if goal is None:
-        check_words([scheme, *layer_schemes(layer)])
-    choice = asked_choice(
-        goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
-        has_data=calib is not None,
-    )  # fmt: skip
+    with usage():
+        if goal is None:
+            check_words([scheme, *layer_schemes(layer)])
+        choice = asked_choice(
+            goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
+            has_data=calib is not None,
+        )  # fmt: skip
     console = results()
     if choice is not None:
         console.print(choice_rows(choice))
@@ -79,7 +80,7 @@ def plan(
     if choice is not None:
         config = config_of(model, choice.scheme, form, exclude, layer)
     elif calib is not None and budget is None:
-        raise ConfigError("--calib belongs to --bits or --size, which are not given.")
+        raise UsageError("--calib belongs to --bits or --size, which are not given.")
     else:
         config = scheme_config(any_scheme() if budget else require(scheme, "--scheme or --for", model), exclude, layer)
     if budget is not None:

@@ -11,7 +11,7 @@ from quark.command_line import results
 from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
-from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms
+from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
 from quark.errors import OutputError
 from quark.goals.efforts import BALANCED, BEST, FAST
 from quark.log import logger
@@ -185,12 +185,13 @@ def quantize(
         raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
     require_model(model)
     onnx = is_onnx(model)
-    if goal is None and not onnx:
-        check_words([scheme, *layer_schemes(layer)], export_format, algorithm, dtype)
-    choice = asked_choice(
-        goal, effort, model, onnx, scheme=scheme or config, bits=bits, size=size, form=export_format,
-        algorithms=algorithm, has_data=calib is not None, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    with usage():
+        if goal is None and not onnx:
+            check_words([scheme, *layer_schemes(layer)], export_format, algorithm, dtype)
+        choice = asked_choice(
+            goal, effort, model, onnx, scheme=scheme or config, bits=bits, size=size, form=export_format,
+            algorithms=algorithm, has_data=calib is not None, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     if choice is not None:
         logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.

@@ -1,22 +1,50 @@
-"""`quark schemes`: the named schemes."""
+"""`quark schemes`: the named schemes of both flows."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from quark.command_line import new_table, results
+from quark.commands.goals import facts_table
+from quark.commands.words import usage
 from quark.core.schemes import SCHEMES
+from quark.goals import GOALS
 
 
-def schemes() -> None:
-    """List the schemes by name; those of GGUF files give embeddings and head a type, too.
+def schemes(
+    goal: Annotated[str | None, typer.Option("--for", help=f"What one program loads: {', '.join(GOALS)}.")] = None,
+) -> None:
+    """List the schemes of model folders, the mixes of GGUF files, and the configurations of ONNX files.
 
-    Example: quark schemes
+    Example: quark schemes --for vllm
     """
-    # The rules are part of the torch flow, which imports torch.
+    console = results()
+    if goal is not None:
+        with usage():
+            row = GOALS[goal]
+        for onnx in (False, True):
+            if row.offer(onnx) is not None:
+                console.print(facts_table(goal, onnx))
+        return
+    # Tables of the flows, which load neither torch nor onnx.
+    from quark.onnx.config.preset_rows import QROWS, ROWS
     from quark.torch.config.block_mixes import MIXES
 
-    table = new_table("scheme", "weight", "input activation")
+    table = new_table("scheme", "weight", "input activation", title="Of a model folder: --scheme")
     for name, layer in SCHEMES.items():
         table.add_row(name, str(layer.weight), str(layer.input or "float"))
     for name, mix in MIXES.items():
         table.add_row(name, f"GGUF: {mix.base}, wider where it matters" if mix.wider else f"GGUF: {mix.base}", "float")
-    results().print(table)
+    console.print(table)
+    configurations = new_table("configuration", "weight", "activation", "ranges", title="Of an ONNX file: --config")
+    for name, preset in ROWS.items():
+        fields = preset.fields
+        kinds = [str(fields.get(kind, "")).rpartition(".")[2] for kind in ("weight_type", "activation_type")]
+        method = fields.get("calibrate_method")
+        live = "of each input" if fields.get("use_dynamic_quant") else getattr(method, "name", "")
+        configurations.add_row(name, *kinds, live)
+    for name, newer in QROWS.items():
+        configurations.add_row(name, newer.weight.__name__, newer.activation.__name__, "")
+    console.print(configurations)

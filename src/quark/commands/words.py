@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quark.core.scheme_families import suggestion
-from quark.errors import ConfigError, did_you_mean
+from quark.errors import ConfigError, UsageError, did_you_mean
 
 FOLDER_FORMS = ("quark", "awq", "fp8", "compressed-tensors")
 FILE_FORMS = ("gguf", "onnx")
 """Forms that are one file, not a folder of safetensors."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Within: what is wrong with a configuration is wrong with the command line; exit code 2."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def check_words(

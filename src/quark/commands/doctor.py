@@ -1,0 +1,78 @@
+"""`quark doctor`: versions, devices, and what is missing, with the line that installs it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from quark import __version__
+from quark.command_line import new_table, results
+from quark.native import compiler_of_this_machine
+
+PACKAGES = {
+    "torch": "torch", "transformers": "torch", "safetensors": "torch", "accelerate": "torch", "greenlet": "torch",
+    "onnx": "onnx", "onnx_ir": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx", "gguf": "gguf", "PIL": "images",
+    "cryptography": "crypto", "matplotlib": "plot", "onnxslim": "slim", "yaml": "yaml",
+}  # fmt: skip
+"""Package as it is imported -> the extra that brings it."""
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "onnx_ir": "onnx-ir"}
+
+
+def doctor() -> None:
+    """Show versions and devices, and what is missing, with the line that installs it.
+
+    Example: quark doctor
+    """
+    console = results()
+    table = new_table("what", "found", "what to do", title="Packages")
+    table.add_row("quark", f"{__version__} in {Path(__file__).parents[1]}", _rival())
+    table.add_row("python", sys.version.split()[0], "")
+    for package, extra in PACKAGES.items():
+        version = version_of(package)
+        table.add_row(package, version or "missing", "" if version else f"pip install 'openquark[{extra}]'")
+    console.print(table)
+    devices = new_table("device", "found", "what to do", title="Machine")
+    devices.add_row("processor", f"{platform.machine()}, {platform.system()}", "")
+    for name, found in torch_devices().items():
+        devices.add_row(name, found, "")
+    compiler = compiler_of_this_machine()
+    advice = "" if compiler else "GPTQ, AWQ and searches of scales take about twice as long: install g++ or clang++"
+    devices.add_row("C++ compiler", compiler or "missing", advice)
+    console.print(devices)
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package, without loading it; None where it cannot be imported."""
+    try:
+        if find_spec(package) is None:
+            return None
+        return metadata.version(DISTRIBUTIONS.get(package, package))
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+    except (ImportError, ValueError):
+        return None
+
+
+def _rival() -> str:
+    """What is to be done about amd-quark, which has the same import name."""
+    try:
+        version = metadata.version("amd-quark")
+    except metadata.PackageNotFoundError:
+        return ""
+    return f"amd-quark {version} has the same import name and overwrites files: pip uninstall amd-quark, or two venvs"
+
+
+def torch_devices() -> dict[str, str]:
+    """Device -> its name, of those on which torch can compute."""
+    if version_of("torch") is None:
+        return {}
+    import torch  # seconds: a question of devices is the only one that needs it
+
+    found = {"cpu": f"{torch.get_num_threads()} threads"}
+    found |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    if torch.backends.mps.is_available():
+        found["mps"] = "Apple GPU"
+    return found
