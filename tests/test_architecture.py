@@ -57,7 +57,7 @@ ARROWS = [
     "onnx_ops goals",
     "torch onnx",
     "commands common contrib shares",
-    "cli",
+    "cli one_call",
     "__main__",
 ]
 

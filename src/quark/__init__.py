@@ -1,3 +1,22 @@
-"""quark: quantization of PyTorch and ONNX models. Import `quark.torch` or `quark.onnx`."""
+"""quark: quantization of PyTorch and ONNX models. `quark.quantize`, or `quark.torch` and `quark.onnx` for all of it."""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
+
+if TYPE_CHECKING:
+    from quark.one_call import quantize as quantize
+
+
+def __getattr__(name: str) -> Any:
+    """`quantize`, which is read when it is asked for."""
+    if name == "quantize":
+        from quark.one_call import quantize
+
+        return quantize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Possible: quantize, or import quark.{name}.")
+
+
+def __dir__() -> list[str]:
+    """What can be asked for."""
+    return sorted([*(name for name in globals() if name.startswith("__")), "quantize"])

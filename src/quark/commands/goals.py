@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from quark.command_line import new_table
 from quark.commands.bit_budget import bytes_of
+from quark.commands.kinds import require_model
+from quark.commands.words import onnx_algorithms, torch_algorithms
 from quark.errors import ConfigError
 from quark.goals import GOALS, GoalChoice, choose
-from quark.goals.efforts import check_effort
-from quark.goals.facts import Answer
+from quark.goals.efforts import FAST, check_effort
+from quark.goals.facts import ONNX_FILE, Answer
 
 GoalOption = Annotated[
     str | None,
@@ -97,3 +100,39 @@ def facts_table(goal: str, onnx: bool) -> Table:
 def onnx_config(choice: GoalChoice) -> str | None:
     """The configuration for an ONNX file; None where the flow finds it itself, which it does for this processor."""
     return None if choice.goal.name == "onnxruntime" and not choice.given else choice.scheme
+
+
+def quantize_path(
+    model: Path,
+    choice: GoalChoice,
+    data: Any,
+    output: str,
+    exclude: list[str],
+    samples: int | None,
+    force: bool,
+    algorithms: Sequence[str] | None = None,
+) -> Path:
+    """Quantize a folder or an ONNX file as was chosen; `algorithms` were asked for. Returns what a program opens."""
+    require_model(model)
+    if choice.form == ONNX_FILE:
+        from quark.commands.quantize_onnx import calibration_reader, quantize_onnx
+        from quark.commands.recover_onnx import recovery_of
+
+        is_path = isinstance(data, (str, os.PathLike))
+        reader = calibration_reader(model, Path(data), None, None, None) if is_path else data
+        quantize_onnx(
+            model, output, onnx_config(choice), reader, samples, exclude, choice.target, None, force,
+            recovery=recovery_of(choice.effort, reader is not None), algorithms=onnx_algorithms(algorithms),
+            quick=choice.effort != FAST,
+        )  # fmt: skip
+        return Path(output)
+    from quark.commands.export_torch import Export
+    from quark.commands.quantize_torch import quantize_folder
+
+    export = Export(Path(output), choice.form, "real_quantized", "reorder", "5GB", force)
+    quantize_folder(
+        model, choice.scheme, calib=None if data is None else Path(data), samples=samples, exclude=exclude, layer=None,
+        algorithm=torch_algorithms(choice.algorithms) or None, kv_cache=None, attention=None, device="cpu",
+        dtype="auto", export=export, stream=None, load={"trust_remote_code": False, "keep_unexpected": False},
+    )  # fmt: skip
+    return export.made(model)

@@ -13,7 +13,7 @@ from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_co
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
 from quark.errors import OutputError
-from quark.goals.efforts import BALANCED, BEST, FAST
+from quark.goals.efforts import FAST
 from quark.log import logger
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
@@ -197,16 +197,15 @@ def quantize(
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if onnx:
         from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
-        from quark.commands.recover_onnx import QUICK, asked, split_targets
+        from quark.commands.recover_onnx import asked, recovery_of, split_targets
 
         reader = calibration_reader(model, calib, batch_size, mean, std)
         runtime, least = split_targets(target or [])
         if choice is not None:
             config, runtime = onnx_config(choice), runtime or choice.target
-            recover = recover or (choice.effort == BEST and reader is not None)
         recovery = asked(recover, budget, metric, least, allow_wider)
-        if recovery is None and choice is not None and choice.effort == BALANCED and reader is not None:
-            recovery = QUICK
+        if choice is not None:
+            recovery = recovery or recovery_of(choice.effort, reader is not None)
         timing = Timing(measure, profile)
         quantize_onnx(
             model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,

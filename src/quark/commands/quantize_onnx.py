@@ -17,7 +17,7 @@ from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig
-from quark.onnx.config.lowering import lower
+from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import MeasurementSettings

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from quark.command_line import new_table, results
 from quark.errors import ConfigError
+from quark.goals.efforts import BALANCED, FAST
 from quark.onnx import ModelQuantizer
 from quark.onnx.evaluation.recovery.search import Recovery
 
@@ -41,6 +42,13 @@ class Recovering:
 
 QUICK = Recovering("60s", "sqnr", None, quick=True)
 """What a file gets for which no configuration is given: at most a minute."""
+
+
+def recovery_of(effort: str, has_data: bool) -> Recovering | None:
+    """What an effort of a goal means."""
+    if not has_data or effort == FAST:
+        return None
+    return QUICK if effort == BALANCED else Recovering("10m", "sqnr", None)
 
 
 def asked(

@@ -143,14 +143,15 @@ def _scheme(
         made, name = offer.default if has_data or offer.without_data is None else offer.without_data
         return _in_form(goal, onnx, name, form, made), name, offer.why
     names = {fact.scheme for fact in goal.facts(onnx)}
-    found = scheme if scheme in names else named_in(scheme, [name for _, name in (offer.default, *offer.bits.values())])
+    rows = [offer.default, *offer.bits.values()]
+    found = scheme if scheme in names else named_in(scheme, [name for _, name in rows])
     if found is None:
         found = named_in(scheme, [fact.scheme for fact in goal.loaded(onnx)])
     if found is None:
         raise _unknown(goal, onnx, scheme, form)
-    made = next((row[0] for row in (offer.default, *offer.bits.values()) if row[1] == found), None)
+    preferred = next((row[0] for row in rows if row[1] == found), None)
     why = "asked for" if found == scheme else f"{scheme}: here it is {found}"
-    return _in_form(goal, onnx, found, form, made), found, why
+    return _in_form(goal, onnx, found, form, preferred), found, why
 
 
 def _in_form(goal: RuntimeGoal, onnx: bool, scheme: str, form: str | None, preferred: str | None) -> str:

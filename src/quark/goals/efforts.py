@@ -102,8 +102,8 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
         return none, none
     if layer.input is None:
         in_groups = not weight.dtype.is_float and "per_channel" not in scheme
-        best = ON_THE_WAY if in_groups else "qronos"
-        return gptq, Steps((best,), "Qronos: 1.1 millinats of uint4 where GPTQ has 1.5 and to nearest 5.0")
+        qronos = ON_THE_WAY if in_groups else "qronos"
+        return gptq, Steps((qronos,), "Qronos: 1.1 millinats of uint4 where GPTQ has 1.5 and to nearest 5.0")
     if scheme.startswith("mxfp4"):
         return gptq, Steps(("autoround",), "AutoRound: 21.0 millinats of MXFP4 where GPTQ has 21.7, nearest 26.2")
     return gptq, Steps(("qronos",), "Qronos: 11.9 millinats of NVFP4 where GPTQ has 12.5 and to nearest 15.8")

@@ -23,6 +23,8 @@ from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.preset_rows import QROWS
+from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
@@ -46,7 +48,8 @@ class ModelQuantizer:
     """Quantizes an ONNX model.
 
     Args:
-        config: A QConfig, or the legacy Config; never changed, and what the user changes later has no effect.
+        config: A QConfig, or the legacy Config; never changed, and what the user changes later has no effect. Or a name
+            of `quark schemes`, such as "A8W8".
 
     Attributes:
         metrics: How near the last model is to the float one, where EvalMetrics asks for it.
@@ -57,8 +60,12 @@ class ModelQuantizer:
     """
 
     def __init__(self, config: Any) -> None:
+        if isinstance(config, str):
+            config = QROWS[config].make(QConfig) if config in QROWS else Config(get_default_config(config))
         if not isinstance(config, (QConfig, Config)):
-            raise ConfigError(f"ModelQuantizer takes a QConfig or a Config, got {type(config).__name__}.")
+            raise ConfigError(
+                f"ModelQuantizer takes a QConfig, a Config or the name of a configuration, got {type(config).__name__}."
+            )
         self.config = snapshot(config)
         self.settings = lower(self.config)
         self.metrics: OutputMetrics | None = None

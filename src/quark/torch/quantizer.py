@@ -20,6 +20,7 @@ from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.held_layers import held_layers, with_held
 from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantFlow, QuantizationMode
+from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference
@@ -41,7 +42,8 @@ class ModelQuantizer:
     """Quantizes a float model in place.
 
     Args:
-        config: What becomes of which layer; never changed, and what the user changes later has no effect.
+        config: What becomes of which layer; never changed, and what the user changes later has no effect. Or the name
+            of a scheme, such as "uint4_wo_128", for all linear layers but the output head and routers.
         multi_device: Accepted for the documented signature; a model spread over several devices needs no flag.
 
     Example:
@@ -49,9 +51,11 @@ class ModelQuantizer:
         >>> model = quantizer.freeze(quantizer.quantize_model(model))
     """
 
-    def __init__(self, config: QConfig, multi_device: bool = False) -> None:
+    def __init__(self, config: QConfig | str, multi_device: bool = False) -> None:
+        if isinstance(config, str):
+            config = LLMTemplate.get("auto").get_config(config)
         if not isinstance(config, QConfig):
-            raise ConfigError(f"ModelQuantizer takes a QConfig, got {type(config).__name__}.")
+            raise ConfigError(f"ModelQuantizer takes a QConfig or the name of a scheme, got {type(config).__name__}.")
         self.config = snapshot(config)
         _refuse_unsupported(self.config)
         check_cache_config(self.config)

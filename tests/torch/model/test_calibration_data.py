@@ -57,8 +57,8 @@ WRONG = {
     "zeros": ([X * 0, X * 0], "All 2 calibration batches hold zeros"),
     "denormal": ([X * 1e-42], "All 1 calibration batches hold zeros"),
     "pairs": (
-        DataLoader(TensorDataset(X, torch.arange(4))),
-        r"holds 2 items, and forward takes 1 \(x\)\. Pass",
+        DataLoader(TensorDataset(X, X, torch.arange(4))),
+        r"holds 3 items, and forward takes 1 \(x\)\. Pass",
     ),
 }
 
@@ -70,6 +70,14 @@ def test_what_is_wrong_with_the_data_is_said(kind: str) -> None:
     with pytest.raises(CalibrationError, match=message):
         calibrate(data, model)
     assert torch.equal(model(X), mlp()(X))
+
+
+def test_labels_are_left_out_where_forward_takes_none() -> None:
+    alone = calibrate(DataLoader(TensorDataset(X), batch_size=2))
+    labelled = calibrate(DataLoader(TensorDataset(X, torch.arange(4)), batch_size=2))
+    assert torch.equal(alone(X), labelled(X))
+    with pytest.raises(CalibrationError, match="holds 2 items"):  # floats may be anything
+        calibrate([(X, torch.rand(4))])
 
 
 def test_labels_are_not_passed_as_another_argument() -> None:

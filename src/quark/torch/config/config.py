@@ -7,7 +7,7 @@ Lists and dicts given to them are copied. Users may change a config; nothing in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import MISSING, field, fields
 from typing import Any
 
 import torch
@@ -47,6 +47,12 @@ class QLayerConfig:
 
     def _check(self) -> None:
         _check_layer(self)
+
+    def __repr__(self) -> str:
+        """One line: what each tensor becomes; tensors that stay in float are left out."""
+        named = {name: getattr(self, name) for name in ("weight", "input_tensors", "output_tensors", "bias")}
+        shown = [f"{name.removesuffix('_tensors')} {_short(value)}" for name, value in named.items() if value]
+        return f"QLayerConfig({', '.join(shown) or 'float'})"
 
     def to_dict(self) -> dict[str, Any]:
         """The LAYER object of the checkpoint format."""
@@ -110,6 +116,23 @@ class QConfig:
     sync_moe_expert_input_amax: bool = False
     keep_prequantized_layers: bool = True
     weight_format: str | None = None
+
+    def __repr__(self) -> str:
+        """A short table of what differs from the defaults."""
+        rows = {"all layers": self.global_quant_config, **{str(k): v for k, v in self.layer_quant_config.items()}}
+        rows |= {kind.__name__: config for kind, config in self.layer_type_quant_config.items()}
+        lines = [(name, repr(config)[len("QLayerConfig(") : -1]) for name, config in rows.items()]
+        lines += [("exclude", ", ".join(self.exclude))] if self.exclude else []
+        lines += [("algorithms", ", ".join(algorithm.__class__.__name__ for algorithm in self.algo_config or []))]
+        for entry in fields(self):
+            known = entry.name in ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude")
+            value = getattr(self, entry.name)
+            changed = entry.default_factory is MISSING and value != entry.default
+            if not known and changed and entry.name != "algo_config":
+                lines.append((entry.name, getattr(value, "name", None) or str(value)))
+        shown = [line for line in lines if line[1]]
+        width = max(len(name) for name, _ in shown)
+        return "\n".join(["QConfig", *(f"  {name:{width}}  {text}" for name, text in shown)])
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
@@ -272,3 +295,15 @@ def _layer_type(name: str) -> type[nn.Module]:
         return found
     names = [key for key, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)]
     raise ConfigError(f"layer_type_quant_config: torch.nn has no layer {name!r}. {did_you_mean(name, names)}")
+
+
+def _short(value: TensorConfigs) -> str:
+    """A tensor in a few words: "uint4 group 128 asymmetric"."""
+    if isinstance(value, list):
+        return " of ".join(map(_short, value))
+    if value is None:
+        return "float"
+    scheme = value.qscheme.name.replace("per_", "") if value.qscheme is not None else ""
+    size = f" {value.group_size}" if value.group_size else ""
+    extra = (" asymmetric" if value.symmetric is False else "") + (" live" if value.is_dynamic else "")
+    return f"{value.dtype.name} {scheme}{size}{extra}".replace("  ", " ").strip()

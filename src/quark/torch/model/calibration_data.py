@@ -13,6 +13,7 @@ from torch import nn
 
 from quark.core.scales import TINY
 from quark.errors import CalibrationError, QuarkError, one_line
+from quark.log import logger
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 """What a forward calls the argument that takes what a sample is labelled with."""
@@ -60,6 +61,7 @@ class Batches:
     def __init__(self, model: nn.Module, data: Iterable[Any]) -> None:
         self.data = data
         self._forward = _positional(model)
+        self._dropped = False
 
     def __iter__(self) -> Iterator[Any]:
         """Raises CalibrationError for batches that cannot be read, hold labels, or are all zero together."""
@@ -75,6 +77,7 @@ class Batches:
                 said = f"{type(error).__name__}: {one_line(error)}"
                 raise CalibrationError(f"The calibration data failed at batch {index}: {said}.") from error
             batch = _as_tensors(batch, index)
+            batch = self._without_labels(batch)
             self._refuse_labels(batch, index)
             empty = empty and _is_zero(batch)
             yield batch
@@ -89,6 +92,17 @@ class Batches:
             raise
         except Exception as error:  # as above
             raise CalibrationError(f"The calibration data cannot be read: {one_line(error)}.") from error
+
+    def _without_labels(self, batch: Any) -> Any:
+        """A batch of a data set without its labels, where forward has no argument for them."""
+        if self._forward is None or not isinstance(batch, (tuple, list)) or len(batch) != len(self._forward) + 1:
+            return batch
+        if len(batch) < 2 or not _is_labels(batch[-1], batch[0]):
+            return batch
+        if not self._dropped:
+            logger.info("The labels in the calibration data are left out: forward takes none.")
+            self._dropped = True
+        return batch[:-1]
 
     def _refuse_labels(self, batch: Any, index: int) -> None:
         """Refuse a batch with more items than forward takes, or with one label for each sample among its arguments."""

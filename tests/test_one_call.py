@@ -1,0 +1,84 @@
+"""`quark.quantize`: a module, a folder or an ONNX file, and what it says of wrong words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import quark
+from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, QConfig
+from tests.models.onnx_zoo import cnn, images
+from tests.models.torch_zoo import tiny_llama, token_batches
+
+pytestmark = pytest.mark.slow  # each quantizes a model
+
+
+def test_a_family_is_the_scheme_of_the_goal() -> None:
+    tokens = token_batches(1)[0]
+    made = quark.quantize(tiny_llama(), "int4")
+    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("uint4_wo_128"))
+    by_hand = quantizer.freeze(quantizer.quantize_model(tiny_llama()))
+    with torch.no_grad():
+        assert torch.equal(made(tokens).logits, by_hand(tokens).logits)
+
+
+def test_data_bring_the_algorithm_of_the_effort() -> None:
+    tokens = token_batches(2)
+    made = quark.quantize(tiny_llama(), "int4", data=tokens, algorithm="gptq:refine_passes=0")
+    plain = quark.quantize(tiny_llama(), "int4", data=tokens, effort="fast")
+    assert isinstance(made.quant_config, QConfig) and made.quant_config.algo_config[0].refine_passes == 0
+    assert plain.quant_config.algo_config is None
+
+
+def test_an_onnx_file_runs_in_onnxruntime(tmp_path: Path) -> None:
+    import onnx
+
+    onnx.save(cnn(), tmp_path / "float.onnx")
+    x = images(1)[0] if isinstance(images(1), list) else images(1)
+    made = quark.quantize(tmp_path / "float.onnx", output=tmp_path / "int8.onnx")
+    feed = x if isinstance(x, dict) else {"x": np.asarray(x)}
+    before, after = (onnxruntime.InferenceSession(str(f)).run(None, feed)[0] for f in (tmp_path / "float.onnx", made))
+    assert made == tmp_path / "int8.onnx" and made.stat().st_size < (tmp_path / "float.onnx").stat().st_size
+    assert np.abs(before - after).max() < 0.1 * np.abs(before).max()
+
+
+def test_wrong_words_are_refused_before_any_work(tmp_path: Path) -> None:
+    model = nn.Linear(128, 4)
+    before = model.weight.clone()
+    for words, error, message in (
+        ({"scheme": "int44"}, ConfigError, "Did you mean"),
+        ({"goal": "vlm"}, ConfigError, "Did you mean 'vllm'"),
+        ({"goal": "vllm", "scheme": "mx9"}, NotSupportedError, "It loads"),
+        ({"algorithm": "gtpq"}, ConfigError, "Did you mean 'gptq'"),
+    ):
+        with pytest.raises(error, match=message):
+            quark.quantize(model, **words)  # type: ignore[arg-type]
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ConfigError, match="needs output="):
+        quark.quantize(tmp_path)
+    with pytest.raises(FormatError):
+        quark.quantize(tmp_path / "missing", output=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(AttributeError, match="Possible: quantize"):
+        quark.quantise  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_quantizer_takes_a_name_and_a_config_prints_as_a_table() -> None:
+    text = repr(ModelQuantizer("uint4_wo_128").config)
+    assert "weight uint4 group 128 asymmetric" in text and text.count("\n") < 5 and len(text) < 300
+    with pytest.raises(ConfigError, match="'int4' is a family: 'int4_wo_128'"):
+        ModelQuantizer("int4")
+    import quark.onnx
+
+    assert (
+        quark.onnx.ModelQuantizer("A8W8").settings
+        == quark.onnx.ModelQuantizer(quark.onnx.Config(quark.onnx.get_default_config("A8W8"))).settings
+    )
+    with pytest.raises(ConfigError, match="Did you mean 'A8W8'"):
+        quark.onnx.ModelQuantizer("A8W7")
