@@ -27,6 +27,7 @@ from quark.core.granularity import Granularity, PerGroup
 from quark.core.observers import OBSERVERS
 from quark.core.registry import Registry
 from quark.core.rounding import RoundType
+from quark.core.scheme_families import FAMILIES
 from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
@@ -419,7 +420,9 @@ def test_every_scheme_that_a_page_names_exists() -> None:
     for page in PAGES:
         for name in re.findall(r"(?:--scheme |get_config\(\s*\")([\w]+)", page.read_text(encoding="utf-8")):
             added = {"uint4_fp8_dynamic", "uint4_wo_12"}  # registered on the page; the misspelling of "Errors"
-            assert name in SCHEMES or name in MIXES or name in added, f"{page_name(page)} names {name}"
+            assert name in SCHEMES or name in MIXES or name in FAMILIES or name in added, (
+                f"{page_name(page)} names {name}"
+            )
 
 
 def test_the_changelog_has_the_version() -> None:

@@ -80,6 +80,11 @@ def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str],
     from quark.goals.facts import MIX_NAMES
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
 
+    folder = getattr(model, "name_or_path", "")
+    if output is not None and chosen.form == "onnx":
+        raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")
+    if output is not None and chosen.form == "gguf" and not folder:
+        raise ConfigError("A GGUF file needs a tokenizer: quark.torch.export_gguf(model, folder, name, tokenizer).")
     algorithms = torch_algorithms(chosen.algorithms) or None
     if chosen.scheme in MIX_NAMES:
         config = gguf_config(model, chosen.scheme, algorithms, exclude)
@@ -93,9 +98,7 @@ def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str],
         return made
     path = Path(output)
     if chosen.form == "gguf":
-        export_gguf(made, path.parent, path.stem, getattr(model, "name_or_path", None) or None, overwrite=overwrite)
-    elif chosen.form == "onnx":
-        raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")
+        export_gguf(made, path.parent, path.stem, folder, overwrite=overwrite)
     else:
         export_safetensors(made, path, chosen.form, overwrite=overwrite)
     return made
