@@ -426,6 +426,6 @@ def test_every_scheme_that_a_page_names_exists() -> None:
 
 
 def test_the_changelog_has_the_version() -> None:
-    from quark import __version__
+    from quark.__version__ import __version__
 
     assert f"## {__version__}" in (ROOT / "docs" / "CHANGELOG.md").read_text(encoding="utf-8")

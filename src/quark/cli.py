@@ -29,7 +29,7 @@ def main() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        from quark import __version__
+        from quark.__version__ import __version__
 
         sys.stdout.write(f"quark {__version__}\n")
         raise SystemExit

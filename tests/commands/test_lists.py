@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.core.schemes import SCHEMES
 from quark.goals import GOALS
 from quark.log import logger

@@ -8,7 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.command_line import new_table, results
 from quark.native import compiler_of_this_machine
 

@@ -71,10 +71,7 @@ def quantize_onnx(
     algorithms: Sequence[Any] = (),
     quick: bool = True,
 ) -> None:
-    """Quantize, write, and say what it took; `algorithms` are configs, beside those of the configuration.
-
-    Without a configuration: for this CPU, the fastest kernels, and, if `quick`, recovery for at most a minute.
-    """
+    """Quantize, write, and say what it took; without `config` for this CPU, if `quick` with a minute of recovery."""
     check_file(output, force)
 
     def settings_of(name: str, timing: Timing) -> ModelQuantizer:

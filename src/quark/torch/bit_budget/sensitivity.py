@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.core.solvers.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.files import atomic_file, require_regular

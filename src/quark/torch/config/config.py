@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.checked import as_dict, checked_dataclass, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config

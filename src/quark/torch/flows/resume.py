@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.errors import ConfigError, FormatError, OutputError
 from quark.files import atomic_file, hold, is_temporary
 from quark.torch.algorithms.block_loop import LoopState

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError, one_line, require_packages
