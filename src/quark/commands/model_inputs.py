@@ -6,7 +6,7 @@ import inspect
 import itertools
 import wave
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ class ModelInputs:
         if not samples:
             raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
         return samples
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token. Raises FormatError as `read` does."""
+        tokenizer = self._processor("AutoTokenizer")
+        return [tokenizer.decode([token]) for token in ids]
 
     def _samples(self, data: Path, limit: int, length: int) -> Iterator[Batch]:
         if data.suffix == ".npz":

@@ -220,9 +220,14 @@ def l2(x: Array, y: Array) -> float:
 
 def kl(x: Array, y: Array) -> float:
     """Kullback-Leibler divergence, in nats, of softmax(y) from softmax(x) along the last axis; mean over the rest."""
+    found = kl_by_row(x, y)
+    return float(found.sum()) / max(1, math.prod(found.shape))
+
+
+def kl_by_row(x: Array, y: Array) -> Array:
+    """The same for each row of the last axis, in float64: the shape is that of x without it."""
     p, q = (_log_softmax(astype(part, "float64")) for part in (x, y))
-    rows = math.prod(p.shape[:-1])
-    return float((namespace(p).exp(p) * (p - q)).sum()) / max(1, rows)
+    return (namespace(p).exp(p) * (p - q)).sum(-1)
 
 
 def _log_softmax(x: Array) -> Array:

@@ -75,7 +75,8 @@ class ClippedHistogram:
         """The range in words, with the share of the values beyond it."""
         if self.clip is None:
             return "The range follows each input; nothing is clipped."
-        rest = f"{self.beyond:.2%} of the values are beyond" if self.beyond else "no values are beyond"
+        share = f"{self.beyond:.2%}" if self.beyond >= 1e-4 else "under 0.01%"
+        rest = f"{share} of the values are beyond" if self.beyond else "no values are beyond"
         return f"Codes reach from {self.clip[0]:.4g} to {self.clip[1]:.4g}; {rest}."
 
 

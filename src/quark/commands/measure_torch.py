@@ -1,0 +1,166 @@
+"""What the models of two folders give for the same batches: outputs, perplexity, latency, the damage of each layer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from quark.core.metrics import Comparison, kl_by_row
+from quark.errors import ConfigError
+from quark.log import progress
+
+ALL = 1 << 62
+"""More samples than there are."""
+LARGEST_PIECE = 1 << 22
+"""Values of an output that are compared at once, in float64."""
+
+
+@dataclass
+class Output:
+    """One output of both models: how near they are, and for logits how often the greatest is the same."""
+
+    comparison: Comparison = field(default_factory=Comparison)
+    agreed: int = 0
+    rows: int = 0
+
+    def update(self, expected: Any, found: Any, classes: bool) -> None:
+        """Add the values of one batch; with `classes` the last axis is that of classes or tokens."""
+        expected, found = (x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (expected, found))
+        for one, other in zip(*(x.split(max(1, LARGEST_PIECE // x.shape[1])) for x in (expected, found)), strict=True):
+            self.comparison.update(one, other)
+            if classes:
+                self.agreed += int((one.argmax(1) == other.argmax(1)).sum())
+                self.rows += len(one)
+
+
+@dataclass(frozen=True)
+class FolderComparison:
+    """What running both models on the same batches showed.
+
+    Attributes:
+        perplexity: Of the float and of the quantized model; None where they do not give the next token.
+        outputs: By name.
+        divergence: Of each window of tokens, the KL divergence at each of its tokens in nats, (length,) in float64;
+            of other models empty.
+    """
+
+    perplexity: tuple[float, float] | None
+    outputs: Mapping[str, Output]
+    divergence: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class MeasuredFolders:
+    """Two models and what was measured of them.
+
+    Attributes:
+        before, after: The float and the quantized model.
+        batches: What ran.
+        comparison: Of the outputs.
+        sizes: Bytes of each.
+        seconds: Latency of each for the first batch.
+        damage: Layer -> SQNR in dB of its weight and of its output; see `layer_damage`.
+    """
+
+    before: Any
+    after: Any
+    batches: Sequence[Any]
+    comparison: FolderComparison
+    sizes: Sequence[int]
+    seconds: Sequence[float]
+    damage: Mapping[str, tuple[float, float]]
+
+
+def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:
+    """Run both models on the batches, of one sample each."""
+    import torch
+
+    from quark.torch.llm.text import negative_log_likelihood
+    from quark.torch.model.batches import forward_batch, input_device, named_outputs
+
+    device = input_device(before)
+    outputs: dict[str, Output] = {}
+    likelihoods, tokens, divergence = [0.0, 0.0], 0, []
+    with torch.no_grad():
+        for batch in progress(batches, "compare", total=len(batches)):
+            pair = [dict(named_outputs(forward_batch(model, batch, device))) for model in (before, after)]
+            for name, expected in pair[0].items():
+                found = pair[1].get(name)
+                if found is None or found.shape != expected.shape:
+                    raise ConfigError(f"The output {name!r} is of another shape, or missing, in the quantized model.")
+                outputs.setdefault(name, Output()).update(expected, found, "logits" in name)
+            if isinstance(batch, torch.Tensor) and "logits" in pair[0]:
+                ids = batch.to(device)
+                tokens += ids.numel() - len(ids)
+                rows = [values["logits"].flatten(0, -2) for values in pair]
+                parts = zip(*(x.split(max(1, LARGEST_PIECE // x.shape[-1])) for x in rows), strict=True)
+                divergence.append(torch.cat([kl_by_row(*part) for part in parts]).cpu())
+                for index, values in enumerate(pair):
+                    likelihoods[index] += negative_log_likelihood(values["logits"], ids)
+    first, second = (math.exp(value / tokens) if tokens else math.nan for value in likelihoods)
+    return FolderComparison((first, second) if tokens else None, outputs, divergence)
+
+
+def latency(model: Any, batch: Any) -> float:
+    """The median of five runs on a batch, in seconds."""
+    import torch
+
+    from quark.torch.model.batches import forward_batch, input_device, named_outputs
+
+    device, times = input_device(model), []
+    with torch.no_grad():
+        for _ in range(5):
+            start = time.perf_counter()
+            next(named_outputs(forward_batch(model, batch, device)))[1].flatten()[0].item()  # waits for a device
+            times.append(time.perf_counter() - start)
+    return sorted(times)[2]
+
+
+def layer_damage(before: Any, after: Any, batch: Any) -> dict[str, tuple[float, float]]:
+    """Weight SQNR and output SQNR in dB of each quantized layer, on one batch.
+
+    The output SQNR compares what the layer gives inside the quantized model with what it gives inside the float
+    model: errors of the layers before are part of it. It is NaN for an expert that did not get the same number of
+    tokens in both, or none.
+    """
+    import torch
+
+    from quark.core.metrics import sqnr
+    from quark.torch.layers.replace import quantized_layers
+    from quark.torch.model.passes import prepare
+
+    layers = quantized_layers(after)
+    prepare(before, layers.__contains__)  # the same layers, where the model had them in another form
+    float_outputs = _layer_outputs(before, list(layers), batch)
+    outputs = _layer_outputs(after, list(layers), batch)
+    damage = {}
+    with torch.no_grad():
+        for name, layer in layers.items():
+            weight = before.get_submodule(name).weight
+            decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
+            expected, found = float_outputs.get(name), outputs.get(name)
+            same = expected is not None and found is not None and expected.shape == found.shape and found.numel() > 0
+            damage[name] = (sqnr(weight, decoded), sqnr(expected, found) if same else math.nan)
+    return damage
+
+
+def _layer_outputs(model: Any, names: Sequence[str], batch: Any) -> dict[str, Any]:
+    import torch
+
+    from quark.torch.model.batches import forward_batch, input_device
+
+    found: dict[str, Any] = {}
+
+    def note(name: str, module: Any, args: Any, output: Any) -> None:
+        found[name] = output.detach()
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(note, name)))
+        forward_batch(model, batch, input_device(model))
+    return found

@@ -1,0 +1,191 @@
+"""`--report` of model folders: the page of two models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from quark.commands.measure_torch import MeasuredFolders
+from quark.core.granularity import PerTensor
+from quark.core.quantize import fake_quantize
+from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
+from quark.report.page import Figure, PageTable, Section
+from quark.torch.layers.base import ROLES, QuantLayer
+from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.batches import forward_batch, input_device
+
+if TYPE_CHECKING:
+    from quark.commands.model_inputs import ModelInputs
+
+MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
+HUGE = 1e30
+"""A value beyond each range: what it is quantized to is an end of the range."""
+
+
+def folder_sections(
+    float_model: Path, quantized: Path, found: MeasuredFolders, inputs: ModelInputs, words: str = ""
+) -> list[Section]:
+    """The page of two folders.
+
+    Args:
+        float_model, quantized: What was compared.
+        found: What was found.
+        inputs: What the model takes.
+        words: What was done, where that is known.
+    """
+    return [
+        _what(float_model, quantized, found, words),
+        _costs(found),
+        _tokens(found, inputs),
+        damage_section(found.damage),
+        _ranges(found),
+    ]
+
+
+def _what(float_model: Path, quantized: Path, found: MeasuredFolders, words: str) -> Section:
+    config = json.loads((quantized / "config.json").read_text(encoding="utf-8"))
+    schemes = Counter(_scheme(layer) for layer in quantized_layers(found.after).values())
+    rows = [
+        ("float model", str(float_model)),
+        ("quantized model", str(quantized)),
+        ("model type", str(config.get("model_type"))),
+        ("format", str((config.get("quantization_config") or {}).get("quant_method"))),
+        *(("layers", f"{count} of {scheme}") for scheme, count in schemes.most_common()),
+        ("measured on", f"{len(found.batches)} samples"),
+    ]
+    return Section("What was done", words, [PageTable(("", ""), rows)])
+
+
+def _scheme(layer: QuantLayer) -> str:
+    """What of a layer is quantized, and how."""
+    given = {role: getattr(layer.spec, role) for role in ROLES}
+    return ", ".join(f"{role} {spec}" for role, spec in given.items() if spec is not None)
+
+
+def _costs(found: MeasuredFolders) -> Section:
+    perplexity = found.comparison.perplexity
+    headers = ["", "size MB", "of float", *(["perplexity", "change"] if perplexity else []), "latency ms"]
+    rows = []
+    for i, name in enumerate(("float", "quantized")):
+        cells = [f"{found.sizes[i] / 1e6:.2f}", f"{found.sizes[1] / found.sizes[0]:.1%}" if i else ""]
+        if perplexity:
+            cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
+        rows.append([name, *cells, f"{found.seconds[i] * 1e3:.1f}"])
+    outputs = [
+        (name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}",
+         f"{output.agreed / output.rows:.2%}" if output.rows else "")
+        for name, output in found.comparison.outputs.items()
+    ]  # fmt: skip
+    of_outputs = PageTable(
+        ("output", "SQNR dB", "cosine", "same greatest"), outputs, f"Outputs over {len(found.batches)} samples"
+    )
+    words = "Latency is that of PyTorch with decoded weights, not that of a runtime which multiplies codes."
+    return Section("Size, latency, outputs", words, [PageTable(headers, rows), of_outputs])
+
+
+def _tokens(found: MeasuredFolders, inputs: ModelInputs) -> Section:
+    """How far the next token's distribution moved, at each token, and where most."""
+    if not found.comparison.divergence:
+        return Section("KL divergence by token")
+    values = torch.cat(list(found.comparison.divergence))
+    windows = [batch.flatten().tolist() for batch in found.batches]
+    starts = [0]
+    for window in windows:
+        starts.append(starts[-1] + len(window))
+    rows = []
+    for place in values.nan_to_num(math.inf).argsort(descending=True)[:MOST_TOKENS].tolist():
+        index = next(i for i, start in enumerate(starts) if start > place) - 1
+        at = place - starts[index]
+        read = inputs.words(windows[index][max(0, at - CONTEXT + 1) : at + 1])
+        rows.append((f"{float(values[place]):.4g}", str(index), str(at), "".join(read[:-1]) + f"[{read[-1]}]"))
+    table = PageTable(("KL, nats", "window", "token", "what was read"), rows, f"The {len(rows)} tokens that moved most")
+    shares = [f"{float(values.quantile(q)):.3g} at {q:.0%}" for q in (0.5, 0.9, 0.99)]
+    words = (
+        "How far the distribution of the next token is from that of the float model, for each token of the data. "
+        f"Mean {float(values.mean()):.4g} nats; {', '.join(shares)} of the tokens."
+    )
+    return Section("KL divergence by token", words, [table], [Figure(token_divergence(values.numpy()))])
+
+
+def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:
+    """What each layer lost, in the order of the model."""
+    worst = sorted(damage, key=lambda name: _worst_first(damage[name][1]))[:MOST_BARS]
+    drawn = [(name, pair) for name, pair in damage.items() if name in set(worst)]
+    some = "" if len(drawn) == len(damage) else f" The {len(drawn)} worst of {len(damage)} are drawn."
+    words = (
+        "SQNR in dB, in the order of the model: 6 dB more is half the error. That of an output counts the errors of "
+        f"the layers before, too; that of a weight is its own.{some}"
+    )
+    rows = [
+        (name, f"{weight:.1f}", "" if math.isnan(output) else f"{output:.1f}")
+        for name, (weight, output) in damage.items()
+    ]
+    table = PageTable(("layer", "weight SQNR dB", "output SQNR dB"), rows, "As a table", folded=True)
+    figures = [Figure(bars(drawn, ("weight", "output"), "SQNR dB"), tall=True)] if drawn else []
+    return Section("Damage by layer", words, [table], figures)
+
+
+def _worst_first(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _ranges(found: MeasuredFolders) -> Section:
+    """Histograms of the layers whose outputs lost most."""
+    names = sorted(found.damage, key=lambda name: _worst_first(found.damage[name][1]))[:MOST_HISTOGRAMS]
+    layers = quantized_layers(found.after)
+    inputs = _float_inputs(found.before, names, found.batches[0])
+    histograms = []
+    with torch.no_grad():
+        for name in names:
+            layer = layers[name]
+            clip = input_range(layer)
+            if name in inputs and layer.quantizer("input") is not None:
+                histograms.append(ClippedHistogram.of(f"{name} (input)", _array(inputs[name]), clip))
+            weight = cast(torch.Tensor, found.before.get_submodule(name).weight)
+            decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
+            ends = (float(decoded.min()), float(decoded.max()))
+            histograms.append(ClippedHistogram.of(f"{name} (weight)", _array(weight), ends))
+    words = "Float values of the first sample, worst output first; lines where the codes end."
+    return Section(
+        "Ranges of the worst layers", words, figures=[Figure(histogram(each), each.caption) for each in histograms]
+    )
+
+
+def input_range(layer: QuantLayer) -> tuple[float, float] | None:
+    """What the codes of a layer's input reach; None where each input has a range of its own."""
+    quantizer = layer.quantizer("input")
+    if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.scale is None:
+        return None
+    if not isinstance(quantizer.spec.granularity, PerTensor):
+        return None
+    ends = torch.tensor([-HUGE, HUGE], device=quantizer.scale.device)
+    low, high = fake_quantize(ends, quantizer.params, quantizer.spec).tolist()
+    return low, high
+
+
+def _float_inputs(model: Any, names: Sequence[str], batch: Any) -> dict[str, torch.Tensor]:
+    """What layers of a float model read."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, module: Any, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+            seen[name] = args[0].detach()
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(note, name)))
+        forward_batch(model, batch, input_device(model))
+    return seen
+
+
+def _array(x: torch.Tensor) -> Any:
+    return x.detach().float().cpu().numpy()

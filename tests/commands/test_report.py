@@ -1,0 +1,173 @@
+"""`--report` and `quark compare` from end to end: what the pages say is what was measured, and every bad place."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from quark.commands.models import load_model
+from quark.commands.report_torch import input_range
+from quark.core.metrics import kl, kl_by_row
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.llm.text import token_windows
+from tests.commands.program import Done, quark
+from tests.models.onnx_zoo import cnn, images
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("inputs")
+    found = {name: root / name for name in ("llama", "int8", "float.onnx", "a8w8.onnx", "samples.npz", "text.txt")}
+    tiny_llama(vocab_size=2048).save_pretrained(found["llama"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / name, found["llama"] / name)
+    words = " ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:400])
+    found["text.txt"].write_text(f"{HOSTILE} {words}", encoding="utf-8")
+    model = cnn()
+    for node in model.graph.node:
+        node.name = f"{HOSTILE}{node.name}"
+    onnx.save(model, found["float.onnx"])
+    np.savez(found["samples.npz"], x=np.concatenate([feed["x"] for feed in images()]))
+    line = ("--scheme", "int8", "--calib", found["text.txt"], "--samples", "2", "-o", found["int8"])
+    assert quark("quantize", found["llama"], *line).code == 0
+    line = ("--config", "A8W8", "--calib", found["samples.npz"], "-o", found["a8w8.onnx"])
+    assert quark("quantize", found["float.onnx"], *line).code == 0
+    return found
+
+
+def evaluate(places: dict[str, Path], kind: str, page: object) -> Done:
+    if kind == "onnx":
+        return quark(
+            "evaluate", places["float.onnx"], places["a8w8.onnx"], "--data", places["samples.npz"], "--report", page
+        )
+    line = ("--data", places["text.txt"], "--length", "64", "--windows", "2", "--report", page)
+    return quark("evaluate", places["llama"], places["int8"], *line)
+
+
+def sections(page: str) -> list[str]:
+    return [unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page)]
+
+
+@pytest.mark.slow
+def test_the_page_of_two_onnx_files_says_what_the_table_says(places: dict[str, Path], tmp_path: Path) -> None:
+    done = evaluate(places, "onnx", tmp_path / "out.html")
+    assert (done.code, done.err) == (0, "") and f"Report: {tmp_path / 'out.html'}" in done.out.replace("\n", "")
+    page = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert sections(page) == [
+        "What was done", "Size, latency, outputs", "Damage by layer", "Ranges of the worst layers",
+        "Integer and float nodes",
+    ]  # fmt: skip
+    sqnr = re.findall(r"│ y +│ [\d.]+ +│ [\d.e+-]+ +│ [\d.]+ +│ ([\d.]+)", done.out)
+    assert sqnr and f'<td class="number">{sqnr[0]}</td>' in page
+    for path in (places["float.onnx"], places["a8w8.onnx"]):
+        assert f'<td class="number">{path.stat().st_size / 1e6:.2f}</td>' in page
+
+
+@pytest.mark.slow
+def test_the_page_of_two_folders_says_where_tokens_moved(places: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert evaluate(places, "folder", tmp_path / "out.html").code == 0
+    page = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "KL divergence by token" in sections(page)
+    windows = token_windows(AutoTokenizer.from_pretrained(places["llama"]), places["text.txt"], 64, 2)
+    before, after = load_model(places["llama"]), load_model(places["int8"])
+    with torch.no_grad():
+        rows = torch.cat([
+            torch.nn.functional.kl_div(
+                *(torch.log_softmax(model(ids).logits.double(), -1) for model in (after, before)),
+                log_target=True, reduction="none",
+            ).sum(-1).flatten()
+            for ids in windows
+        ])  # fmt: skip
+    assert f"Mean {float(rows.mean()):.4g} nats" in page and f">{float(rows.max()):.4g}</td>" in page
+    assert "input int8" in page and "layers" in page
+
+
+@pytest.mark.slow
+def test_clip_lines_are_the_ends_of_the_range(places: dict[str, Path]) -> None:
+    layer = next(iter(quantized_layers(load_model(places["int8"])).values()))
+    found = input_range(layer)
+    scale = float(layer.input_quantizer.scale)  # type: ignore[arg-type, union-attr]
+    assert found == pytest.approx((-128 * scale, 127 * scale))
+
+
+def test_the_divergence_of_rows_has_the_mean_that_it_is_the_parts_of() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 3, 5, 7))
+    assert kl_by_row(x, y).shape == (3, 5) and kl(x, y) == pytest.approx(float(kl_by_row(x, y).mean()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "folder"])
+def test_bad_places_are_said_before_the_work(kind: str, places: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "there.html").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    source = places["float.onnx"] if kind == "onnx" else places["text.txt"]
+    bad = {
+        "there.html": "exists already", ".": "is a folder", "pipe": "a pipe", "there.html/below": "not a folder",
+        str(source): "is read", "n" * 300: "File name too long",
+    }  # fmt: skip
+    before = sorted(tmp_path.iterdir())
+    for name, words in bad.items():
+        done = evaluate(places, kind, tmp_path / name)
+        assert done.code == 1 and words in done.err and done.err.count("\n") == 1, (name, done.err)
+        assert not done.out, "nothing was measured"
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "there.html").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_compare_shows_schemes_side_by_side(places: dict[str, Path], tmp_path: Path) -> None:
+    line = ("--calib", places["text.txt"], "--length", "64", "--windows", "2", "--report", tmp_path / "out.html")
+    done = quark("compare", places["llama"], "--schemes", "int8,int8_wo,int2_wo_64", *line)
+    assert (done.code, done.err) == (0, "")
+    rows = {row[0]: row[1:] for row in (re.findall(r"[^│ ]+", line) for line in done.out.splitlines() if "│" in line)}
+    assert float(rows["int8_wo"][2]) > float(rows["int2_wo_64"][2]), "SQNR"
+    assert float(rows["int8_wo"][3]) < float(rows["int2_wo_64"][3]), "KL"
+    stored = (places["int8"] / "model.safetensors").stat().st_size
+    assert float(rows["int8"][0]) == pytest.approx(stored / 1e6, rel=0.05)
+    assert sections((tmp_path / "out.html").read_text(encoding="utf-8")) == ["Size against accuracy"]
+
+
+@pytest.mark.slow
+def test_compare_shows_presets_side_by_side(places: dict[str, Path], tmp_path: Path) -> None:
+    line = ("--calib", places["samples.npz"], "--report", tmp_path / "out.html")
+    done = quark("compare", places["float.onnx"], "--schemes", "A8W8", "--schemes", "A16W8", *line)
+    assert (done.code, done.err) == (0, "")
+    rows = {row[0]: row[1:] for row in (re.findall(r"[^│ ]+", line) for line in done.out.splitlines() if "│" in line)}
+    assert float(rows["A16W8"][2]) > float(rows["A8W8"][2])
+    assert float(rows["A8W8"][0]) == pytest.approx(places["a8w8.onnx"].stat().st_size / 1e6, abs=0.006)
+    assert (tmp_path / "out.html").is_file()
+
+
+@pytest.mark.slow
+def test_compare_says_what_is_wrong(places: dict[str, Path], tmp_path: Path) -> None:
+    text, samples = places["text.txt"], places["samples.npz"]
+    bad = [
+        (("llama", "--schemes", "int8_w", "--calib", text), "Did you mean 'int8_wo'"),
+        (("llama", "--schemes", ",", "--calib", text), "names none"),
+        (("llama", "--schemes", "int8_wo"), "Missing option --calib or --data"),
+        (("llama", "--schemes", "int8", "--data", text), "need calibration data"),
+        (("llama", "--schemes", "int8_wo", "--calib", tmp_path / "no"), "is not there"),
+        (("llama", "--schemes", "int8_wo", "--calib", text, "--threads", "2"), "does not apply"),
+        (("float.onnx", "--schemes", "A8W", "--calib", samples), "A8W8"),
+        (("float.onnx", "--schemes", "A8W8", "--data", samples), "calibration"),
+        (("float.onnx", "--schemes", "A8W8", "--calib", samples, "--report", samples), "is read"),
+    ]
+    for (model, *rest), words in bad:
+        done = quark("compare", places[str(model)], *rest)
+        assert done.code == 1 and words in done.err and done.err.count("\n") == 1, (words, done.err)
+    line = ("--schemes", "int8,int8_wo", "--data", text, "--length", "64", "--windows", "1")
+    done = quark("compare", places["llama"], *line)
+    assert done.code == 0 and "not possible" in done.out, "what one scheme lacks is said in its row"
