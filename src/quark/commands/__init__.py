@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quark.commands.algorithms import algorithms
+from quark.commands.compare import compare
 from quark.commands.convert import convert
 from quark.commands.doctor import doctor
 from quark.commands.evaluate import evaluate
@@ -19,6 +20,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
     "convert": convert,
     "evaluate": evaluate,
+    "compare": compare,
     "inspect": inspect,
     "plan": plan,
     "schemes": schemes,

@@ -1,0 +1,64 @@
+"""`quark compare`: what several schemes would make of a model, in size and accuracy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quark.commands.evaluate import Length, ReportFile, Samples, Threads, Windows
+from quark.commands.kinds import check_options, is_onnx, require, require_model
+from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, Model, Std, TrustRemoteCode
+from quark.errors import ConfigError
+from quark.report.page import check_page
+
+
+def compare(
+    context: typer.Context,
+    model: Model,
+    schemes: Annotated[
+        list[str],
+        typer.Option(help="Schemes, or named configurations of an ONNX file; with commas between them, or repeated."),
+    ],
+    calib: Annotated[Path | None, typer.Option(help="Calibration data, as of `quark quantize`.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Held-out data to measure on. Default: --calib.")] = None,
+    report: ReportFile = None,
+    length: Length = 256,
+    windows: Windows = 64,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    keep_unexpected: KeepUnexpected = False,
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    threads: Threads = 1,
+) -> None:
+    """Quantize a model by each of several schemes, and compare size and accuracy; no model is written.
+
+    Example: quark compare ./llama --schemes int8_wo,uint4_wo_32 --calib heldout.txt
+
+    Example: quark compare model.onnx --schemes A8W8,XINT8 --calib samples.npz
+    """
+    check_options(context, model)
+    require_model(model)
+    names = list(dict.fromkeys(name.strip() for item in schemes for name in item.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
+    measured = require(data or calib, "--calib or --data", model)
+    check_page(report, model, calib, data)
+    words = f"measured on {measured}" if data else f"measured on {measured}, the calibration data"
+    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
+    if is_onnx(model):
+        from quark.commands.compare_onnx import compare_presets
+        from quark.commands.quantize_onnx import calibration_reader
+
+        readers = [calibration_reader(model, each, batch_size, mean, std) for each in (calib, measured)]
+        compare_presets(model, names, readers[0], require(readers[1], "--data", model), samples, threads, words, report)
+        return
+    from quark.commands.compare_torch import compare_schemes
+
+    load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
+    compare_schemes(model, names, calib, measured, (length, windows), (device, dtype), load, words, report)
