@@ -171,3 +171,48 @@ def test_compare_says_what_is_wrong(places: dict[str, Path], tmp_path: Path) -> 
     line = ("--schemes", "int8,int8_wo", "--data", text, "--length", "64", "--windows", "1")
     done = quark("compare", places["llama"], *line)
     assert done.code == 0 and "not possible" in done.out, "what one scheme lacks is said in its row"
+
+
+@pytest.mark.slow
+def test_quantize_writes_the_page_of_what_it_wrote(places: dict[str, Path], tmp_path: Path) -> None:
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    line = ("--calib", places["text.txt"], "--samples", "2", "-o", out, "--report", page)
+    candidates = ("--bits", "7", "--candidates", "uint4_wo_32,int8_wo")
+    done = quark("quantize", places["llama"], *candidates, *line)
+    assert (done.code, done.err) == (0, "")
+    text = page.read_text(encoding="utf-8")
+    assert "Bit budget" in sections(text) and "calibration data" in text and "<script" not in text
+    card = (out / "README.md").read_text(encoding="utf-8")
+    mean = re.search(r"Mean ([\d.e-]+) nats", text)
+    assert mean and f"| {mean[1]} nats (calibration data) |" in card
+    again = quark("quantize", places["llama"], "--scheme", "int8_wo", "--force", *line)
+    assert again.code == 0 and "Bit budget" not in page.read_text(encoding="utf-8"), "--force replaces both"
+
+
+@pytest.mark.slow
+def test_quantize_shows_the_path_of_a_recovery(places: dict[str, Path], tmp_path: Path) -> None:
+    line = ("--config", "A8W8", "--calib", places["samples.npz"], "--batch-size", "4", "--recover", "--target", "20")
+    page = tmp_path / "page.html"
+    done = quark("quantize", places["float.onnx"], *line, "-o", tmp_path / "out.onnx", "--report", page)
+    assert (done.code, done.err) == (0, "")
+    text = page.read_text(encoding="utf-8")
+    assert "Recovery" in sections(text) and "the config as it is" in text and "<script" not in text
+
+
+@pytest.mark.slow
+def test_quantize_refuses_a_page_that_it_cannot_write_before_the_work(places: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "there.html").write_text("mine")
+    llama, text = places["llama"], places["text.txt"]
+    line = ("quantize", llama, "--scheme", "int8_wo", "-o", tmp_path / "out")
+    bad = [
+        ((*line, "--report", tmp_path / "page.html"), "--calib"),
+        ((*line, "--calib", text, "--report", tmp_path / "there.html"), "exists already"),
+        ((*line, "--calib", text, "--report", tmp_path), "a folder"),
+        ((*line, "--calib", text, "--report", text, "--force"), "is read"),
+        ((*line, "--calib", text, "--report", tmp_path / "out"), "Choose another output"),
+        ((*line, "--calib", text, "--export-format", "gguf", "--report", tmp_path / "page.html"), "no --report"),
+    ]
+    for arguments, words in bad:
+        done = quark(*arguments)
+        assert done.code == 1 and words in done.err and done.err.count("\n") == 1, (words, done.err)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.html"]

@@ -19,7 +19,7 @@ VALUES = np.random.default_rng(0).normal(size=1000)
 DRAWN: dict[str, Callable[[str], str]] = {
     "bars": lambda name: figures.bars([(name, (30.0, math.inf)), ("b", (math.nan, -math.inf))], ("w", "o"), "dB"),
     "histogram": lambda name: figures.histogram(ClippedHistogram.of(name, VALUES, (-1.0, 1.0))),
-    "scatter": lambda name: figures.scatter([(name, 2.0, 0.1), ("b", 1.0, 0.0)], "MB", "KL", joined=True, log=True),
+    "scatter": lambda name: figures.scatter([(name, 2.0, 0.1), ("b", 1.0, 0.0)], "MB", "KL", log=True, line=[(1, 1)]),
     "path": lambda name: figures.search_path([(name, 1.0, 10.0, True), ("b", 2.0, math.nan, False)], "dB", 20.0),
     "tokens": lambda name: figures.token_divergence(VALUES**2),
     "graph": lambda name: figures.graph([DrawnNode(name, 0, ()), DrawnNode("b", 1, (0,))], ("integer", "float")),

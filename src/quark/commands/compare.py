@@ -7,9 +7,19 @@ from typing import Annotated
 
 import typer
 
-from quark.commands.evaluate import Length, ReportFile, Samples, Threads, Windows
+from quark.commands.evaluate import Length, Samples, Threads, Windows
 from quark.commands.kinds import check_options, is_onnx, require, require_model
-from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, Model, Std, TrustRemoteCode
+from quark.commands.quantize import (
+    BatchSize,
+    Device,
+    Dtype,
+    KeepUnexpected,
+    Mean,
+    Model,
+    ReportFile,
+    Std,
+    TrustRemoteCode,
+)
 from quark.errors import ConfigError
 from quark.report.page import check_page
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
-from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, Std, TrustRemoteCode
+from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, ReportFile, Std, TrustRemoteCode
 from quark.errors import ConfigError
 from quark.report.page import check_page
 
@@ -17,10 +17,6 @@ Quantized = Annotated[
     Path, typer.Argument(metavar="QUANTIZED", help="Folder, GGUF or ONNX file of the same, quantized.")
 ]
 Layers = Annotated[int, typer.Option(min=0, help="How many of the worst layers to show.")]
-
-ReportFile = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Write a page (HTML) of all that was found.")
-]
 
 Data = Annotated[
     Path | None, typer.Option(help="Held-out data: text, a folder of images, audio or arrays, .npz, .npy (ONNX).")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from quark.command_line import new_table, results
-from quark.commands.measure_torch import ALL, MeasuredFolders, Output, compare, latency, layer_damage
+from quark.commands.measure_torch import ALL, Output, measure_folders
 from quark.errors import ConfigError
 from quark.files import require_regular
 
@@ -30,7 +30,7 @@ def evaluate_folders(
 ) -> None:
     """Compare outputs, perplexity, size, latency and the damage of each layer."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.models import folder_bytes, inputs_of, load_model
+    from quark.commands.models import inputs_of, load_model
     from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.model_folder import read_config
 
@@ -47,20 +47,15 @@ def evaluate_folders(
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     inputs = inputs_of(float_model, before)
     batches = inputs.read(data, windows or ALL, length)
-    report = compare(before, after, batches)
+    found = measure_folders(float_model, quantized, before, after, batches)
     console = results()
-    size = quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)
-    sizes = (folder_bytes(float_model), size)
-    seconds = [latency(model, batches[0]) for model in (before, after)]
-    damage = layer_damage(before, after, batches[0])
-    console.print(_summary(sizes, report.perplexity, seconds))
-    console.print(_outputs(report.outputs, len(batches)))
-    console.print(_worst_layers(damage, layers))
+    console.print(_summary(found.sizes, found.comparison.perplexity, found.seconds))
+    console.print(_outputs(found.comparison.outputs, len(batches)))
+    console.print(_worst_layers(found.damage, layers))
     if page is not None:
         from quark.commands.report_torch import folder_sections
         from quark.report.page import write_page
 
-        found = MeasuredFolders(before, after, batches, report, sizes, seconds, damage)
         sections = folder_sections(float_model, quantized, found, inputs)
         console.print(f"Report: {write_page(page, f'{quantized.name} against {float_model.name}', sections)}")
 
@@ -97,7 +92,7 @@ def _outputs(outputs: Mapping[str, Output], samples: int) -> Table:
     return table
 
 
-def _worst_layers(damage: dict[str, tuple[float, float]], count: int) -> Table:
+def _worst_layers(damage: Mapping[str, tuple[float, float]], count: int) -> Table:
     table = new_table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
     known = {name: pair for name, pair in damage.items() if not math.isnan(pair[1])}
     for name, (weight, output) in sorted(known.items(), key=lambda item: item[1][1])[:count]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from quark.core.metrics import Comparison, kl_by_row
@@ -74,6 +75,19 @@ class MeasuredFolders:
     sizes: Sequence[int]
     seconds: Sequence[float]
     damage: Mapping[str, tuple[float, float]]
+
+
+def measure_folders(
+    float_model: Path, quantized: Path, before: Any, after: Any, batches: Sequence[Any]
+) -> MeasuredFolders:
+    """Run the models of two folders on the batches. Raises ConfigError where their outputs have other shapes."""
+    from quark.commands.models import folder_bytes  # imports torch and transformers: after --help
+
+    found = compare(before, after, batches)
+    size = quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)
+    sizes = [folder_bytes(float_model), size]
+    seconds = [latency(model, batches[0]) for model in (before, after)]
+    return MeasuredFolders(before, after, batches, found, sizes, seconds, layer_damage(before, after, batches[0]))
 
 
 def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:

@@ -11,6 +11,7 @@ from quark.command_line import results
 from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
+from quark.commands.quantize_report import check_report
 from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
 from quark.errors import OutputError
 from quark.goals.efforts import FAST
@@ -27,6 +28,9 @@ Samples = Annotated[
     int | None, typer.Option(min=1, help="Most samples; of a text windows of 512 tokens. Default 128; ONNX: all.")
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or nodes to keep in float; repeatable.")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a page (HTML) of what was found.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
 
 Scheme = Annotated[str | None, folder_option(help="Name of a scheme; `quark schemes` lists them.")]
@@ -128,6 +132,7 @@ def quantize(
     samples: Samples = None,
     exclude: Exclude = None,
     force: Force = False,
+    report: ReportFile = None,
     scheme: Scheme = None,
     bits: Bits = None,
     size: Size = None,
@@ -194,6 +199,8 @@ def quantize(
         )  # fmt: skip
     if choice is not None:
         logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
+    form = choice.form if choice is not None else export_format or "quark"
+    check_report(report, model, output, calib, form, force)
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if onnx:
         from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
@@ -210,7 +217,7 @@ def quantize(
         quantize_onnx(
             model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
             allow_damage=allow_damage, recovery=recovery, timing=timing, algorithms=onnx_algorithms(algorithm),
-            quick=choice is None or choice.effort != FAST,
+            quick=choice is None or choice.effort != FAST, page=report,
         )  # fmt: skip
         if choice is not None:
             results().print(serve_line(choice, output), highlight=False, soft_wrap=True)
@@ -219,7 +226,6 @@ def quantize(
     from quark.commands.imatrix import Imatrices
     from quark.commands.quantize_torch import quantize_folder
 
-    form = choice.form if choice is not None else export_format or "quark"
     named = choice.scheme if choice is not None else None
     bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)
     export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
@@ -228,7 +234,7 @@ def quantize(
         exclude=exclude, layer=layer, algorithm=torch_algorithms(choice.algorithms if choice else algorithm) or None,
         kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
         imatrix=Imatrices(imatrix, save_imatrix, force),
-        load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}, export=export,
+        load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}, export=export, page=report,
     )  # fmt: skip
     if choice is not None:
         results().print(serve_line(choice, export.made(model)), highlight=False, soft_wrap=True)

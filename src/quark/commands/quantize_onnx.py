@@ -22,6 +22,7 @@ from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.evaluation.damage import LEAST
+from quark.onnx.evaluation.recovery.search import Recovery
 from quark.onnx.operators.targets import TARGETS
 
 CPU_TARGET = "ort_arm64" if platform.machine().lower() in ("arm64", "aarch64") else "ort_x64"
@@ -70,6 +71,7 @@ def quantize_onnx(
     timing: Timing = Timing(),
     algorithms: Sequence[Any] = (),
     quick: bool = True,
+    page: Path | None = None,
 ) -> None:
     """Quantize, write, and say what it took; without `config` for this CPU, if `quick` with a minute of recovery."""
     check_file(output, force)
@@ -93,7 +95,8 @@ def quantize_onnx(
         )
         return quantizer
 
-    name, start, before, written = config, time.perf_counter(), file_bytes(model), ""
+    name, start, before = config, time.perf_counter(), file_bytes(model)
+    written, found = "", None
     if name is None:
         target = target or CPU_TARGET
         name = default_config(reader, target)
@@ -101,7 +104,7 @@ def quantize_onnx(
             recovery = recovery or (QUICK if quick else None)
             timing = timing.by_default(target)
     try:
-        written = _quantized(settings_of(name, timing), model, output, reader, recovery)
+        written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
     except SlowerThanFloatError as error:
         if config is not None:
             raise
@@ -113,17 +116,22 @@ def quantize_onnx(
         f"{name}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{written}",
         highlight=False,
     )
+    if page is not None and reader is not None:
+        from quark.commands.quantize_report import page_of_file
+
+        page_of_file(page, model, Path(output), reader, samples, f"Quantized by {name}{written}.", found)
 
 
 def _quantized(
     quantizer: ModelQuantizer, model: Path, output: str, reader: PathDataReader | None, recovery: Recovering | None
-) -> str:
-    """Quantize and write; what the last line says of the best that a recovery found."""
+) -> tuple[str, Recovery | None]:
+    """Quantize and write; what the last line says of the best that a recovery found, and what it was."""
     if recovery is None:
         quantizer.quantize_model(model, output, reader)
-        return ""
+        return "", None
     # The best may have other types than the name of the config says, and nodes in float.
-    return f"; {recovery.run(quantizer, model, output, reader)}"
+    types, found = recovery.run(quantizer, model, output, reader)
+    return f"; {types}", found
 
 
 def default_config(reader: PathDataReader | None, target: str) -> str:

@@ -45,6 +45,7 @@ def quantize_folder(
     stream: bool | None,
     load: Mapping[str, bool],
     imatrix: Imatrices,
+    page: Path | None = None,
 ) -> None:
     """Load (with `load` for `load_model`), quantize, export, and say what it took."""
     # The flow imports torch: when it runs, so that --help is instant.
@@ -72,8 +73,9 @@ def quantize_folder(
     export.check(model, [*named, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(of_all, layer, [kv_cache, attention], config, calib)
     console, start, before = results(), time.perf_counter(), folder_bytes(model)
+    chosen = None
     if budget is not None:
-        table, choice = choose_for_budget(model, budget, config, calib, samples, device)
+        table, choice = chosen = choose_for_budget(model, budget, config, calib, samples, device)
         config = table.config(choice, config)
         console.print(choice_table(table, choice))
 
@@ -88,6 +90,11 @@ def quantize_folder(
         f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
+    if page is not None and calib is not None:
+        from quark.commands.quantize_report import page_of_folder
+
+        words = f"Quantized by {title}{', with ' + ', '.join(algorithm) if algorithm else ''}."
+        page_of_folder(page, model, export.output, calib, (device, dtype), load, words, chosen)
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mapping[str, bool]) -> None:

@@ -26,8 +26,8 @@ class Recovering:
     quick: bool = False
     allow_wider: bool = False
 
-    def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> str:
-        """Quantize the model, write the best that was found, and print what each step gave; say what it is."""
+    def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> tuple[str, Recovery]:
+        """Write the best that is found, and print what each step gave; return what it is in words, and the search."""
         found = quantizer.recover(
             model, output, reader,
             budget=self.budget, metric=self.metric, target=self.target, quick=self.quick,
@@ -37,7 +37,7 @@ class Recovering:
         console.print(_table(found))
         console.print(_summary(found), highlight=False)
         types = [f"{count} {name} {kind}" for (name, kind), count in sorted(found.types.items())]
-        return ", ".join(types) or "no Q/DQ"
+        return ", ".join(types) or "no Q/DQ", found
 
 
 QUICK = Recovering("60s", "sqnr", None, quick=True)

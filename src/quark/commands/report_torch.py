@@ -52,13 +52,14 @@ def folder_sections(
 
 
 def _what(float_model: Path, quantized: Path, found: MeasuredFolders, words: str) -> Section:
-    config = json.loads((quantized / "config.json").read_text(encoding="utf-8"))
+    gguf = quantized.is_file()  # has no config.json: that of the float model says what it is
+    config = json.loads(((float_model if gguf else quantized) / "config.json").read_text(encoding="utf-8"))
     schemes = Counter(_scheme(layer) for layer in quantized_layers(found.after).values())
     rows = [
         ("float model", str(float_model)),
         ("quantized model", str(quantized)),
         ("model type", str(config.get("model_type"))),
-        ("format", str((config.get("quantization_config") or {}).get("quant_method"))),
+        ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
         *(("layers", f"{count} of {scheme}") for scheme, count in schemes.most_common()),
         ("measured on", f"{len(found.batches)} samples"),
     ]

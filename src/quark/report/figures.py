@@ -124,22 +124,28 @@ def histogram(found: ClippedHistogram) -> str:
 
 
 def scatter(
-    points: Sequence[tuple[str, float, float]], x: str, y: str, *, joined: bool = False, marked: str = "", log: bool
+    points: Sequence[tuple[str, float, float]],
+    x: str,
+    y: str,
+    *,
+    log: bool,
+    line: Sequence[tuple[float, float]] = (),
+    marked: str = "",
 ) -> str:
     """Named points.
 
     Args:
         points: Name, x, y; one whose y is not finite is left out.
         x, y: What the axes are.
-        joined: Whether a line leads through them, from left to right.
-        marked: The name of one that is to be seen.
         log: Whether y is logarithmic; then 0 is left out too.
+        line: x and y of a line behind them.
+        marked: The name of one that is to be seen.
     """
     kept = [point for point in points if math.isfinite(point[2]) and (point[2] > 0 or not log)]
     kept.sort(key=lambda point: point[1])
     with _figure(WIDTH, 3.6) as (figure, axes):
-        if joined:
-            axes.plot([p[1] for p in kept], [p[2] for p in kept], color=SOFT, linewidth=1)
+        if line:
+            axes.plot([p[0] for p in line], [p[1] for p in line], color=SOFT, linewidth=1)
         for name, here, there in kept:
             color = SECOND if name == marked else FIRST
             axes.plot([here], [there], "o", color=color, markersize=6)
