@@ -60,7 +60,7 @@ def _what(float_model: Path, quantized: Path, found: MeasuredFolders, words: str
         ("quantized model", str(quantized)),
         ("model type", str(config.get("model_type"))),
         ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
-        *(("layers", f"{count} of {scheme}") for scheme, count in schemes.most_common()),
+        *((f"{count} layers", scheme) for scheme, count in schemes.most_common()),
         ("measured on", f"{len(found.batches)} samples"),
     ]
     return Section("What was done", words, [PageTable(("", ""), rows)])

@@ -146,15 +146,17 @@ def scatter(
     with _figure(WIDTH, 3.6) as (figure, axes):
         if line:
             axes.plot([p[0] for p in line], [p[1] for p in line], color=SOFT, linewidth=1)
-        for name, here, there in kept:
+        for index, (name, here, there) in enumerate(kept):
             color = SECOND if name == marked else FIRST
             axes.plot([here], [there], "o", color=color, markersize=6)
-            _label(axes, name, (here, there), 8, left=2 * here > kept[0][1] + kept[-1][1])
+            _label(axes, name, (here, there), 8, left=2 * here > kept[0][1] + kept[-1][1], rise=5 - 10 * (index % 2))
         axes.margins(0.12)
         axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
         if log:
             axes.yaxis.set_major_formatter(_plain)
-            axes.yaxis.set_minor_formatter(_plain)
+            values = [point[2] for point in kept] or [1.0]
+            near = max(values) < 10 * min(values)  # within a decade there may be no other tick
+            axes.yaxis.set_minor_formatter(_plain if near else lambda value, position: "")
         return _svg(figure, f"{y} against {x}")
 
 
@@ -175,7 +177,7 @@ def search_path(steps: Sequence[tuple[str, float, float, bool]], y: str, target:
         for end, (name, _, value, kept) in zip(ends, steps, strict=True):
             if math.isfinite(value):
                 axes.plot([end], [value], "o", color=THIRD if kept else SOFT, markersize=6)
-                _label(axes, name, (float(end), value), 7, left=2 * end > ends[-1])
+                _label(axes, name, (float(end), value), 7, left=2 * end > ends[-1], rise=5)
         if target is not None and math.isfinite(target):
             axes.axhline(target, color=BAD, linestyle="--", linewidth=1.2, label="target")
         axes.margins(0.12)
