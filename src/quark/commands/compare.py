@@ -71,4 +71,6 @@ def compare(
     from quark.commands.compare_torch import compare_schemes
 
     load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
-    compare_schemes(model, names, calib, measured, (length, windows), (device, dtype), load, words, report)
+    compare_schemes(
+        model, names, calib, measured, (length, windows), {"device": device, "dtype": dtype}, load, words, report
+    )

@@ -65,6 +65,7 @@ def evaluate(
         from quark.commands.quantize_onnx import calibration_reader
 
         reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
+        reader = require(reader, "--data", float_model)
         evaluate_onnx(float_model, quantized, reader, samples, layers, threads, report)
         return
     from quark.commands.evaluate_torch import evaluate_folders

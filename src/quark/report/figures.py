@@ -263,11 +263,16 @@ def _plain(value: float, position: int | None = None) -> str:
     return f"{value:g}"
 
 
-def _label(axes: Any, text: str, place: tuple[float, float], size: float, color: str = INK, left: bool = False) -> None:
-    """A text to the right or left of a point. It takes no room: a long one is cut, and does not press the axes."""
-    shift, side = ((-5, 3), "right") if left else ((5, 0), "left")
+def _label(
+    axes: Any, text: str, place: tuple[float, float], size: float, color: str = INK, left: bool = False, rise: int = 0
+) -> None:
+    """A text to the right or left of a point, raised by some units of type size.
+
+    It takes no room: a long one is cut, and does not press the axes.
+    """
+    shift, side = (-5, "right") if left else (5, "left")
     drawn = axes.annotate(
-        _short(text), place, shift, textcoords="offset points", fontsize=size, color=color, va="center", ha=side
+        _short(text), place, (shift, rise), textcoords="offset points", fontsize=size, color=color, va="center", ha=side
     )
     drawn.set_in_layout(False)
 
