@@ -27,8 +27,7 @@ def compare_schemes(
     calib: Path | None,
     data: Path,
     windows: tuple[int, int],
-    computing: Mapping[str, Any],
-    load: Mapping[str, bool],
+    load: Mapping[str, Any],
     words: str,
     page: Path | None,
 ) -> None:
@@ -39,8 +38,7 @@ def compare_schemes(
         names: Schemes.
         calib, data: Files to calibrate with, and to measure on.
         windows: Tokens in a window, and how many windows; 0 for all.
-        computing: Device and dtype, as options of `load_model`.
-        load: Options of `load_model`.
+        load: Options of `load_model`: device, dtype, what is accepted.
         words: What is said of the data.
         page: Where the page goes; None: there is none.
 
@@ -50,7 +48,7 @@ def compare_schemes(
     """
     # What is unknown is said before the first is tried.
     configs = {name: scheme_config(name, None, None) for name in names}
-    before = load_model(model, **computing, **load)
+    before = load_model(model, **load)
     inputs = inputs_of(model, before)
     batches = inputs.read(data, windows[1] or ALL, windows[0])
     fitted = None if calib is None else inputs.read(calib, CALIBRATION_SAMPLES, CALIBRATION_LENGTH)
@@ -60,7 +58,7 @@ def compare_schemes(
         try:
             with severity(2):
                 quantizer = ModelQuantizer(config)
-                after = quantizer.freeze(quantizer.quantize_model(load_model(model, **computing, **load), fitted))
+                after = quantizer.freeze(quantizer.quantize_model(load_model(model, **load), fitted))
                 found = compare(before, after, batches)
             perplexity = found.perplexity and found.perplexity[0]
             rows.append(_row(name, _bytes(model, config), found))
