@@ -71,6 +71,5 @@ def compare(
     from quark.commands.compare_torch import compare_schemes
 
     load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
-    compare_schemes(
-        model, names, calib, measured, (length, windows), {"device": device, "dtype": dtype}, load, words, report
-    )
+    load_as = {"device": device, "dtype": dtype, **load}
+    compare_schemes(model, names, calib, measured, (length, windows), load_as, words, report)

@@ -113,7 +113,7 @@ def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison
                 tokens += ids.numel() - len(ids)
                 rows = [values["logits"].flatten(0, -2) for values in pair]
                 size = max(1, LARGEST_PIECE // rows[0].shape[-1])
-                parts = zip(*(torch.split(x, size) for x in rows), strict=True)  # type: ignore[no-untyped-call]
+                parts = zip(*(torch.split(x, size) for x in rows), strict=True)
                 divergence.append(torch.cat([kl_by_row(*part) for part in parts]).cpu())
                 for index, values in enumerate(pair):
                     likelihoods[index] += negative_log_likelihood(values["logits"], ids)

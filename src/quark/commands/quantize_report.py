@@ -71,8 +71,7 @@ def page_of_folder(
     model: Path,
     output: Path,
     calib: Path,
-    computing: Mapping[str, Any],
-    load: Mapping[str, bool],
+    load: Mapping[str, Any],
     words: str,
     budget: tuple[SensitivityTable, BudgetChoice] | None,
 ) -> None:
@@ -82,7 +81,7 @@ def page_of_folder(
     from quark.commands.report_torch import folder_sections
     from quark.torch.writers.model_card import add_figures
 
-    before, after = (load_model(folder, **computing, **load) for folder in (model, output))
+    before, after = (load_model(folder, **load) for folder in (model, output))
     inputs = inputs_of(model, before)
     found = measure_folders(model, output, before, after, inputs.read(calib, WINDOWS, LENGTH))
     sections = folder_sections(model, output, found, inputs, f"{words}\nMeasured on the calibration data.")

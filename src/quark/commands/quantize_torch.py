@@ -94,7 +94,7 @@ def quantize_folder(
         from quark.commands.quantize_report import page_of_folder
 
         words = f"Quantized by {title}{', with ' + ', '.join(algorithm) if algorithm else ''}."
-        page_of_folder(page, model, export.output, calib, {"device": device, "dtype": dtype}, load, words, chosen)
+        page_of_folder(page, model, export.output, calib, {"device": device, "dtype": dtype, **load}, words, chosen)
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mapping[str, bool]) -> None:
