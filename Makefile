@@ -39,6 +39,7 @@ check: $(STAMP)
 # The site, in build/site; a dead link or a page that the menu does not list ends it. Needs no torch.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Look at it: $(BIN)/python -m http.server --directory build/site, then http://localhost:8000"
 
 # Damaged inputs, made from a seed: each is refused in one line, or read as its own runtime reads it.
 fuzz: CASES ?= 200
