@@ -20,8 +20,8 @@ def lines() -> Iterator[str]:
     """The page: for each command what it does, its examples and a table of options for each panel of the help."""
     yield "# The commands"
     yield ""
-    yield "What `quark COMMAND --help` says. Results go to stdout, the log to stderr; exit codes are in"
-    yield "[what quark promises](../guide/promises.md#exit-codes-and-streams). `--debug` adds the traceback to an error."
+    yield "What `quark COMMAND --help` says. Results go to stdout, the log to stderr; `--debug` adds the traceback to"
+    yield "an error. [What quark promises](../guide/promises.md#exit-codes-and-streams) has the exit codes."
     group: Any = typer.main.get_command(app())
     for name, command in group.commands.items():
         paragraphs = [" ".join(text.split()) for text in command.help.split("\n\n")]
