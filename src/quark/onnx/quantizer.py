@@ -29,12 +29,12 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
 from quark.onnx.evaluation.damage import Damage, SpreadSamples, damage, refuse_damage
-from quark.onnx.evaluation.excluded_layers import in_integers_unasked
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
 from quark.onnx.flow import finish, quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
+from quark.onnx.latency.excluded_layers import in_integers_unasked
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import model_files, save
 
