@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "1.0.0.dev0"
+# Read here, so that no later import of the module takes the name from the string.
+from quark.__version__ import __version__ as __version__
 
 if TYPE_CHECKING:
     from quark.one_call import quantize as quantize

@@ -1,5 +1,3 @@
-"""The version under the address that transformers' quark integration imports."""
+"""The version, at the address that transformers' quark integration imports."""
 
-from quark import __version__
-
-__all__ = ["__version__"]
+__version__ = "1.0.0.dev0"

@@ -133,7 +133,8 @@ def quantize_path(
     export = Export(Path(output), choice.form, "real_quantized", "reorder", "5GB", force)
     quantize_folder(
         model, choice.scheme, calib=None if data is None else Path(data), samples=samples, exclude=exclude, layer=None,
-        algorithm=torch_algorithms(choice.algorithms) or None, kv_cache=None, attention=None, imatrix=Imatrices(), device="cpu",
-        dtype="auto", export=export, stream=None, load={"trust_remote_code": False, "keep_unexpected": False},
+        algorithm=torch_algorithms(choice.algorithms) or None, kv_cache=None, attention=None, imatrix=Imatrices(),
+        device="cpu", dtype="auto", export=export, stream=None,
+        load={"trust_remote_code": False, "keep_unexpected": False},
     )  # fmt: skip
     return export.made(model)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quark import __version__
+from quark.__version__ import __version__
 from quark.errors import require_packages
 from quark.files import atomic_file, check_apart, check_file
 

@@ -45,7 +45,7 @@ def read_ranges(path: str | os.PathLike[str]) -> dict[str, Range]:
 
 def write_ranges(path: str | os.PathLike[str], ranges: Mapping[str, Range]) -> None:
     """Write a file, whole or not at all. Raises OutputError."""
-    from quark import __version__
+    from quark.__version__ import __version__
 
     entries = {name: [[low], [high]] for name, (low, high) in ranges.items()}
     with atomic_file(path) as temporary:
