@@ -1,20 +1,16 @@
 """quark: quantization of PyTorch and ONNX models. `quark.quantize`, or `quark.torch` and `quark.onnx` for all of it."""
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
-
-if TYPE_CHECKING:
-    from quark.one_call import quantize as quantize
 
 
 def __getattr__(name: str) -> Any:
     """`quantize`, which is read when it is asked for."""
     if name == "quantize":
-        from quark.one_call import quantize
-
-        return quantize
+        return import_module("quark.one_call").quantize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Possible: quantize, or import quark.{name}.")
 
 
