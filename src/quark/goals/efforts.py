@@ -1,7 +1,7 @@
 """Efforts: how much is done for accuracy, and which algorithms that means for a scheme.
 
 Mean KL divergence of the next token from the float model on held-out text, in millinats (a Llama of 6.8 million
-parameters, 64 windows of 256 tokens), and CPU seconds of a layer's shape of one billion parameters:
+parameters, 64 windows of 256 tokens), and seconds for three layers of the shape of one billion parameters:
 
     weights         nearest   GPTQ   Qronos   AutoRound
     uint4, 128        4.99    1.46    1.12
