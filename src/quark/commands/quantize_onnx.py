@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.command_line import results
+from quark.commands.quantize_report import page_of_file, size_line
 from quark.commands.recover_onnx import QUICK, Recovering
 from quark.errors import ConfigError, SlowerThanFloatError
 from quark.files import check_file
@@ -111,14 +112,8 @@ def quantize_onnx(
         logger.info("%s Weights alone are stored as integers.", error)
         name = CPU_WEIGHTS
         _quantized(settings_of(name, Timing()), model, output, reader, None)
-    after = file_bytes(Path(output))
-    results().print(
-        f"{name}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{written}",
-        highlight=False,
-    )
+    results().print(size_line(name, before, file_bytes(Path(output)), start, written), highlight=False)
     if page is not None and reader is not None:
-        from quark.commands.quantize_report import page_of_file
-
         page_of_file(page, model, Path(output), reader, samples, f"Quantized by {name}{written}.", found)
 
 

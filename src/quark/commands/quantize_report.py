@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -66,16 +67,23 @@ def page_of_file(
     _write(page, output, model, sections)
 
 
+def size_line(title: str, before: int, after: int, start: float, rest: str = "") -> str:
+    """What the command says at its end: bytes before and after, and the time since `start` of perf_counter."""
+    return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{rest}"
+
+
 def page_of_folder(
-    page: Path,
+    page: Path | None,
     model: Path,
     output: Path,
-    calib: Path,
+    calib: Path | None,
     load: Mapping[str, Any],
     words: str,
     budget: tuple[SensitivityTable, BudgetChoice] | None,
 ) -> None:
-    """Write the page of a folder that was made of another, and its figures into the folder's model card."""
+    """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
+    if page is None or calib is None:
+        return
     from quark.commands.measure_torch import measure_folders
     from quark.commands.models import inputs_of, load_model
     from quark.commands.report_torch import folder_sections

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quark.command_line import results
 from quark.commands.bit_budget import Budget, choice_table, choose_for_budget
 from quark.commands.export_torch import GGUF, Export
+from quark.commands.quantize_report import page_of_folder, size_line
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
@@ -72,8 +73,7 @@ def quantize_folder(
     named = [*(budget.candidates if budget else [] if mixed else [of_all])]
     export.check(model, [*named, *(item.rpartition("=")[2] for item in layer or [])])
     _require_calibration(of_all, layer, [kv_cache, attention], config, calib)
-    console, start, before = results(), time.perf_counter(), folder_bytes(model)
-    chosen = None
+    console, start, before, chosen = results(), time.perf_counter(), folder_bytes(model), None
     if budget is not None:
         table, choice = chosen = choose_for_budget(model, budget, config, calib, samples, device)
         config = table.config(choice, config)
@@ -86,15 +86,9 @@ def quantize_folder(
         after = _streamed(model, config, data, device, dtype, export)
     else:
         after = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
-    console.print(
-        f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s",
-        highlight=False,
-    )
-    if page is not None and calib is not None:
-        from quark.commands.quantize_report import page_of_folder
-
-        words = f"Quantized by {title}{', with ' + ', '.join(algorithm) if algorithm else ''}."
-        page_of_folder(page, model, export.output, calib, {"device": device, "dtype": dtype, **load}, words, chosen)
+    console.print(size_line(str(title), before, after, start), highlight=False)
+    words = f"Quantized by {', with '.join([str(title), *(algorithm or [])])}."
+    page_of_folder(page, model, export.output, calib, {"device": device, "dtype": dtype, **load}, words, chosen)
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mapping[str, bool]) -> None:
