@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from quark.command_line import new_table
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, UsageError
 from quark.files import check_file
 
 if TYPE_CHECKING:
@@ -63,21 +63,21 @@ def asked_budget(
     """The budget that the options ask for, or None where --scheme says all.
 
     Raises:
-        ConfigError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
+        UsageError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
             size that is no size.
         NotSupportedError: A format that holds one scheme only.
     """
     given = {"--scheme": scheme, "--bits": bits, "--size": size}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} say the same twice. Possible: one of --scheme, --bits and --size.")
+        raise UsageError(f"{' and '.join(names)} say the same twice. Possible: one of --scheme, --bits and --size.")
     if bits is None and size is None:
         for name, value in (("--candidates", candidates), ("--sensitivity", sensitivity)):
             if value:
-                raise ConfigError(f"{name} belongs to --bits or --size, which are not given.")
+                raise UsageError(f"{name} belongs to --bits or --size, which are not given.")
         return None
     if bits is not None and not 0 < bits < math.inf:
-        raise ConfigError(f"--bits {bits:g} is no number of bits for a weight. Possible: 4.25, 3.5.")
+        raise UsageError(f"--bits {bits:g} is no number of bits for a weight. Possible: 4.25, 3.5.")
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.torch.bit_budget.measure import mixed_format
 
@@ -87,13 +87,13 @@ def asked_budget(
 
 
 def bytes_of(text: str) -> int:
-    """The bytes of a size such as 2.1GB (10^9) or 2GiB (2^30). Raises ConfigError."""
+    """The bytes of a size such as 2.1GB (10^9) or 2GiB (2^30). Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
     if not found:
-        raise ConfigError(f"--size {text!r} is no size. Possible: 2.1GB, 800MB, 2GiB.")
+        raise UsageError(f"--size {text!r} is no size. Possible: 2.1GB, 800MB, 2GiB.")
     size = int(Decimal(found[1]) * UNITS[found[2] or ""])
     if not 0 < size < 1 << 63:
-        raise ConfigError(f"--size {text.strip():.40} is no size that a file can have. Possible: 2.1GB, 800MB, 2GiB.")
+        raise UsageError(f"--size {text.strip():.40} is no size that a file can have. Possible: 2.1GB, 800MB, 2GiB.")
     return size
 
 

@@ -20,7 +20,8 @@ from quark.commands.quantize import (
     Std,
     TrustRemoteCode,
 )
-from quark.errors import ConfigError
+from quark.commands.words import check_words, usage
+from quark.errors import UsageError
 from quark.report.page import check_page
 
 
@@ -56,7 +57,10 @@ def compare(
     require_model(model)
     names = list(dict.fromkeys(name.strip() for item in schemes for name in item.split(",") if name.strip()))
     if not names:
-        raise ConfigError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
+        raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
+    if not is_onnx(model):
+        with usage():
+            check_words(names)
     measured = require(data or calib, "--calib or --data", model)
     check_page(report, model, calib, data)
     words = f"measured on {measured}" if data else f"measured on {measured}, the calibration data"

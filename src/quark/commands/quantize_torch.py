@@ -87,8 +87,14 @@ def quantize_folder(
     else:
         after = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
     console.print(size_line(str(title), before, after, start), highlight=False)
-    words = f"Quantized by {', with '.join([str(title), *(algorithm or [])])}."
-    page_of_folder(page, model, export.output, calib, {"device": device, "dtype": dtype, **load}, words, chosen)
+    load_as = {"device": device, "dtype": dtype, **load}
+    page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen)
+
+
+def _summary(title: str, algorithm: list[Any] | None) -> str:
+    """What was done, in a sentence; algorithms are names, or configs."""
+    names = [each if isinstance(each, str) else each.name for each in algorithm or []]
+    return f"Quantized by {', with '.join([title, *names])}."
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mapping[str, bool]) -> None:
