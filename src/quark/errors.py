@@ -11,6 +11,7 @@
     ├── OutputExistsError        the output is there already and may not be replaced   (also FileExistsError)
     ├── OutputError              the output could not be written; nothing was left behind (also OSError)
     ├── NotSupportedError        a documented thing that this version does not do      (also NotImplementedError)
+    ├── ProcessLostError         another process of a group died, failed or could not be reached; names it
     └── MissingDependencyError   an optional package is absent; names the pip line     (also ImportError)
 
 Each message says what came, where, and what is possible.
@@ -78,6 +79,10 @@ class OutputExistsError(QuarkError, FileExistsError):
 
 class OutputError(QuarkError, OSError):
     """The output could not be written, and nothing of it was left behind."""
+
+
+class ProcessLostError(QuarkError):
+    """Another process of the group died, failed or could not be reached; names it."""
 
 
 class DamageError(QuarkError, ValueError):

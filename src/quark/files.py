@@ -147,7 +147,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
     Where the process is killed, the next run that makes such a folder in `parent` removes it.
     """
-    _remove_dead(parent)
+    remove_dead(parent)
     folder, lock = _make(parent)
     try:
         yield folder
@@ -360,7 +360,7 @@ def _make(parent: Path) -> tuple[Path, int | None]:
             os.close(lock)
 
 
-def _remove_dead(parent: Path) -> None:
+def remove_dead(parent: Path) -> None:
     """Remove the temporary folders that no process holds."""
     try:
         found = list(filter(is_temporary, parent.iterdir()))

@@ -1,9 +1,11 @@
-"""Two gloo processes: the result of one, and an error in bounded time where the other one dies."""
+"""Several gloo processes: the bytes of one, and an error that names the one that dies."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -15,14 +17,24 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as spawning
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from quark.errors import CalibrationError, NotSupportedError, QuarkError
+from quark.errors import (
+    CalibrationError,
+    ConfigError,
+    NotSupportedError,
+    OutputError,
+    ProcessLostError,
+    QuarkError,
+)
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
+from quark.torch.calibration import distributed
 from quark.torch.calibration.distributed import processes
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.source import Source
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, AutoSmoothQuantConfig, GPTQConfig
 from quark.torch.config.config import QConfig
+from quark.torch.flows import file2file
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
 from tests.models.torch_zoo import tiny_llama, token_batches
@@ -42,9 +54,9 @@ def configs() -> dict[str, QConfig]:
     }
 
 
-def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path) -> None:
+def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path, count: int) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
     with processes(TIMEOUT) as own:
@@ -52,12 +64,15 @@ def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path) ->
         work(folder)
 
 
-def two(work: Callable[[Path], None], folder: Path) -> None:
-    """Run `work` as torchrun with two processes does."""
+def together(work: Callable[[Path], None], folder: Path, count: int = 2) -> None:
+    """Run `work` as torchrun with several processes does."""
+    spawning.spawn(as_rank, (free_port(), work, folder, count), nprocs=count)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawning.spawn(as_rank, (port, work, folder), nprocs=2)
+        return int(free.getsockname()[1])
 
 
 def everything(folder: Path) -> None:
@@ -72,7 +87,7 @@ def everything(folder: Path) -> None:
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     save_float(tmp_path / "float", torch.float32, "5GB")
-    two(everything, tmp_path)
+    together(everything, tmp_path)
     one = tmp_path / "one"
     for name in ("int8", "gptq"):
         model = ModelQuantizer(configs()[name]).quantize_model(tiny_llama(), token_batches(4))
@@ -140,7 +155,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     with pytest.raises(spawning.ProcessExitedException):
         spawn_and_join_all(dying, tmp_path)
     seconds, said = (tmp_path / "said").read_text().split("\n", 1)
-    assert float(seconds) < 2 * TIMEOUT and "Rank 0 lost another process" in said
+    assert float(seconds) < 2 * TIMEOUT and "Rank 0 cannot go on: rank 1 (process " in said
     assert not (tmp_path / "out").exists()
     # The manifest is good: it says what is there, and the inputs of the next block are there for both ranks.
     partial = tmp_path / "out.partial"
@@ -151,21 +166,112 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert inputs == [f"inputs-1-{rank}.safetensors" for rank in (0, 1)]
 
 
-def spawn_and_join_all(work: Callable[[Path], None], folder: Path) -> None:
-    """Like `two`, but the survivor is not stopped when the other one dies."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = spawning.spawn(as_rank, (port, work, folder), nprocs=2, join=False)
+def spawn_and_join_all(work: Callable[[Path], None], folder: Path, count: int = 2) -> None:
+    """Like `together`, but the survivors are not stopped when one dies."""
+    context = spawning.spawn(as_rank, (free_port(), work, folder, count), nprocs=count, join=False)
     for process in context.processes:
         process.join(3 * TIMEOUT)
     while not context.join():
         pass
 
 
-def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quark.torch.calibration import distributed
+def in_files(folder: Path) -> None:
+    """File to file; rank `victim` is killed with its first tensor, or finds that its disk is full."""
+    victim, how = (folder / "victim").read_text().split()
+    convert = file2file.Converter.__call__
 
+    def stop(self: file2file.Converter, family: file2file.Family) -> None:
+        if os.environ["RANK"] != victim:
+            convert(self, family)
+        elif how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    file2file.Converter.__call__ = stop  # type: ignore[method-assign]
+    try:
+        ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(folder / "float", folder / "out")
+    except QuarkError as error:
+        (folder / f"said-{os.environ['RANK']}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("how", ["killed", "full"])
+def test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays(victim: int, how: str, tmp_path: Path) -> None:
+    save_float(tmp_path / "float", torch.float32, "5GB")
+    (tmp_path / "victim").write_text(f"{victim} {how}")
+    with pytest.raises((spawning.ProcessExitedException, spawning.ProcessRaisedException)):
+        spawn_and_join_all(in_files, tmp_path, 3)
+    said = {rank: tmp_path / f"said-{rank}" for rank in range(3)}
+    assert said[victim].exists() == (how == "full")
+    for rank in {0, 1, 2} - {victim}:
+        words = said[rank].read_text()
+        assert words.startswith(f"ProcessLostError: Rank {rank} cannot go on: rank {victim} (process ")
+        assert ("No space left on device" if how == "full" else "died or can no longer be reached") in words
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["float", "victim", *(path.name for path in said.values() if path.exists())]
+    )
+
+
+def hidden_folder(folder: Path) -> None:
+    """Rank 1 is on a machine that does not see the file system of rank 0."""
+    if os.environ["RANK"] == "1":
+        Path.is_dir = lambda self: False  # type: ignore[assignment, method-assign]
+    with (
+        pytest.raises(OutputError, match=r"Rank 1 does not see .*, which rank 0 made\. The output must lie on"),
+        distributed.shared_folder(folder / "out"),
+    ):
+        raise AssertionError
+
+
+def test_an_output_that_not_all_see(tmp_path: Path) -> None:
+    together(hidden_folder, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environment", "timeout", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, 5, "WORLD_SIZE='two', where torchrun sets a number"),
+        ({"WORLD_SIZE": "2"}, 5, "RANK=None, where torchrun sets a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, 5, "RANK=2, WORLD_SIZE=2"),
+        ({}, -1, "timeout=-1: seconds are needed"),
+        ({}, float("nan"), "timeout=nan: seconds are needed"),
+    ],
+)
+def test_an_environment_that_is_not_of_torchrun(
+    environment: dict[str, str], timeout: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message), processes(timeout):
+        pass
+
+
+def test_a_group_that_never_comes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessLostError, match="Rank 0 waited 1 s at most for the group of 2 processes"), processes(1):
+        pass
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_the_shares_of_a_checkpoint_hold_each_tensor_once_and_alike_many_bytes(size: int, tmp_path: Path) -> None:
+    names = [f"t{i:02}" for i in range(40)]
+    save_file({name: torch.zeros(i + 1, 8) for i, name in enumerate(names)}, tmp_path / "model.safetensors")
+    families = [(file2file.TensorJob(name, name, torch.float32, (i + 1, 8), None, {}),) for i, name in enumerate(names)]
+    source = Source([tmp_path / "model.safetensors"])
+    shares = [file2file._share(families, source, own, size) for own in range(size)]
+    assert [family for share in shares for family in share] == families
+    rows = [sum(item.shape[0] for family in share for item in family) for share in shares]
+    assert max(rows) - min(rows) <= 40  # the largest tensor
+
+
+def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "world", lambda: 4)
     with pytest.raises(CalibrationError, match="3 calibration batches are too few for 4 processes"):
         distributed.part_of(token_batches(3))

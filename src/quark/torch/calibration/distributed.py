@@ -9,6 +9,9 @@ and solve the same weights; rank 0 writes. Without a process group every functio
 from __future__ import annotations
 
 import os
+import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,8 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from quark.core.observers import Observer
-from quark.errors import CalibrationError, QuarkError
-from quark.files import atomic_folder
+from quark.errors import CalibrationError, ConfigError, OutputError, ProcessLostError, one_line
+from quark.files import atomic_folder, remove_dead
+from quark.torch.calibration.heartbeat import Heartbeat
 from quark.torch.layers.fake_quant import FakeQuantize
 
 T = TypeVar("T")
@@ -34,18 +38,113 @@ def processes(timeout: float = 600.0) -> Iterator[int]:
 
     Args:
         timeout: Seconds after which a rank that waits for another gives up with an error.
+
+    Raises:
+        ConfigError: `timeout` is not a positive number, or the environment is not that of torchrun.
+        ProcessLostError: Another process died, failed or could not be reached; names it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    global _heartbeat
+    if not 0 < timeout < 1e6:
+        raise ConfigError(f"timeout={timeout}: seconds are needed, more than 0 and less than a million.")
+    if _in_environment("WORLD_SIZE", "1") == 1 or dist.is_initialized():
         yield rank()
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    _form_group(timeout)
+    error: BaseException | None = None
     try:
-        yield rank()
+        with _told_to_stop():
+            _heartbeat.start() if _heartbeat else None
+            yield rank()
+    except _ToldToStopError as stopped:
+        error = stopped
+        raise _lost("torchrun ended it") from None
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
+        if _heartbeat is not None:
+            _heartbeat.stop(one_line(error) if error is not None and not _is_echo(error) else None)
+        _heartbeat = None
         dist.destroy_process_group()
+
+
+_heartbeat: Heartbeat | None = None
+"""Of the group that this process is in."""
+
+
+class _ToldToStopError(BaseException):
+    """SIGTERM came: torchrun sends it to the others when one process ends. No `except Exception` takes it."""
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether an error only says that another process is lost."""
+    return isinstance(error, (ProcessLostError, _ToldToStopError))
+
+
+def _in_environment(name: str, default: str | None = None) -> int:
+    text = os.environ.get(name, default)
+    if text is None or not text.isdecimal():
+        raise ConfigError(
+            f"The environment has {name}={text!r}, where torchrun sets a number. Possible: start the program by "
+            "torchrun, or unset WORLD_SIZE."
+        )
+    return int(text)
+
+
+def _form_group(timeout: float) -> None:
+    """Join the process group of torchrun's environment, and begin to listen to its members."""
+    global _heartbeat
+    own, size = _in_environment("RANK"), _in_environment("WORLD_SIZE")
+    _in_environment("MASTER_PORT")
+    if not os.environ.get("MASTER_ADDR") or own >= size:
+        raise ConfigError(
+            f"The environment has RANK={own}, WORLD_SIZE={size}, MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}. "
+            "Possible: start the program by torchrun, which sets them."
+        )
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(_in_environment("LOCAL_RANK", "0") % torch.cuda.device_count())
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        _heartbeat = Heartbeat(own, size, timeout)
+        dist.barrier()
+    except (RuntimeError, ValueError) as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise ProcessLostError(
+            f"Rank {own} waited {timeout:g} s at most for the group of {size} processes, which did not come together: "
+            f"{_said(error)}."
+        ) from error
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """Within: SIGTERM ends the work by an error, so that what is half written is removed."""
+
+    def stop(*_: object) -> None:
+        raise _ToldToStopError
+
+    if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _lost(why: str) -> ProcessLostError:
+    """The error for a group that is no longer whole; names who left."""
+    reason = _heartbeat.reason() if _heartbeat is not None else "another process is gone"
+    return ProcessLostError(f"Rank {rank()} cannot go on: {reason} ({why}). Start all processes again.")
+
+
+def check_alive() -> None:
+    """Raise ProcessLostError where another process has been silent for long; costs nothing."""
+    if _heartbeat is not None and _heartbeat.lost():
+        raise _lost("seen while this one worked")
 
 
 def rank() -> int:
@@ -154,19 +253,32 @@ def from_first(value: T) -> T:
 
 @contextmanager
 def shared_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
-    """`atomic_folder` for all ranks: it becomes `path` when all of them are done."""
+    """`atomic_folder` for all ranks, on a file system that all of them see: it becomes `path` when all are done.
+
+    Raises:
+        OutputError: A rank does not see the folder that rank 0 made; names it. Or see `atomic_folder`.
+        ProcessLostError: Rank 0 could not make it, or another process is lost.
+    """
     if rank() > 0:
         folder_of_first = from_first(None)
         if folder_of_first is None:
-            raise QuarkError(f"Rank 0 could not make {path}.")
-        yield folder_of_first
-        wait()
+            raise ProcessLostError(f"Rank {rank()} cannot go on: rank 0 could not make {path}.")
+        _require_seen(folder_of_first)
+        try:
+            yield folder_of_first
+            wait()
+        except (ProcessLostError, OSError) as error:
+            if isinstance(error, OSError) and folder_of_first.is_dir():
+                raise OutputError(f"Rank {rank()} could not write {path}: {error.strerror or error}.") from error
+            remove_dead(folder_of_first.parents[1])  # rank 0 would have, were it alive
+            raise error if isinstance(error, ProcessLostError) else _lost(f"{folder_of_first} is gone") from error
         return
     told = False
     try:
         with atomic_folder(path, overwrite) as folder:
             from_first(folder)
             told = True
+            _require_seen(folder)
             yield folder
             wait()
     finally:
@@ -174,12 +286,30 @@ def shared_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iter
             from_first(None)
 
 
+def _require_seen(folder: Path) -> None:
+    """Raise OutputError on all ranks where one of them does not see a folder that rank 0 has made."""
+    if world() == 1:
+        return
+    sees: list[bool] = [False] * world()
+    own = folder.is_dir()
+    collective(lambda: dist.all_gather_object(sees, own))
+    blind = [str(other) for other, seen in enumerate(sees) if not seen]
+    if blind:
+        raise OutputError(
+            f"Rank {', '.join(blind)} does not see {folder}, which rank 0 made. The output must lie on a file system "
+            "that all machines share, under the same name."
+        )
+
+
 def collective(action: Callable[[], object]) -> None:
-    """Run a collective operation. Raises QuarkError when another rank has died or does not answer in time."""
+    """Run a collective operation. Raises ProcessLostError when another rank has died or does not answer in time."""
+    check_alive()
     try:
         action()
     except (RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise QuarkError(
-            f"Rank {rank()} lost another process of its group, which died or did not answer in time: {first}"
-        ) from error
+        raise _lost(_said(error)) from error
+
+
+def _said(error: Exception) -> str:
+    """The first sentence of a communication library, without the place in its source."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

@@ -7,6 +7,8 @@ any number of processes. The files are those that `quantize_model` and `export_s
 
 from __future__ import annotations
 
+import itertools
+import math
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +24,7 @@ from quark.errors import ConfigError, QuarkError
 from quark.files import check_apart
 from quark.log import logger, progress
 from quark.torch.calibration.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
-from quark.torch.calibration.distributed import rank, shared_folder, world
+from quark.torch.calibration.distributed import check_alive, rank, shared_folder, world
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
@@ -109,7 +111,7 @@ def quantize_files(
         places = job.create_shards(folder, contents)
         items = [_tensor_job(entry, contents, layers, places) for entry in [*contents.entries, *contents.dropped]]
         groups = sibling_groups(job.model, config.shared_scale_groups)
-        _run(conversion, _families(items, groups)[rank() :: world()], devices, workers)
+        _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
             job.write_rest(folder)
     logger.info("Quantized %s to %s.", source, output)
@@ -155,12 +157,29 @@ def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[F
     return [first.get(item.name, (item,)) for item in items if item.name not in rest]
 
 
+def _share(families: list[Family], source: Source, own: int, size: int) -> list[Family]:
+    """What process `own` of `size` converts: families that lie beside each other in the source, a like share of bytes.
+
+    So each process reads a part of the files in their order, and few files are read by two.
+    """
+    if not families:
+        return []
+    order = {name: position for position, name in enumerate(source.names())}
+    families = sorted(families, key=lambda family: order.get(family[0].source, len(order)))
+    ends = list(itertools.accumulate(sum(math.prod(item.shape) * item.dtype.itemsize for item in f) for f in families))
+    # By the middle of each family, in whole numbers: none is left out, none is taken twice.
+    middles = [begin + end for begin, end in itertools.pairwise([0, *ends])]
+    whole = max(1, 2 * ends[-1])
+    return [f for f, middle in zip(families, middles, strict=True) if min(middle * size // whole, size - 1) == own]
+
+
 def _run(conversion: Conversion, families: list[Family], devices: list[str], workers: int) -> None:
     """Convert all families, in this process or in workers."""
     total = len(families)
     if workers * len(devices) == 1:
         convert = Converter(conversion, devices[0])
         for family in progress(families, "tensors", total=total):
+            check_alive()
             convert(family)
         return
     context = multiprocessing.get_context("spawn")
@@ -172,6 +191,7 @@ def _run(conversion: Conversion, families: list[Family], devices: list[str], wor
     try:
         done = [pool.submit(_work, family) for family in families]
         for future in progress(done, "tensors", total=total):
+            check_alive()
             future.result()
     except BrokenProcessPool as error:
         raise QuarkError(
