@@ -19,7 +19,8 @@ import quark
 from quark import command_line
 from quark.command_line import new_table, program, results, run
 from quark.errors import ConfigError
-from quark.log import UnfailingStream, logger, progress
+from quark.log import UnfailingStream, logger
+from quark.progress import progress
 
 SOURCE = Path(quark.__file__).parents[1]
 

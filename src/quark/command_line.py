@@ -24,6 +24,7 @@ from rich.table import Column, Table
 
 from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, one_line
 from quark.log import UnfailingStream, logger
+from quark.progress import bars
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
@@ -135,7 +136,7 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
     try:
         # Not app(...): that takes a broken pipe of a worker for one of the terminal, and says nothing.
         command = typer.main.get_command(app)
-        with command.make_context(name, words) as context:
+        with command.make_context(name, words) as context, bars():
             command.invoke(context)
     except typer.Exit as error:
         return error.exit_code

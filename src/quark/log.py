@@ -1,6 +1,6 @@
-"""The one logger of the package ("[QUARK-INFO]: ..."), its progress bars, and streams that never fail.
+"""The one logger of the package ("[QUARK-INFO]: ..."), and streams that never fail.
 
-Lines and bars go to stderr: stdout is for results. A terminal that is gone, a full disk behind a redirection or a
+Lines go to stderr: stdout is for results. A terminal that is gone, a full disk behind a redirection or a
 narrow encoding ends no run.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, ParamSpec, TypeVar
 
@@ -149,17 +149,3 @@ def severity(level: int | None) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over `items` with a progress bar on stderr; silent where stderr is no terminal."""
-    stream = UnfailingStream(sys.stderr)
-    if not stream.isatty():
-        yield from items
-        return
-    # rich costs 50 ms: it is imported when a bar is really drawn, not with the package.
-    from rich.console import Console
-    from rich.progress import track
-
-    bar: Any = stream
-    yield from track(items, description=description, total=total, console=Console(file=bar), transient=True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from quark.core.metrics import Comparison, kl_by_row
 from quark.errors import ConfigError
-from quark.log import progress
+from quark.progress import progress
 
 ALL = 1 << 62
 """More samples than there are."""

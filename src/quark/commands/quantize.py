@@ -11,11 +11,13 @@ from quark.command_line import results
 from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
+from quark.commands.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.quantize_report import check_report
 from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
 from quark.errors import OutputError
 from quark.goals.efforts import FAST
 from quark.log import logger
+from quark.progress import log_to
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
 # Not a Path, which an empty word and a slash at the end are lost to.
@@ -133,6 +135,7 @@ def quantize(
     exclude: Exclude = None,
     force: Force = False,
     report: ReportFile = None,
+    log_file: LogFileOption = None,
     scheme: Scheme = None,
     bits: Bits = None,
     size: Size = None,
@@ -190,6 +193,9 @@ def quantize(
         raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
     require_model(model)
     onnx = is_onnx(model)
+    check_log_file(log_file, output, [model, calib, imatrix, sensitivity, statistics, profile, report, save_imatrix])
+    amount = f"{bits:g} bits" if bits is not None else size
+    say_first(model, output, scheme or config or amount, f"for {goal}" if goal else None, *(algorithm or []))
     with usage():
         if goal is None and not onnx:
             check_words([scheme, *layer_schemes(layer)], export_format, algorithm, dtype)
@@ -201,40 +207,41 @@ def quantize(
         logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
     form = choice.form if choice is not None else export_format or "quark"
     check_report(report, model, output, calib, form, force)
-    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
-    if onnx:
-        from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
-        from quark.commands.recover_onnx import asked, recovery_of, split_targets
+    with log_to(log_file):
+        # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
+        if onnx:
+            from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
+            from quark.commands.recover_onnx import asked, recovery_of, split_targets
 
-        reader = calibration_reader(model, calib, batch_size, mean, std)
-        runtime, least = split_targets(target or [])
-        if choice is not None:
-            config, runtime = onnx_config(choice), runtime or choice.target
-        recovery = asked(recover, budget, metric, least, allow_wider)
-        if choice is not None:
-            recovery = recovery or recovery_of(choice.effort, reader is not None)
-        timing = Timing(measure, profile)
-        quantize_onnx(
-            model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
-            allow_damage=allow_damage, recovery=recovery, timing=timing, algorithms=onnx_algorithms(algorithm),
-            quick=choice is None or choice.effort != FAST, page=report,
+            reader = calibration_reader(model, calib, batch_size, mean, std)
+            runtime, least = split_targets(target or [])
+            if choice is not None:
+                config, runtime = onnx_config(choice), runtime or choice.target
+            recovery = asked(recover, budget, metric, least, allow_wider)
+            if choice is not None:
+                recovery = recovery or recovery_of(choice.effort, reader is not None)
+            timing = Timing(measure, profile)
+            quantize_onnx(
+                model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
+                allow_damage=allow_damage, recovery=recovery, timing=timing, algorithms=onnx_algorithms(algorithm),
+                quick=choice is None or choice.effort != FAST, page=report,
+            )  # fmt: skip
+            if choice is not None:
+                results().print(serve_line(choice, output), highlight=False, soft_wrap=True)
+            return
+        from quark.commands.export_torch import Export
+        from quark.commands.imatrix import Imatrices
+        from quark.commands.quantize_torch import quantize_folder
+
+        named = choice.scheme if choice is not None else None
+        bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)
+        export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
+        quantize_folder(
+            model, bit_budget or named or require(scheme, "--scheme or --for", model), calib=calib, samples=samples,
+            exclude=exclude, layer=layer, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
+            algorithm=torch_algorithms(choice.algorithms if choice else algorithm) or None, stream=stream,
+            imatrix=Imatrices(imatrix, save_imatrix, force), export=export, page=report,
+            load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
         )  # fmt: skip
         if choice is not None:
-            results().print(serve_line(choice, output), highlight=False, soft_wrap=True)
-        return
-    from quark.commands.export_torch import Export
-    from quark.commands.imatrix import Imatrices
-    from quark.commands.quantize_torch import quantize_folder
-
-    named = choice.scheme if choice is not None else None
-    bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)
-    export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
-    quantize_folder(
-        model, bit_budget or named or require(scheme, "--scheme or --for", model), calib=calib, samples=samples,
-        exclude=exclude, layer=layer, algorithm=torch_algorithms(choice.algorithms if choice else algorithm) or None,
-        kv_cache=kv_cache, attention=attention, device=device, dtype=dtype, stream=stream,
-        imatrix=Imatrices(imatrix, save_imatrix, force),
-        load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}, export=export, page=report,
-    )  # fmt: skip
-    if choice is not None:
-        results().print(serve_line(choice, export.made(model)), highlight=False, soft_wrap=True)
+            results().print(serve_line(choice, export.made(model)), highlight=False, soft_wrap=True)

@@ -266,6 +266,7 @@ def quantize_job(reference: Path | None) -> list[Any]:
 def test_a_period_of_logging(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("quark")
     logger.addHandler(caplog.handler)
+    caplog.set_level(logging.DEBUG, "quark")
     try:
         tuned(replace(PLAIN, log_period=5, target_op_type=["Gemm"]))
     finally:

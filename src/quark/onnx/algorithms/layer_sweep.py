@@ -13,10 +13,10 @@ from typing import overload
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.log import progress
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.algorithms.sliced_run import SlicedRun
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
+from quark.progress import progress
 
 
 class Column(Sequence[NumpyArray]):
@@ -91,7 +91,7 @@ def sweep(
     goals = [value for values in wanted.values() for value in values]
     reference = SlicedRun(quantized.reference, data, count, store, goals)
     left = [*goals, *reads.values()]
-    for layer in progress(layers, "layers"):
+    for layer in progress(layers, "layers", len(layers), name=lambda layer: layer.name):
         data.check_time()
         mine = [(quantized_run, reads[layer]), *((reference, value) for value in wanted[layer])]
         for run, value in mine:

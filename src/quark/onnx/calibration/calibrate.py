@@ -24,7 +24,7 @@ from quark.core.observers.min_max import MinMaxObserver
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
-from quark.log import logger, progress
+from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
@@ -44,6 +44,7 @@ from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.custom_libraries import session_options
+from quark.progress import progress
 
 
 def activation_params(

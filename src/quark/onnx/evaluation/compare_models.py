@@ -19,11 +19,11 @@ import onnxruntime
 from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
-from quark.log import progress
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
+from quark.progress import progress
 
 DECODED = "_DequantizeLinear_Output"
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from quark.log import progress
+from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import part_of
@@ -127,10 +127,11 @@ def loop_over_blocks(
         state: Where an earlier run stopped.
     """
     state = state or LoopState()
-    for index, name in enumerate(progress(names, "blocks", total=len(names))):
+    for name in names[: state.done]:
+        calls.pop(name, None)
+    left = progress(names[state.done :], "blocks", len(names), name=_shown, done=state.done)
+    for index, name in enumerate(left, state.done):
         own_calls = [on_device(call, weights.device) for call in calls.pop(name, [])]
-        if index < state.done:
-            continue
         weights.bring(name)
         try:
             # Not bound to a name, so that its inputs are freed when its outputs are there.
@@ -141,6 +142,10 @@ def loop_over_blocks(
                 finish(name, state)
         finally:
             weights.take(name)
+
+
+def _shown(name: str) -> str:
+    return name or "the model"
 
 
 def _block(model: nn.Module, name: str, calls: list[Call], state: LoopState, groups: Sequence[Sequence[str]]) -> Block:

@@ -19,7 +19,7 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError
-from quark.log import progress
+from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_loop import (
     BlockWeights,
@@ -96,7 +96,9 @@ class Sweep:
             self._forward(calls)
             if not self.tape.has(self._scores(len(self.names))) and self.tape.result("tail") is None:
                 self._tail(calls[self.names[0]][0])
-            for index in progress(range(len(self.names) - 1, -1, -1), "sensitivity", total=len(self.names)):
+            left = [index for index in reversed(range(len(self.names))) if self.tape.result(f"block-{index}") is None]
+            done = len(self.names) - len(left)
+            for index in progress(left, "sensitivity", len(self.names), name=self.names.__getitem__, done=done):
                 self._back(index, calls[self.names[index]])
         return self._swept()
 
@@ -181,8 +183,6 @@ class Sweep:
     def _back(self, index: int, calls: Sequence[Call]) -> None:
         """Collect the moments of one block, and hand the scores to the one before it."""
         name = self.names[index]
-        if self.tape.result(f"block-{index}") is not None:
-            return
         inputs, scores = self.tape.read(self._inputs(index)), self.tape.read(self._scores(index + 1))
         own = [layer for layer in self.layers if is_inside(layer, name)]
         below: list[torch.Tensor] = []

@@ -17,8 +17,8 @@ from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales,
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
-from quark.log import progress
 from quark.profiler import ProfileStep, profile_scope
+from quark.progress import progress
 from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.config.config import QConfig

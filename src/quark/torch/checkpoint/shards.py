@@ -18,7 +18,7 @@ from torch import nn
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
-from quark.log import progress
+from quark.progress import progress
 from quark.torch.checkpoint.loading import StoredTensor, empty_activation, float_dtype, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, FolderFormat, Format

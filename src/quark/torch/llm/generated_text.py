@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
-from quark.log import progress
+from quark.progress import progress
 from quark.torch.llm.named_datasets import NamedDataset, rows_of
 from quark.torch.llm.other_packages import other_package
 from quark.torch.model.batches import evaluating, input_device

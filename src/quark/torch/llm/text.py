@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from quark.errors import CalibrationError
-from quark.log import progress
+from quark.progress import progress
 
 
 def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = None) -> list[torch.Tensor]:

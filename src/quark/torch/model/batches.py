@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
-from quark.log import progress
+from quark.progress import progress
 
 
 def run_batches(model: nn.Module, data: Iterable[Any]) -> int:

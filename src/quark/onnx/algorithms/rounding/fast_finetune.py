@@ -34,12 +34,15 @@ from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.passes import run_passes
+from quark.progress import report, status
 
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
 """Most rows that a batch has, whatever its samples have: more positions of one image say little new.
 
 Measured on ResNet-18: 128 rows cost AdaRound 0.2 dB, and AdaQuant, whose steps are small, nothing."""
 
+LOSS = "squared error of a row of outputs"
+"""Mean over rows of the squared error of all outputs, with the nearest rounding and with what was learned."""
 RESCALES = (CLEConfig, SmoothQuantConfig, QuarotConfig)
 ROWS: dict[int, Space] = {0: Space(None), 1: Space(1 << 27, 1 << 13), 2: Space(1 << 32)}
 """mem_opt_level -> what is kept of a layer: all positions; some of each sample, that is enough for a training; or most
@@ -76,14 +79,14 @@ class Tuned:
 
 
 def finetune_layers(quantized: QuantizedLayers, config: Config) -> int:
-    """Tune the weights of a model; return how many layers were trained. What became of each is logged."""
-    report = tune(quantized, config)
-    kept = [entry for entry in report if entry.kept]
-    left = [entry.name for entry in report if not entry.kept]
+    """Tune the weights of a model; return how many layers were trained. What became of each is told."""
+    tuned = tune(quantized, config)
+    kept = [entry for entry in tuned if entry.kept]
+    left = [entry.name for entry in tuned if not entry.kept]
     logger.info(
-        "%d of %d layers improved%s.", len(kept), len(report), f"; as they were: {', '.join(left)}" if left else ""
+        "%d of %d layers improved%s.", len(kept), len(tuned), f"; as they were: {', '.join(left)}" if left else ""
     )
-    return sum(entry.iterations > 0 for entry in report)
+    return sum(entry.iterations > 0 for entry in tuned)
 
 
 def tune(quantized: QuantizedLayers, config: Config) -> list[Tuned]:
@@ -103,14 +106,17 @@ def tune(quantized: QuantizedLayers, config: Config) -> list[Tuned]:
     run = _Run(quantized, config, device)
     layers = run.chosen()
     memory = {0: 1 << 62, 1: MEMORY, 2: 0}[config.mem_opt_level]
-    report = []
+    tuned = []
     mixes = config.drop_ratio < 1
     for visit in sweep(quantized, layers, run.data, config.data_size, memory, config.cache_dir, mixes):
-        report.append(run.visit(visit))
-        logger.info("%s", report[-1])
+        made = run.visit(visit)
+        tuned.append(made)
+        logger.debug("%s", made)
+        if made.iterations:
+            report(made.name, made.before, made.after if made.kept else made.before, LOSS)
     for change in run.waiting:
         change()
-    return report
+    return tuned
 
 
 class _Run:
@@ -210,7 +216,8 @@ class _Run:
 
         def note(iteration: int, loss: float) -> None:
             self.data.check_time()
-            logger.info("%s: iteration %d of %d, loss %.4g", layer.name, iteration, training.iterations, loss)
+            logger.debug("%s: iteration %d of %d, loss %.4g", layer.name, iteration, training.iterations, loss)
+            status(f"{layer.name}: iteration {iteration} of {training.iterations}, loss {loss:.4g}")
 
         return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
 

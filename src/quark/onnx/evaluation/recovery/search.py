@@ -34,6 +34,7 @@ from quark.onnx.evaluation.score import Scorer
 from quark.onnx.flow import convert
 from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.prepare import prepare
+from quark.progress import seconds_text, write_event
 
 EVERY = 4
 """One sample in this many is held out; as many samples are needed."""
@@ -262,8 +263,19 @@ class _Search:
         result = changed if isinstance(changed, str) else self._unfit(step)
         if not isinstance(changed, str) and not result:
             after, result = self._compared(step, changed, situation.share)
-        self.trials.append(Trial(step.name, before.score, after, time.monotonic() - start, result))
-        logger.info("Recovery: %s: %s.", step.name, result)
+        self._tell(Trial(step.name, before.score, after, time.monotonic() - start, result))
+
+    def _tell(self, trial: Trial) -> None:
+        """Note a trial, and say what it gave. How long the search takes is known only where it has a budget."""
+        self.trials.append(trial)
+        metric, left = self.scorer.metric, None if self.end is None else max(0.0, self.end - time.monotonic())
+        scores = "" if trial.before is None or trial.after is None else f"{metric.text(trial.after)}, "
+        rest = "" if left is None else f", {seconds_text(left)} of the budget left"
+        logger.info("Recovery: %s: %s%s, %s%s.", trial.step, scores, trial.result, seconds_text(trial.seconds), rest)
+        write_event(
+            "block", loop="recovery", block=trial.step, layers=[], error_before=trial.before, error_after=trial.after,
+            measure=metric.name, result=trial.result, seconds=trial.seconds, eta_s=left,
+        )  # fmt: skip
 
     def _compared(self, step: Step, settings: Settings, share: float) -> tuple[float | None, str]:
         """Quantize; keep what is better. Returns the metric, and what became of it."""

@@ -24,7 +24,7 @@ from torch import nn
 
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, NotSupportedError, StructureError
-from quark.log import progress
+from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.rotation.block import R1_SEED, BlockPlan, plan_block, prove_block
 from quark.torch.algorithms.rotation.fold import rotate_readers, rotate_writers

@@ -23,6 +23,7 @@ from quark.core.quantize import elementwise, quantize_elements, quantize_scales,
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, ConfigError, StructureError
+from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
@@ -31,6 +32,8 @@ from quark.torch.layers.fake_quant import Mode
 
 LOWEST_SHARE = 0.5
 """Least share of the range that clipping may keep."""
+BLOCK_ERROR = "mean square error of the block on the batches of a step"
+"""What is learned from: of the first step, which is the nearest rounding, and of the best one."""
 
 
 class AutoRound(Algorithm):
@@ -58,17 +61,19 @@ class AutoRound(Algorithm):
             raise StructureError(f"{block.name or 'The model'} returns a {kind}; AutoRound learns from one tensor.")
         size = min(self.config.batch_size, len(targets))
         order = torch.Generator().manual_seed(0)
-        best = float("inf")
+        first, best = 0.0, float("inf")
         for weight in weights:
             weight.attach()
         try:
-            for step in range(self.config.iters):
+            for step in progress(range(self.config.iters), "steps", self.config.iters):
                 picked = torch.randperm(len(targets), generator=order)[:size].tolist()
                 loss = self._loss(block, targets, picked, [weight.shown for weight in weights])
+                first = loss if step == 0 else first
                 if loss < best:
                     best = loss
                     for weight in weights:
                         weight.remember()
+                status(f"loss {loss:.4g}, at first {first:.4g}, least {best:.4g}")
                 fall = 1 - step / self.config.iters
                 for weight in weights:
                     clip = self.config.minmax_lr * fall if self.config.enable_minmax_tuning else 0.0
@@ -78,6 +83,7 @@ class AutoRound(Algorithm):
                 weight.detach()
         for weight in weights:
             weight.freeze()
+        report(block.name, first, best, BLOCK_ERROR)
 
     @staticmethod
     def _loss(

@@ -33,6 +33,7 @@ from quark.torch.algorithms.rounding.grids import (
     dynamic_group,
     static_grid,
 )
+from quark.torch.algorithms.rounding.solved_errors import report_layer
 from quark.torch.calibration.calibrate import naming
 from quark.torch.layers import QuantLayer
 
@@ -223,6 +224,12 @@ class _Solver:
                 ):
                     solved[problem][layer][rows] = values.T
                     found[problem][layer].append(one)
+        factors = zip(unstacked(self.feedback, self.problems), unstacked(self.importance, self.problems), strict=True)
+        for problem, factor, of, some, before, values in zip(
+            self.problems, factors, names, weights, qparams, solved, strict=True
+        ):
+            for name, weight, params, value in zip(of, some, before, values, strict=True):
+                report_layer(problem, name, weight, value, (params, spec), factor)
         for some, values_of, parts_of in zip(own, solved, found, strict=True):
             for module, weight, parts in zip(some, values_of, parts_of, strict=True):
                 freeze_weight(module, weight, _joined(parts))

@@ -17,7 +17,8 @@ from torch import nn
 from quark.core.array import to_numpy
 from quark.errors import NotSupportedError
 from quark.files import atomic_file
-from quark.log import logger, progress
+from quark.log import logger
+from quark.progress import progress
 from quark.torch.checkpoint.shards import entries
 from quark.torch.config.block_mixes import MIXES, Mix, place_of
 from quark.torch.formats.layout import Tensors

@@ -1,0 +1,49 @@
+"""`--log-file`, and the line that a command begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quark.errors import OutputExistsError
+from quark.files import check_apart
+from quark.log import logger
+from quark.progress import check_log
+
+LogFileOption = Annotated[
+    Path | None,
+    typer.Option("--log-file", metavar="FILE", help="Write how far the work is as lines of JSON, behind older ones."),
+]
+
+
+def check_log_file(path: Path | None, output: str, read: Iterable[Path | None]) -> None:
+    """Find what would stop the log before anything else runs.
+
+    Args:
+        path: Where it goes; None: there is none.
+        output: What the command makes: a file, or a folder that is replaced.
+        read: The model, and the files that the command reads or writes beside its output.
+
+    Raises:
+        OutputExistsError: It is, holds or lies in one of these; or it is no log.
+        OutputError: It cannot be written.
+    """
+    if path is None:
+        return
+    for other in (output, *read):
+        try:
+            check_apart(path, other, whole=True)
+        except OutputExistsError:
+            raise OutputExistsError(
+                f"--log-file {path} is, holds or lies in {other}, which is read or made. Choose another file."
+            ) from None
+    check_log(path)
+
+
+def say_first(model: Path, output: str, *words: str | None) -> None:
+    """Say what is going to be done, before libraries load that take seconds."""
+    named = ", ".join(filter(None, words))
+    logger.info("Quantizing %s%s to %s.", model, f" ({named})" if named else "", output)

@@ -1,0 +1,42 @@
+"""Tells how much of its output each solved layer loses, beside what the nearest rounding would lose."""
+
+from __future__ import annotations
+
+import torch
+
+from quark.core.quantize import fake_quantize
+from quark.core.scales import QParams
+from quark.core.solvers import gptq
+from quark.core.spec import TensorSpec
+from quark.progress import OUTPUT_ERROR, report
+from quark.torch.algorithms.rounding.column_problem import ColumnProblem
+
+
+def report_layer(
+    problem: ColumnProblem,
+    name: str,
+    weight: torch.Tensor,
+    solved: torch.Tensor,
+    nearest: tuple[QParams, TensorSpec],
+    factor: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Report one layer.
+
+    Args:
+        problem: That it belongs to, whose inputs' second moments are there.
+        name: Its full name.
+        weight: The float weight, shape (rows, columns).
+        solved: The one that the layer has now.
+        nearest: Scales and spec of the nearest rounding.
+        factor: F and d of the problem, in its order.
+    """
+    rows = gptq.some_rows(len(weight))
+    goal = weight[rows].float()
+    if name in problem.pulls:
+        # What is lost is counted from the weight that does best on these inputs; see `gptq.moved_target`.
+        pull = problem.pulls[name][:, rows][problem.order]
+        goal[:, problem.order] += gptq.moved_target(pull, *factor).T
+    before = fake_quantize(weight, *nearest)[rows]
+    gram = problem.group.gram
+    after = gptq.output_error(goal, solved[rows], gram)
+    report(name, gptq.output_error(goal, before, gram), after, OUTPUT_ERROR)
