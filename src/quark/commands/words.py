@@ -69,7 +69,7 @@ def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
         if name in NOT_IN_THIS_VERSION:
             possible = ", ".join(known for known in ALGO_CONFIGS if known not in NOT_IN_THIS_VERSION)
             raise ConfigError(f"The algorithm {name!r} is not part of this version. Possible: {possible}.")
-        found.append(made(kind, name, parameters) if parameters else name)
+        found.append(made(kind, name, {"keep_better": True, **parameters}) if parameters else name)
     return found
 
 

@@ -74,7 +74,7 @@ class ModelQuantizer:
                 None otherwise.
 
         Returns:
-            The same model.
+            The same model. Its `quant_errors` says what each algorithm did to the output of each block.
 
         Raises:
             ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
@@ -104,6 +104,7 @@ class ModelQuantizer:
                     self._calibrate(model, layers, algorithms, data)
             config, plan = with_held(snapshot(self.config), plan, held)
             model.quant_config, model.quant_plan = config, plan  # type: ignore[assignment]
+            model.quant_errors = [errors for algorithm in algorithms for errors in algorithm.errors]  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
         return model

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError
-from quark.torch.algorithms.scaling.base import small_call
 from quark.torch.config.algo_configs import AlgoConfig, AutoSmoothQuantConfig, AWQConfig, GPTQConfig, SmoothQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
@@ -18,6 +17,7 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import find_blocks, record_calls
+from quark.torch.model.short_call import short_call
 from quark.torch.quantizer import ModelQuantizer
 from tests.models.architectures import build, token_ids
 from tests.models.families import family
@@ -193,7 +193,7 @@ def test_a_proof_needs_few_tokens(name: str) -> None:
     ids = torch.cat([token_ids(40), token_ids(40, 1)])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     (call,) = record_calls(model, [block], [batch])[block]
-    small = small_call(model.get_submodule(block), call)
+    small = short_call(model.get_submodule(block), call)
     assert small.hidden.shape[:2] == (1, 16)
     with torch.no_grad():
         output = small.run(model.get_submodule(block))

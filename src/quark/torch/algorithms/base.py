@@ -42,6 +42,35 @@ class Block:
         return self.module.get_submodule(leaf)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class BlockErrors:
+    """What an algorithm did to the error of a block's output; see `keep_better`.
+
+    Attributes:
+        block: Full name; "" for a whole model.
+        algorithm: Its name.
+        earlier: The algorithms before it that stayed.
+        before, after: Relative errors without and with it; NaN where the block returns no tensor.
+        kept: Whether what it did stays.
+        seconds: That it took.
+    """
+
+    block: str
+    algorithm: str
+    earlier: tuple[str, ...]
+    before: float
+    after: float
+    kept: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        without = f"with {', '.join(self.earlier)}" if self.earlier else "to nearest"
+        return (
+            f"{self.block or 'The model'}: output error {self.before:.4g} {without}, {self.after:.4g} with "
+            f"{self.algorithm}: {'kept' if self.kept else 'left as it was'}."
+        )
+
+
 class Algorithm:
     """One accuracy algorithm with its settings: for each block, `enter`, then `on_inputs` for each group of layers that
     read one tensor, then `leave`.
@@ -50,10 +79,12 @@ class Algorithm:
 
     Attributes:
         config: The settings.
+        errors: What it did to each block, in running order.
         reads_inputs: Whether it reads inputs of layers; else no forward is run for it.
         needs_whole: Whether `prepare` reads or changes weights of the whole model, which must then be in memory.
         needs_float: Whether input groups and blocks carry the float model's inputs too.
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
+        rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
     """
 
@@ -61,10 +92,22 @@ class Algorithm:
     needs_whole: ClassVar[bool] = False
     needs_float: ClassVar[bool] = False
     batches_experts: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
     sums: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.errors: list[BlockErrors] = []
+
+    @property
+    def name(self) -> str:
+        """As `algo_config` names it."""
+        return str(getattr(self.config, "name", type(self).__name__))
+
+    @property
+    def keeps_better(self) -> bool:
+        """Whether a block that it makes worse is left as it was."""
+        return bool(getattr(self.config, "keep_better", False))
 
     def blocks_path(self, model: nn.Module) -> str | None:
         """Name of the list of blocks that the config gives; None: it is found."""

@@ -1,6 +1,7 @@
 """The sweep: accuracy algorithms, block by block, each block's inputs being what the blocks before it really give.
 
     for each block:   for each algorithm in the order given:   one forward in lockstep, which halts where layers read
+                                                               what makes its output worse is undone: `keep_better`
                       static scales of the activations are observed in the last forward
                       its outputs are the inputs of the next block
 
@@ -11,6 +12,7 @@ rotation) and those that solve weights (GPTQ, ...) follow the same form.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,6 +25,7 @@ from quark.profiler import ProfileStep, profile_scope
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import BlockWeights, Hidden, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.input_group import no_tokens
+from quark.torch.algorithms.keep_better import BlockJudge
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import naming, waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, world
@@ -107,14 +110,21 @@ def sweep_block(
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
     original: nn.Module | None = None
+    judge = BlockJudge(block, layers_inside(layers, block.name))
     for index, stage in enumerate(stages):
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
             original = copy.deepcopy(block.module)
         last = index == len(stages) - 1
+        start, before = time.perf_counter(), judge.keep() if stage.keeps_better else None
         watch = _observing_inputs(block, layers, sync_experts) if last else nullcontext()
         hidden, beside = _run(block, stage, original, watch)
         float_hidden = beside or float_hidden
+        if not judge.judge(stage, before, start) and last:
+            # What was observed, and what the next block reads, came from weights that are gone.
+            rounded = judge.rounded_weights() if stage.rounds else nullcontext()
+            with rounded, _observing_inputs(block, layers, sync_experts):
+                hidden = [call.run(block.module) for call in block.calls]
     return hidden, float_hidden
 
 

@@ -43,11 +43,18 @@ Modules = list[str]
 
 @dataclass
 class AlgoConfig:
-    """Base of all algorithm configs."""
+    """Base of all algorithm configs.
+
+    Attributes:
+        keep_better: Whether a block whose output error an algorithm raises is left as it was. So it is where algorithms
+            are named; one whose config is written out runs as written. No part of the record: it is how to run.
+    """
+
+    keep_better: bool = field(default=False, kw_only=True, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, as JSON holds them."""
-        return dataclasses.asdict(self)
+        """The fields of the algorithm, as JSON holds them."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "keep_better"}
 
 
 class PreQuantOptConfig(AlgoConfig):
@@ -314,7 +321,7 @@ for all layers, and its default of 1 above all, makes some models much worse; th
 
 def algo_config_by_name(name: str) -> AlgoConfig:
     """The config of an algorithm that is named and not written out. Raises ConfigError for an unknown name."""
-    return ALGO_CONFIGS[SEARCHED.get(name, name)]()
+    return ALGO_CONFIGS[SEARCHED.get(name, name)](keep_better=True)
 
 
 def algo_config_from_dict(data: Mapping[str, Any]) -> AlgoConfig:

@@ -122,6 +122,10 @@ class FakeQuantize(nn.Module):
             self.scale = learned_scale(self.learned, self.spec)
         self.mode = Mode.quantize
 
+    def forget(self) -> None:
+        """Have no scale any more, as before calibration."""
+        self.scale = self.zero_point = self.scale_2 = self.zero_point_2 = self.learned = None
+
     def stop_learning(self) -> None:
         """End training: the scale stays as it is."""
         if self.learned is not None:

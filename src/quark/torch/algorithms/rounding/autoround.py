@@ -40,6 +40,7 @@ class AutoRound(Algorithm):
     """Learned rounding of a block's linear layers together; see `AutoRoundConfig`."""
 
     needs_float = True
+    rounds = True
     sums = False
 
     def enter(self, block: Block) -> None:

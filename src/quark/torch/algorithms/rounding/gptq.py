@@ -45,6 +45,7 @@ class GPTQ(Algorithm):
     """GPTQ (Frantar et al. 2022) with act-order and static groups; see `GPTQConfig`."""
 
     batches_experts = True
+    rounds = True
     rounds_moved: ClassVar[bool] = True
     """Whether the float weight that `pull` moves is the one that is rounded, or only what refinement comes near to."""
 

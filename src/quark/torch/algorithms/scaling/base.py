@@ -11,11 +11,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from quark.log import logger
 from quark.torch.algorithms.base import Algorithm, Block
@@ -26,11 +25,8 @@ from quark.torch.algorithms.scaling.fold import Fold, Refusal
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.blocks import Call
+from quark.torch.model.short_call import short_call
 from quark.torch.model.tied_weights import overlapping
-
-TOKENS = 16
-"""Tokens of one batch on which folds are found and proved."""
 
 SAMPLE = 512
 """Tokens of `InputStatistics.sample` that one input group gives, about."""
@@ -130,7 +126,7 @@ class Folding(Algorithm):
         """The scale of the input of the quantized layers of a fold, feasible for it; None to leave it."""
 
     def _find_folds(self, block: Block) -> list[Fold]:
-        call = small_call(block.module, block.calls[0])
+        call = short_call(block.module, block.calls[0])
         items = self.config.scaling_layers
         if items:
             candidates = self.discovery.explicit(block.module, call.args, call.kwargs, items)
@@ -183,35 +179,3 @@ def relative(name: str, block: Block) -> str:
 def _quantized(fold: Fold, block: Block) -> dict[str, QuantLayer]:
     layers = {leaf: block.layer(leaf) for group in block.groups for leaf in group}
     return {leaf: layers[leaf] for leaf in fold.layers if leaf in layers}
-
-
-def small_call(module: nn.Module, call: Call, tokens: int = TOKENS) -> Call:
-    """The call for the first tokens of its first row: enough to see what a block does.
-
-    Every axis of an argument that is as long as the sequence is cut; if the module does not take that, the call stays.
-    """
-    hidden = call.hidden
-    axis = -2 if hidden.is_floating_point() else -1
-    if hidden.ndim != (3 if axis == -2 else 2):
-        return call
-    batch, length = hidden.shape[0], hidden.shape[axis]
-    for keep_last in (False, True):
-
-        def cut(x: Any, keep_last: bool = keep_last) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            axes = range(x.ndim - (1 if keep_last and x.is_floating_point() else 0))
-            whole = [slice(tokens) if x.shape[i] == length and i in axes else slice(None) for i in range(x.ndim)]
-            whole[:1] = [slice(1)] if x.ndim > 1 and x.shape[0] == batch else whole[:1]
-            return x[tuple(whole)]
-
-        args, kwargs = tree_map(cut, (call.args, dict(call.kwargs)))
-        head = hidden[:1, :tokens]
-        shorter = Call(args, kwargs, call.key).with_hidden(head)
-        try:
-            output = tree_leaves(shorter.run(module))[0]
-        except (RuntimeError, ValueError, IndexError):
-            continue
-        if output.shape[:2] == head.shape[:2] and bool(torch.isfinite(output).all()):
-            return shorter
-    return call
