@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.array import Array, minmax
+from quark.core.array import ONE_THREAD, Array, minmax, threads_for
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.packing import MSB_PAIRS, decode, encode, pack_bits, pack_int4
@@ -131,3 +131,18 @@ def test_extremes_along_an_axis_are_those_of_numpy(shape: tuple[int, ...], axis:
     expected = x.float().numpy()
     np.testing.assert_array_equal(low.float().numpy(), expected.min(axis, keepdims=True))
     np.testing.assert_array_equal(high.float().numpy(), expected.max(axis, keepdims=True))
+
+
+@pytest.mark.parametrize(("products", "threads"), [(ONE_THREAD, 1), (ONE_THREAD + 1, 3)])
+def test_short_steps_run_on_one_thread_and_the_number_of_threads_comes_back(products: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError, match="as it ends"), threads_for(torch.zeros(1), products):
+            assert torch.get_num_threads() == threads
+            raise ValueError("as it ends")
+        assert torch.get_num_threads() == 3
+        with threads_for(np.zeros(1), products):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,31 @@ CACHE_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 28
 def chunk_bytes_for(x: Array) -> int:
     """How much of x to work on at once."""
     return DEVICE_CHUNK if is_torch(x) and x.device.type != "cpu" else CACHE_CHUNK
+
+
+ONE_THREAD = 1 << 25
+"""Multiplications of a matrix product up to which a second thread costs more than it gives: about a millisecond.
+Between two products threads wait by spinning, which takes from others the cores that it waits for."""
+
+
+@contextmanager
+def threads_for(x: Array, products: int) -> Iterator[None]:
+    """Let torch run many short steps on one thread.
+
+    Args:
+        x: What is computed on; numpy, and a tensor on a device, are left alone.
+        products: Multiplications of the largest matrix product of a step.
+    """
+    if not is_torch(x) or x.device.type != "cpu" or products > ONE_THREAD:
+        yield
+        return
+    torch = sys.modules["torch"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def row_chunks(rows: int, row_bytes: int, chunk_bytes: int = CACHE_CHUNK) -> Iterator[slice]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.array import NumpyArray, to_numpy
+from quark.core.array import NumpyArray, threads_for, to_numpy
 from quark.core.scales import QParams
 from quark.core.solvers.adaround import AdaQuant, AdaRound
 from quark.core.solvers.reconstruct import Activation, Outcome, OutputGrid, Rows, Training, Unit, train
@@ -219,7 +219,8 @@ class _Run:
             logger.debug("%s: iteration %d of %d, loss %.4g", layer.name, iteration, training.iterations, loss)
             status(f"{layer.name}: iteration {iteration} of {training.iterations}, loss {loss:.4g}")
 
-        return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
+        with threads_for(weight, training.rows * training.batches * layer.weight.size):
+            return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
 
     def _training(self, error: Callable[[], float]) -> Training:
         config = self.config
