@@ -194,11 +194,9 @@ class Unit:
 
     def product(self, x: Array, weight: Array) -> Array:
         """Z of rows x (r, groups * columns), shape (r, outputs)."""
-        groups, outputs, columns = weight.shape
+        groups, _, columns = weight.shape
         if groups == 1:
             z = x @ weight[0].T
-        elif outputs == 1:
-            z = (x.view(-1, groups, columns) * weight[:, 0]).sum(-1)
         else:
             parts = x.view(-1, groups, columns).transpose(0, 1)
             z = (parts @ weight.transpose(1, 2)).transpose(0, 1).reshape(len(x), -1)
