@@ -24,6 +24,8 @@ class Kind:
         same_scale: What shares one scale: "inputs", "all" (inputs and output), or None.
         only_named: Whether the global config leaves it alone. A table lookup gains nothing; products, differences
             and means are the inside of norms and gates, which lose more than they gain.
+        integer_output: Whether runtimes gain by an output in integers; that of a linear layer stays in float.
+        follows: Whether the global config quantizes it only behind such outputs; see `followers`.
     """
 
     name: str
@@ -33,27 +35,31 @@ class Kind:
     bias: int | None = None
     same_scale: str | None = None
     only_named: bool = False
+    integer_output: bool = False
+    follows: bool = False
 
 
 OPERATOR_KINDS: dict[str, Kind] = {
     "aten.linear.default": Kind("linear", nn.Linear, weight=1, bias=2),
-    "aten.conv1d.default": Kind("conv1d", nn.Conv1d, weight=1, bias=2),
-    "aten.conv2d.default": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
-    "aten.conv2d.padding": Kind("conv2d", nn.Conv2d, weight=1, bias=2),
-    "aten.conv_transpose2d.input": Kind("conv_transpose2d", nn.ConvTranspose2d, weight=1, bias=2),
+    "aten.conv1d.default": Kind("conv1d", nn.Conv1d, weight=1, bias=2, integer_output=True),
+    "aten.conv2d.default": Kind("conv2d", nn.Conv2d, weight=1, bias=2, integer_output=True),
+    "aten.conv2d.padding": Kind("conv2d", nn.Conv2d, weight=1, bias=2, integer_output=True),
+    "aten.conv_transpose2d.input": Kind("conv_transpose2d", nn.ConvTranspose2d, weight=1, bias=2, integer_output=True),
     "aten.embedding.default": Kind("embedding", nn.Embedding, inputs=(), weight=0, only_named=True),
     "aten.matmul.default": Kind("matmul", inputs=(0, 1)),
     "aten.bmm.default": Kind("matmul", inputs=(0, 1)),
-    "aten.add.Tensor": Kind("add", inputs=(0, 1), same_scale="inputs"),
+    "aten.add.Tensor": Kind("add", inputs=(0, 1), same_scale="inputs", follows=True),
     "aten.sub.Tensor": Kind("sub", inputs=(0, 1), same_scale="inputs", only_named=True),
     "aten.mul.Tensor": Kind("mul", inputs=(0, 1), only_named=True),
-    "aten.cat.default": Kind("cat", same_scale="all"),
-    "aten.stack.default": Kind("stack", same_scale="all"),
-    "aten.max_pool2d.default": Kind("max_pool2d", nn.MaxPool2d, same_scale="all"),
-    "aten.avg_pool2d.default": Kind("avg_pool2d", nn.AvgPool2d, same_scale="all"),
-    "aten.adaptive_avg_pool2d.default": Kind("adaptive_avg_pool2d", nn.AdaptiveAvgPool2d, same_scale="all"),
+    "aten.cat.default": Kind("cat", same_scale="all", follows=True),
+    "aten.stack.default": Kind("stack", same_scale="all", follows=True),
+    "aten.max_pool2d.default": Kind("max_pool2d", nn.MaxPool2d, same_scale="all", follows=True),
+    "aten.avg_pool2d.default": Kind("avg_pool2d", nn.AvgPool2d, same_scale="all", follows=True),
+    "aten.adaptive_avg_pool2d.default": Kind(
+        "adaptive_avg_pool2d", nn.AdaptiveAvgPool2d, same_scale="all", follows=True
+    ),
     "aten.mean.dim": Kind("mean", same_scale="all", only_named=True),
-    "aten.upsample_nearest2d.vec": Kind("upsample", nn.Upsample, same_scale="all"),
+    "aten.upsample_nearest2d.vec": Kind("upsample", nn.Upsample, same_scale="all", follows=True),
 }
 
 _MOVING = (

@@ -18,6 +18,7 @@ from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer
 from quark.torch.config.selectors import patterns_of, required_patterns, selected_names
 from quark.torch.graph.batch_norm import foldable
+from quark.torch.graph.followers import alone
 from quark.torch.graph.operators import (
     ACTIVATIONS,
     DEQUANT_STUB,
@@ -103,13 +104,19 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
     present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
     require_types(config, present, "no operator of this graph")
     selected = _selected(config, model, operators)
-    layers, excluded = {}, []
+    specs, named = {}, set()
     for name, operator in operators.items():
         chosen = None
         if name not in selected and not matches_any(name, patterns):
             chosen = layer_config(config, name, operator.kind.module, operator.kind.only_named)
-        spec = _lowered(chosen, operator)
-        if spec == LayerSpec():
+        specs[name] = _lowered(chosen, operator)
+        if chosen is not config.global_quant_config:
+            named.add(name)
+    floats = alone(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
+    layers, excluded = {}, []
+    for name, spec in specs.items():
+        operator = operators[name]
+        if spec == LayerSpec() or name in floats:
             excluded.append(name)
             continue
         weight = operator.weight
@@ -122,7 +129,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
             f"Nothing to quantize: of {len(operators)} operators that can be ({', '.join(kinds) or 'none'}), all are "
             f"excluded or without a config. Others in the graph: {', '.join(sorted(set(reasons.values()))) or 'none'}."
         )
-    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators=operators, reasons=reasons)
+    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators=operators, reasons={**reasons, **floats})
 
 
 def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
