@@ -14,11 +14,13 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.architectures.isolated import DiedError, isolated
 from benchmarks.architectures.tiny import batches, tiny_config, tiny_model
 from quark.core.metrics import sqnr
 from quark.errors import QuarkError
@@ -113,40 +115,68 @@ def run(name: str, class_name: Any, column: str) -> Outcome:
     return Outcome("works", f"{float(sqnr(before, after)):.1f}")
 
 
+def cells(name: str, class_name: Any, columns: list[str]) -> dict[str, Outcome]:
+    """The outcomes of one family; raises where its model cannot be made or run in float."""
+    model, data = build(name, class_name)
+    if not result(model, data[0]).isfinite().all():
+        raise ValueError("the output of the float model is not finite")
+    return {column: run(name, class_name, column) for column in columns}
+
+
+def shown(name: str, outcomes: dict[str, Outcome]) -> str:
+    """One family: its row, and below it what did not work."""
+    row = (f"{c}={o.detail if o.verdict == 'works' else o.verdict.upper()}" for c, o in outcomes.items())
+    others = dict.fromkeys(o.detail for o in outcomes.values() if o.verdict != "works")
+    return "\n".join([f"{name:24} {'  '.join(row)}", *(f"    {detail[:260]}" for detail in others)])
+
+
+def summary(results: dict[str, dict[str, Outcome]], columns: list[str]) -> str:
+    """Of each column: how many of the families that could be built work, are refused and fail."""
+    lines = [f"{len(results)} families"]
+    for column in columns:
+        counts = Counter(outcomes[column].verdict for outcomes in results.values())
+        share = counts["works"] / max(1, len(results))
+        verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("works", "refused", "fails"))
+        lines.append(f"{column:10} {verdicts} ({share:.0%})")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run what is asked, print the table, and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", action="store_true", help="all causal and seq2seq families")
     parser.add_argument("--family", action="append", help="only these")
     parser.add_argument("--run", action="append", choices=list(RUNS), help="only these columns")
+    parser.add_argument("--part", default="1/1", help="2/5: the second of five parts of the families")
+    parser.add_argument("--seconds", type=int, default=300, help="limit for one family")
     parser.add_argument("--json", type=Path, help="where the outcomes go")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    import transformers.generation
+    import transformers.modeling_utils  # noqa: F401 - once, and not in each process
+
     chosen = families(options.every or bool(options.family))
     if options.family:
         chosen = {name: chosen[name] for name in options.family}
-    results: dict[str, dict[str, list[str]]] = {}
-    counts: Counter[str] = Counter()
-    for name, class_name in chosen.items():
+    index, count = map(int, options.part.split("/"))
+    columns = options.run or list(RUNS)
+    results: dict[str, dict[str, Outcome]] = {}
+    not_built: dict[str, str] = {}
+    for name, class_name in list(chosen.items())[index - 1 :: count]:
         try:
-            model, data = build(name, class_name)
-            result(model, data[0])
-        except Exception as error:  # noqa: BLE001 - sizes that this family does not take
-            reason = str(error).splitlines()[0] if str(error) else ""
-            print(f"{name:24} not built: {type(error).__name__}: {reason}"[:200], flush=True)
-            continue
-        outcomes = {column: run(name, class_name, column) for column in options.run or RUNS}
-        results[name] = {column: [o.verdict, o.detail] for column, o in outcomes.items()}
-        counts.update(outcome.verdict for outcome in outcomes.values())
-        cells = (f"{c}={o.detail if o.verdict == 'works' else o.verdict.upper()}" for c, o in outcomes.items())
-        print(f"{name:24} {'  '.join(cells)}", flush=True)
-        for detail in dict.fromkeys(o.detail for o in outcomes.values() if o.verdict != "works"):
-            print(f"    {detail[:260]}", flush=True)
-    print(dict(counts))
+            results[name] = isolated(partial(cells, name, class_name, columns), options.seconds)
+        except DiedError as error:
+            not_built[name] = str(error)
+            print(f"{name:24} not built: {error}"[:200], flush=True)
+        else:
+            print(shown(name, results[name]), flush=True)
+    print(summary(results, columns))
+    print(f"not built: {len(not_built)}")
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        rows = {name: {c: [o.verdict, o.detail] for c, o in outcomes.items()} for name, outcomes in results.items()}
+        options.json.write_text(json.dumps({"families": rows, "not built": not_built}, indent=1))
 
 
 if __name__ == "__main__":
