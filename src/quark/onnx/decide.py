@@ -5,7 +5,7 @@ Between the two nothing of the graph has changed, so what was decided can be loo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -19,6 +19,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.reserved_names import free_reserved_names
 from quark.onnx.npu.adjust import adjust
 from quark.onnx.operators.targets import TARGETS
+from quark.onnx.placement.channel_scales import refine_scales
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.write_qdq import write_qdq
@@ -64,6 +65,10 @@ def decide(
     activations = activation_params(model, placement, settings, reader, identity, statistics)
     widen_softmax(placement, activations)
     qparams = ModelQParams(activations, weight_params(placement, settings))
+    if settings.specs.weights_apart and settings.specs.refine_weight_scales:
+        finer = refine_scales(placement, settings, qparams.weights)
+        placement.weights |= finer
+        qparams.weights |= weight_params(replace(placement, weights=finer), settings)
     override_params(placement, qparams, settings)
     if fold and (settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu):
         fold_relu(model, placement, qparams.activations)

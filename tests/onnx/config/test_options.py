@@ -72,6 +72,7 @@ def test_every_documented_option_is_in_the_table() -> None:
         "MeasurePlacement",
         "MeasureThreads",
         "StoreFloat16",
+        "RefineWeightScales",
     }
 
 

@@ -108,7 +108,9 @@ def test_dynamic_for_a_cpu_stores_the_weights_of_convolutions_per_channel() -> N
     steps = np.ptp(weight.reshape(8, -1), axis=1) / 255
     errors = np.abs(outputs(done, feed)[0] - outputs(model, feed)[0]).max(axis=(0, 2, 3))
     assert (errors <= steps * 27).all()
-    loud = ModelQuantizer(Config(get_default_config("UINT8_DYNAMIC_QUANT"))).quantize_model(model)
+    preset = get_default_config("UINT8_DYNAMIC_QUANT")
+    preset.extra_options["RefineWeightScales"] = False
+    loud = ModelQuantizer(Config(preset)).quantize_model(model)
     assert loud is not None
     one_scale = np.abs(outputs(loud, feed)[0] - outputs(model, feed)[0]).max(axis=(0, 2, 3))
     assert one_scale[1:].max() > 10 * errors[1:].max()

@@ -92,6 +92,12 @@ _obeyed("NodesToQuantize", LIST, [], "only these nodes; empty: all")
 _obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
 _obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever OpTypesToQuantize says")
 _obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")
+_obeyed(
+    "RefineWeightScales",
+    BOOL,
+    True,
+    "weights only, or dynamic: scales of channels for weights that lose too much under one (an option of this package)",
+)
 _obeyed("MatMulConstBOnly", BOOL, None, "leave MatMul without a constant operand in float")
 _obeyed(
     "EnableSubgraph",

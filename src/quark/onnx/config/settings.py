@@ -59,6 +59,7 @@ class SpecSettings:
         matmul_const_only: Leave MatMul without a constant operand in float.
         channel_axes: (op type, axis of the output channels of its weight), checked.
         refine_block_axis: Let blocks lie along the axis that each op reduces, whatever axis the spec has.
+        refine_weight_scales: Where no activation has Q/DQ, give weights that one scale serves badly scales of channels.
         unsigned_relu: Give the outputs of Relu, and of Clip from 0, a zero point of their own.
         overrides: (tensor, what differs for it and all that share its scale).
         bodies: Quantize the bodies of If, Loop and Scan too.
@@ -81,6 +82,7 @@ class SpecSettings:
     matmul_const_only: bool = False
     channel_axes: tuple[tuple[str, int], ...] = ()
     refine_block_axis: bool = True
+    refine_weight_scales: bool = True
     unsigned_relu: bool = False
     overrides: tuple[tuple[str, Override], ...] = ()
     bodies: bool = False

@@ -1,0 +1,87 @@
+"""Scales of output channels for weights that one scale serves badly, where nothing else would show it.
+
+    n = mean over the output channels c of sum((w_c - q_c)^2) / sum(w_c^2)
+
+with w a weight and q the same under the one scale that is asked for. Where the inputs of a layer are uncorrelated and
+of one size, n is the noise of its outputs, each as a share of itself: the next layer may magnify a small one. Noises of
+layers in a row add. Weight-only and dynamic quantization see no samples on which outputs could be judged, so weights
+keep one scale only while their noises are at most `MOST_NOISE` together; the noisiest get scales of channels first.
+Values of a normal distribution have n = 1e-4 at 8 bits. Channels of different size, as depthwise convolutions have
+them and a batch normalization leaves them when it is folded, have up to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from quark.core.granularity import Granularity, PerChannel, PerTensor
+from quark.core.quantize import fake_quantize
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.log import logger
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.model_file import constant
+from quark.onnx.operators import rule_of
+from quark.onnx.placement.placement import Operand, Placement
+from quark.onnx.placement.weight_spec import weight_spec
+
+MOST_NOISE = 1e-4
+"""40 dB, what one weight of normally distributed values loses at 8 bits: 30 more than `evaluation/damage.py` asks of
+outputs, for what later layers amplify and activations lose. PP-OCR's text recognition needs 28 of them."""
+
+
+def refine_scales(
+    placement: Placement, settings: Settings, params: Mapping[Operand, QParams]
+) -> dict[Operand, TensorSpec]:
+    """The specs of the weights that get scales of channels in the place of one.
+
+    Args:
+        placement: Of a model without Q/DQ around activations; not changed.
+        settings: With overrides: a weight that one names keeps what it says.
+        params: Scale and zero point of every weight as it is placed.
+    """
+    named = {name for name, _ in settings.specs.overrides}
+    finer = {}
+    for (node, index), spec in placement.weights.items():
+        value = node.inputs[index]
+        assert value is not None
+        plain = spec.has_zero_point and not spec.is_block and isinstance(spec.granularity, PerTensor)
+        if plain and index == rule_of(node.op_type).weight and value.name not in named:
+            # ConvInteger has one zero point for all channels of a weight.
+            symmetric = spec.symmetric or (node in placement.dynamic and is_op(node, "Conv"))
+            channels = replace(spec, granularity=PerChannel(0), symmetric=symmetric)
+            channels = weight_spec(node, channels, settings)
+            if channels.granularity != spec.granularity:
+                finer[node, index] = channels
+    noise = {
+        operand: _noise(operand, placement.weights[operand], params[operand], spec.granularity)
+        for operand, spec in finer.items()
+    }
+    left, chosen = sum(noise.values()), dict[Operand, TensorSpec]()
+    for operand in sorted(noise, key=noise.__getitem__, reverse=True):
+        if left <= MOST_NOISE:
+            break
+        left -= noise[operand]
+        chosen[operand] = finer[operand]
+    if chosen:
+        logger.info(
+            "%d of %d weights have scales for each output channel: under one scale they would lose too much.",
+            len(chosen),
+            len(placement.weights),
+        )
+    return chosen
+
+
+def _noise(operand: Operand, spec: TensorSpec, params: QParams, channels: Granularity) -> float:
+    """The mean noise of the channels of a weight under its spec, each as a share of itself; 0 for one of zeros."""
+    weight = np.asarray(constant(operand[0].inputs[operand[1]]), np.float32)
+    error = np.asarray(fake_quantize(weight, params, spec))
+    error -= weight
+    with np.errstate(over="ignore", invalid="ignore"):
+        signal, noise = (np.asarray(channels.sums(np.square(part))) for part in (weight, error))
+        shares = np.divide(noise, signal, out=np.zeros_like(signal), where=signal > 0)
+    return float(np.nan_to_num(shares, nan=1.0).mean())

@@ -1,0 +1,84 @@
+"""Weights that one scale serves badly get scales of channels where nothing judges outputs; stock ONNX Runtime says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from quark.core.array import NumpyArray
+from quark.core.metrics import sqnr
+from quark.onnx import Config, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, get_default_config, quantize_dynamic
+from quark.onnx.evaluation.damage import LEAST
+from tests.models.onnx_zoo import Builder, run
+
+CHANNELS = 4
+
+
+def depthwise(sizes: NumpyArray) -> onnx.ModelProto:
+    """A depthwise convolution whose channels have these sizes, then a factor that brings them to one size again."""
+    b = Builder()
+    by_channel = (-1, 1, 1, 1)
+    w = b.constant("w", b.random.normal(0, 1, (CHANNELS, 1, 3, 3)) * sizes.reshape(by_channel))
+    v = b.constant("v", b.random.normal(0, 1, (2, CHANNELS, 1, 1)) * np.geomspace(1, 1e-2, 2).reshape(by_channel))
+    h = b.node("Conv", ["x", w], "h", group=CHANNELS, pads=[1, 1, 1, 1])
+    even = b.node("Mul", [h, b.constant("factor", (1 / sizes).reshape(1, -1, 1, 1))], "even")
+    return b.model({"x": [1, CHANNELS, 8, 8]}, {b.node("Conv", [even, v], "y"): [1, 2, 8, 8]})
+
+
+UNEVEN, EVEN = depthwise(np.geomspace(1, 1e-4, CHANNELS)), depthwise(np.ones(CHANNELS))
+
+
+def weights_only(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+    made = ModelQuantizer(QConfig(QLayerConfig(weight=Int8Spec()), WeightsOnly=True, **options)).quantize_model(model)
+    assert made is not None
+    return made
+
+
+def dynamic(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+    made = quantize_dynamic(model, extra_options=options)
+    assert made is not None
+    return made
+
+
+def preset(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+    config = get_default_config("UINT8_DYNAMIC_QUANT")
+    config.extra_options |= options
+    made = ModelQuantizer(Config(config)).quantize_model(model)
+    assert made is not None
+    return made
+
+
+def kept(model: onnx.ModelProto, made: onnx.ModelProto) -> float:
+    feed = {"x": np.random.default_rng(1).normal(size=(1, CHANNELS, 8, 8)).astype(np.float32)}
+    return sqnr(run(model, feed), run(made, feed))
+
+
+def scales(model: onnx.ModelProto, name: str) -> tuple[int, ...]:
+    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    return arrays[f"{name}_scale"].shape
+
+
+@pytest.mark.parametrize("quantize", [weights_only, dynamic, preset])
+def test_channels_of_different_size_survive_without_data(quantize: Any) -> None:
+    """One scale for all loses the output: what the command line refuses where it has data."""
+    assert kept(UNEVEN, quantize(UNEVEN, RefineWeightScales=False)) < LEAST
+    assert kept(UNEVEN, quantize(UNEVEN)) > kept(EVEN, quantize(EVEN, RefineWeightScales=False)) - 3
+
+
+def test_one_scale_stays_where_it_serves() -> None:
+    """A matrix of few values without outliers keeps 40 dB under one scale, so that the file is the smallest."""
+    b = Builder()
+    y = b.node("MatMul", ["x", b.constant("w", b.random.uniform(-1, 1, (64, 8)))], "y")
+    model = b.model({"x": [1, 64]}, {y: [1, 8]})
+    assert scales(weights_only(model), "w") == ()
+
+
+def test_an_override_keeps_its_weight() -> None:
+    """What is said of one tensor by name wins."""
+    made = weights_only(UNEVEN, TensorQuantOverrides={"w": [{"scale": 0.25, "zero_point": 0}]})
+    assert scales(made, "w") == ()
+    assert scales(made, "v") == (2,)
