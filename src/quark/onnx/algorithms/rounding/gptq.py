@@ -24,6 +24,7 @@ from quark.core.solvers.importance import weighted_qparams
 from quark.core.solvers.refine import refine
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
+from quark.onnx.algorithms.keep_better import keeping_better
 from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.calibration.data.samples import required
@@ -37,7 +38,7 @@ REFINEMENTS = 1
 
 
 def solve_weights(quantized: QuantizedLayers, config: GPTQConfig) -> int:
-    """Round the weights of every layer that qualifies; return how many there are.
+    """Round the weights of every layer that qualifies, unless nearest is better; return how many there are.
 
     Raises:
         CalibrationError: No data, or none that reaches a layer; NaN among what it reads.
@@ -51,7 +52,8 @@ def solve_weights(quantized: QuantizedLayers, config: GPTQConfig) -> int:
         with naming(layer):
             if value not in problems:
                 problems[value] = Problem.of(visit.inputs, config)
-            solve_layer(quantized, layer, problems[value], config.mse)
+            with keeping_better(quantized, visit, config.name):
+                solve_layer(quantized, layer, problems[value], config.mse)
         left[value] -= 1
         if not left[value]:
             del problems[value]
