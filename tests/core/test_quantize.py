@@ -16,7 +16,15 @@ from quark.core.array import Array
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode
-from quark.core.quantize import compute_qparams, dequantize, fake_quantize, quantize, range_of, recover_codes
+from quark.core.quantize import (
+    FakeQuantizer,
+    compute_qparams,
+    dequantize,
+    fake_quantize,
+    quantize,
+    range_of,
+    recover_codes,
+)
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
@@ -188,6 +196,26 @@ def test_chunks_do_not_show(name: str, split: Granularity) -> None:
     expected = dequantize(quantize(x, params, tensor), params, tensor)
     assert np.array_equal(fake_quantize(x, params, tensor), expected)
     assert np.array_equal(fake_quantize(torch.from_numpy(x), None, tensor).numpy(), expected)
+
+
+@pytest.mark.parametrize("rounding", [RoundType.half_even, RoundType.floor])
+@pytest.mark.parametrize("split", [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(-1, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "float_zero_point"])
+def test_scales_that_stay_give_the_plain_two_steps(kind: str, split: Granularity, rounding: RoundType) -> None:
+    for name, shape in itertools.product(("int4", "uint8", "int16"), [(5, 8), (257, 132)]):
+        floats = kind == "float_zero_point"
+        tensor = replace(spec(name, split, symmetric=kind == "symmetric"), rounding=rounding, float_zero_point=floats)
+        x = np.random.default_rng(2).standard_normal(shape, dtype=np.float32) + np.float32(0.3)
+        params = compute_qparams(x * np.float32(0.8), tensor)  # some values are beyond the range
+        expected = dequantize(quantize(x, params, tensor), params, tensor)
+        assert not np.array_equal(expected, x)
+        out = np.empty_like(x)
+        FakeQuantizer(params, tensor, shape)(x, out)
+        assert np.array_equal(out, expected)
+        y, zero = torch.from_numpy(x.copy()), params.zero_point
+        moved = QParams(torch.as_tensor(params.scale), None if zero is None else torch.as_tensor(zero))
+        FakeQuantizer(moved, tensor, shape)(y, y)
+        assert np.array_equal(y.numpy(), expected)
 
 
 def test_casts_in_chunks() -> None:

@@ -27,7 +27,7 @@ from quark.core.block_search import search_levels
 from quark.core.block_types import BlockType, block_codes, block_values
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
-from quark.core.rounding import round_integer, round_to
+from quark.core.rounding import RoundType, round_integer, round_to
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NonFiniteError, ShapeError
@@ -178,6 +178,46 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
     for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:]), chunk_bytes_for(x)):
         target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
     return out
+
+
+class FakeQuantizer:
+    """fake_quantize under scales that stay: what follows from them is computed once, and no step allocates. Same bits.
+
+    For loops over small float32 tensors with a scale for all or for a channel, where calls cost more than arithmetic;
+    others take the way of `fake_quantize`.
+
+    Args:
+        params, spec: As `fake_quantize` takes them.
+        shape: Of the tensors to come.
+    """
+
+    def __init__(self, params: QParams | None, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        self.params, self.spec, self.bytes = params, spec, 4 * math.prod(shape)
+        self.is_plain = spec.has_zero_point and spec.code_spec is None and _work_dtype(spec) == "float32"
+        self.is_plain &= spec.rounding is RoundType.half_even and tuple(spec.split.block_shape(shape)) == shape
+        if not self.is_plain or params is None:
+            return
+        self.scale, zero = _broadcast(effective(params, spec), spec, shape)
+        self.reciprocal = 1.0 / self.scale
+        self.zero = None if spec.symmetric and spec.dtype.signed else zero
+
+    def __call__(self, x: Array, out: Array) -> None:
+        """Write what x becomes to `out`, which may be x."""
+        spec = self.spec
+        if not self.is_plain or self.params is None or self.bytes > chunk_bytes_for(x):
+            fake_quantize(x, self.params, spec, out=out)
+            return
+        xp = namespace(x)
+        xp.multiply(x, self.reciprocal, out=out)
+        if self.zero is not None and spec.float_zero_point:
+            out += self.zero
+        xp.round(out, out=out)
+        if self.zero is not None and not spec.float_zero_point:
+            out += self.zero
+        xp.clip(out, spec.dtype.min, spec.dtype.max, out=out)
+        if self.zero is not None:
+            out -= self.zero
+        out *= self.scale
 
 
 def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quark.core.array import Array, chunk_bytes_for, namespace
-from quark.core.quantize import dequantize, elementwise, fake_quantize, quantize
+from quark.core.quantize import FakeQuantizer, dequantize, elementwise, fake_quantize, quantize
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
@@ -191,7 +191,7 @@ class AdaQuant:
         self.params, self.spec, self.weight = params, spec, weight.clone()
         self.nearest = fake_quantize(weight, params, spec)
         self.value = self.nearest.clone()
-        self.adam = Adam(self.weight)
+        self.adam, self.fake_quantize = Adam(self.weight), FakeQuantizer(params, spec, tuple(weight.shape))
         self.ends: tuple[Array, ...] | None = None
         if spec.has_zero_point:
             assert params is not None
@@ -206,7 +206,7 @@ class AdaQuant:
             self.room = self._stop_beyond(gradient)
         self.room -= FARTHEST * rate
         self.adam.step(rate, gradient)
-        fake_quantize(self.weight, self.params, self.spec, out=self.value)
+        self.fake_quantize(self.weight, self.value)
 
     def _stop_beyond(self, gradient: Array) -> float:
         """Leave out weights beyond the range; return how far the nearest of the others is from its end."""

@@ -90,7 +90,9 @@ class Activation:
     def derivative(self, z: Array) -> Array:
         """dy/dz, 0 at the ends."""
         y = self._sloped(z)
-        inside = (y > self.low) & (y < self.high)
+        inside = y > self.low
+        if self.high < math.inf:
+            inside &= y < self.high
         return inside if self._is_clip() else namespace(z).where(z < 0, self.slope, 1.0) * inside
 
     def _sloped(self, z: Array) -> Array:
@@ -212,12 +214,12 @@ class Unit:
             return (error[:, :, None] * parts).sum(0)[:, None]
         return error.view(-1, groups, outputs).permute(1, 2, 0) @ parts.transpose(0, 1)
 
-    def forward(self, x: Array, weight: Array) -> tuple[Array, Array]:
-        """The output, and its derivative by Z."""
-        y = self.product(x, weight)
-        slope = namespace(y).ones((), device=y.device)
+    def forward(self, x: Array, weight: Array) -> tuple[Array, Array | None]:
+        """The output, and its derivative by Z; None for 1."""
+        y, slope = self.product(x, weight), None
         for step in self.after:
-            slope = slope * step.derivative(y)
+            derivative = step.derivative(y)
+            slope = derivative if slope is None else slope * derivative
             y = step(y)
         return y, slope
 
@@ -284,8 +286,10 @@ def train(
         matrix = unit.matrix(learner.value)
         error, slope = unit.forward(x, matrix)
         error -= target
-        loss = (error * error).sum() / len(x)
-        error *= slope * (2 / len(x))
+        loss = (error.reshape(-1) @ error.reshape(-1)) / len(x)
+        error *= 2 / len(x)
+        if slope is not None:
+            error *= slope
         beta = training.beta_at(iteration)
         learner.step(unit.native(unit.pull(x, error, matrix.shape)).contiguous(), training.rate_at(iteration), beta)
         if bias is not None:
