@@ -44,7 +44,8 @@ def fixed_shape(tensor: ir.TensorProtocol) -> ir.Shape:
 
 def add_constant(graph: ir.Graph, name: str, content: NumpyArray | ir.TensorProtocol) -> ir.Value:
     """A new initializer of an array, or of a tensor, which may be another's: it is neither copied nor renamed."""
-    tensor = ir.tensor(content) if isinstance(content, (np.ndarray, np.generic)) else content
+    # Not `ir.tensor`, which takes ten times as long to find out that it has an array: thousands are made for a model.
+    tensor = ir.Tensor(content) if isinstance(content, (np.ndarray, np.generic)) else content
     name, shape = free_name(name, graph.initializers), fixed_shape(tensor)
     lazy = ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=shape, name=name)
     value = ir.Value(name=name, const_value=lazy, type=ir.TensorType(tensor.dtype), shape=shape)
@@ -220,7 +221,7 @@ class GraphWriter:
         element_type = kind
 
         def tensor() -> ir.TensorProtocol:
-            return ir.tensor(np.asarray(evaluate(), element_type.numpy(), order="C"), dtype=element_type)
+            return ir.Tensor(np.asarray(evaluate(), element_type.numpy(), order="C"), dtype=element_type)
 
         lazy = ir.LazyTensor(tensor, dtype=kind, shape=ir.Shape(shape))
         return add_constant(self.graph, free_name(name, self.graph.initializers, self._value_names), lazy)

@@ -101,7 +101,7 @@ def remove_unused(model: ir.Model) -> None:
 
 def set_initializer(value: ir.Value, array: NumpyArray) -> None:
     """Give an initializer new values under its name."""
-    value.const_value = ir.tensor(array, name=value.name)
+    value.const_value = ir.Tensor(array, name=value.name)
     value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
 
 
