@@ -1,9 +1,14 @@
-"""The input of linear layers that read one tensor, for all batches, and the statistics that algorithms read of it."""
+"""The input of linear layers that read one tensor, for all batches, and the statistics that algorithms read of it.
+
+Where several processes have a part of the batches each, every statistic is that of one process to the bit: floating
+sums depend on their order, so they are taken over all batches in the order of the data. Of second moments each process
+adds up some rows, over all batches; of what has one value for each channel, the sums of each batch are exchanged.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -11,7 +16,7 @@ from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
-from quark.torch.calibration.distributed import largest, summed
+from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
 
 TILE = 512
 """Channels of a tile of second moments."""
@@ -60,10 +65,13 @@ class InputGroup:
         """
         self._require_tokens()
         total = self.inputs[0].new_zeros(self.inputs[0].shape[-1], dtype=torch.float32)
-        for x in self.inputs:
-            for tokens in torch.split(flat(x), TILE):
-                total += tokens.float().square().sum(0)
-        total = summed(total) / self.count
+        squares = (
+            torch.stack([tokens.float().square().sum(0) for tokens in torch.split(flat(x), TILE)]) for x in self.inputs
+        )
+        for of_batch in in_order(squares):
+            for of_tokens in of_batch:
+                total += of_tokens
+        total /= self.count
         self._require_finite(total)
         return total
 
@@ -84,8 +92,8 @@ class InputGroup:
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        sum_here = torch.stack([flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs]).sum(0)
-        return summed(sum_here) / self.count
+        magnitudes = (flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs)
+        return torch.stack(list(in_order(magnitudes))).sum(0) / self.count
 
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
@@ -108,13 +116,16 @@ class InputGroup:
                 "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
                 "not compare (GPTQ)."
             )
-        for x, y in zip(left, right, strict=True):
+        tiles, same = rows_of_ranks(range(0, width, TILE)), left is right
+        for x, y in ((x, x) for x in in_order(left)) if same else zip(in_order(left), in_order(right), strict=True):
             with exact_in_bfloat16(x, y):
                 for some, other in zip(torch.split(flat(x), TOKENS), torch.split(flat(y), TOKENS), strict=True):
-                    _add_moments(total, some, None if left is right else other, 1 / self.count)
-        if left is right:
+                    _add_moments(total, tiles[rank()], some, None if same else other, 1 / self.count)
+        for owner, starts in enumerate(tiles):
+            for start in starts:
+                from_owner(total[start : start + TILE, start if same else 0 :], owner)
+        if same:
             _mirror(total)
-        total = summed(total)
         self._require_finite(total)
         return total
 
@@ -128,15 +139,28 @@ class InputGroup:
             raise CalibrationError(no_tokens(str(self)))
 
 
-def _add_moments(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None, share: float) -> None:
-    """Add share * x^T y to `total`; without y, the upper half of share * x^T x."""
+def _add_moments(
+    total: torch.Tensor, starts: Iterable[int], x: torch.Tensor, y: torch.Tensor | None, share: float
+) -> None:
+    """Add share * x^T y to the tiles of `total` that start at these rows; without y, share * x^T x to their upper half.
+
+    One product for each tile, so that it has the same bits whoever takes it.
+    """
     tokens = x.float()
-    if y is not None:
-        total.addmm_(tokens.T, y.float(), alpha=share)
-        return
-    for start in range(0, len(total), TILE):
-        tile = total[start : start + TILE, start:]
-        tile.addmm_(tokens[:, start : start + TILE].T, tokens[:, start:], alpha=share)
+    others = tokens if y is None else y.float()
+    for start in starts:
+        first = start if y is None else 0
+        tile = total[start : start + TILE, first:]
+        tile.addmm_(tokens[:, start : start + TILE].T, others[:, first:], alpha=share)
+
+
+def rows_of_ranks(starts: Sequence[int]) -> list[list[int]]:
+    """Which tiles of rows each rank takes: there and back again, for each is a little less work than the one above."""
+    there_and_back = [*range(world()), *reversed(range(world()))]
+    return [
+        [start for index, start in enumerate(starts) if there_and_back[index % len(there_and_back)] == owner]
+        for owner in range(world())
+    ]
 
 
 def _mirror(matrix: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ def measure_sensitivity(
         export_format: Whose bytes are counted: a name in `CANDIDATES`.
         device: Where blocks of a folder run.
         work: Folder for what the first pass leaves for the second: a run that was killed goes on there. Default: in
-            memory.
+            memory, as several processes must (within `processes()`).
 
     Raises:
         ConfigError: An unknown candidate, or one with static activations; `work` is of another run.
@@ -81,8 +81,10 @@ def measure_sensitivity(
     specs = {name: _candidate(name, form) for name in (CANDIDATES[export_format] if candidates is None else candidates)}
     if len(specs) < 2:
         raise ConfigError(f"A choice needs two candidates at least, got {', '.join(specs) or 'none'}.")
-    if world() > 1:
-        raise NotSupportedError("Sensitivities are measured in one process. Possible: measure before processes().")
+    if world() > 1 and work is not None:
+        raise NotSupportedError(
+            f"work={str(work)!r}: several processes keep what they measure in memory. Possible: none."
+        )
     base = replace(config or LLMTemplate.get("auto").get_config(FITS_ALL), global_quant_config=_plan_scheme())
     in_memory = isinstance(model, nn.Module)
     batches = list(calibration_data(model, data) or ()) if isinstance(model, nn.Module) else list(data)

@@ -26,6 +26,7 @@ from quark.core.quantize import fake_quantize
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch.algorithms.input_group import flat
 from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.calibration.distributed import in_order, summed, world
 
 
 class Moments:
@@ -58,6 +59,10 @@ class Moments:
         """Add the scores of what it gives."""
         self.scores += flat(gradient).float().square().sum(0)
 
+    def sums(self) -> list[torch.Tensor]:
+        """All sums of floats."""
+        return [self.inputs, self.scores, *self.errors.values()]
+
     def divergence(self, weight: torch.Tensor, spec: LayerSpec, positions: int) -> float:
         """What quantizing the layer costs, in nats for each output position; 0 for one that reads nothing."""
         if self.count == 0:
@@ -71,6 +76,44 @@ class Moments:
         if spec.input is not None:
             form += self.errors[spec.input].double() * (self.scores @ values.square()).double()
         return float(form.sum()) / (2 * self.count * positions)
+
+
+class Batches:
+    """The moments of some layers, batch by batch.
+
+    Where several processes have a part of the batches each, they add what one batch of each gave in the order of the
+    data, so that the sums are those of one process to the bit.
+
+    Args:
+        moments: Of each layer, of the batches of this process since the last `add`.
+    """
+
+    def __init__(self, moments: Mapping[str, Moments]) -> None:
+        self.moments = moments
+        self._own = [x for of_layer in moments.values() for x in of_layer.sums()]
+        self._totals = [torch.zeros_like(x) for x in self._own] if world() > 1 else self._own
+
+    def add(self) -> None:
+        """Add what one batch of each process gave; all of them call this as often, without a batch where one has less.
+
+        The sums of a process alone are there as they are.
+        """
+        if world() == 1 or not self._own:
+            return
+        here = torch.cat(self._own)
+        for of_rank in in_order([here]):
+            for total, part in zip(self._totals, torch.split(of_rank, [len(x) for x in self._own]), strict=True):
+                total += part
+        for own in self._own:
+            own.zero_()
+
+    def finish(self) -> None:
+        """Give the moments the sums over all batches of all processes."""
+        counts = summed(torch.tensor([of_layer.count for of_layer in self.moments.values()]))
+        for of_layer, count in zip(self.moments.values(), counts.tolist(), strict=True):
+            of_layer.count = count
+        for own, total in zip(self._own, self._totals, strict=True):
+            own.copy_(total)
 
 
 @contextmanager

@@ -31,13 +31,14 @@ from quark.torch.algorithms.block_loop import (
     record_inputs,
 )
 from quark.torch.bit_budget.groups import alike_experts, alike_in_block
-from quark.torch.bit_budget.moments import Moments, collecting
+from quark.torch.bit_budget.moments import Batches, Moments, collecting
 from quark.torch.bit_budget.tape import Tape
+from quark.torch.calibration.distributed import from_first, part_of, rank, shared_work, summed, world
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
 
 SEED = 0
-"""Of the labels: a run gives the same losses again."""
+"""Of the labels of the first batch; those of each next one have the next number, whichever process draws them."""
 
 Losses = dict[str, list[float | None]]
 """Full name of a layer -> divergence in nats for each position, under each candidate; None: it does not fit."""
@@ -131,7 +132,6 @@ class Sweep:
     def _tail(self, first: Call) -> None:
         """What is behind the blocks: the scores of their outputs, and the losses of layers there."""
         outside = [name for name in self.layers if not any(is_inside(name, block) for block in self.names)]
-        generator = torch.Generator().manual_seed(SEED)
         output, scores, positions = BlockOutput(), [], 0
         block = self.model.get_submodule(self.names[0])
         with self.weights.around(self.names), torch.no_grad():
@@ -141,13 +141,19 @@ class Sweep:
             output.fix()
             layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in outside}
             with torch.enable_grad(), collecting(layers, self._live(outside)) as moments:
-                for batch, hidden in zip(self.data, self.tape.read(self._inputs(len(self.names))), strict=True):
+                batches = Batches(moments)
+                outputs = self.tape.read(self._inputs(len(self.names)))
+                for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
                     leaf = hidden.to(device).requires_grad_()
+                    generator = torch.Generator().manual_seed(SEED + index * world() + rank())
                     likelihood, count = self._likelihood(batch, leaf, output, device, generator)
                     likelihood.backward()  # type: ignore[no-untyped-call]
                     assert leaf.grad is not None
                     scores.append(leaf.grad)
                     positions += count
+                    batches.add()
+                self._finish(batches, len(scores))
+            positions = int(summed(torch.tensor(positions)))
             _require_finite("the outputs of the model", scores)
             losses = self._losses(moments, positions)
         self.tape.keep(self._scores(len(self.names)), scores)
@@ -192,14 +198,17 @@ class Sweep:
             layers = {layer: cast(nn.Linear, self.model.get_submodule(layer)) for layer in own}
             here = [on_device(call.with_hidden(x), self.weights.device) for call, x in zip(calls, inputs, strict=True)]
             with torch.no_grad():
-                groups = alike_in_block(name, block, own, here[0])
+                groups = from_first(alike_in_block(name, block, own, here[0]))
             with torch.enable_grad(), collecting(layers, self._live(own)) as moments:
+                batches = Batches(moments)
                 for call, score in zip(here, scores, strict=True):
                     leaf = call.hidden.detach().requires_grad_()
                     result = call.with_hidden(leaf).run(block)
                     result.backward(score.to(result.device))  # type: ignore[no-untyped-call]
                     assert leaf.grad is not None
                     below.append(leaf.grad.cpu() if self.weights.device is not None else leaf.grad)
+                    batches.add()
+                self._finish(batches, len(below))
             _require_finite(f"the block {name!r}", below)
             losses = self._losses(moments, self.tape.result("tail")["positions"])
         finally:
@@ -209,13 +218,18 @@ class Sweep:
         self.tape.drop(self._scores(index + 1))
         self.tape.drop(self._inputs(index + 1))
 
+    def _finish(self, batches: Batches, own: int) -> None:
+        """The sums are whole, where this process has had `own` batches and others may have one more."""
+        for _ in range(own, -(-len(self.data) // world())):
+            batches.add()
+        batches.finish()
+
     def _live(self, names: Iterable[str]) -> list[Any]:
         """The specs of the inputs that candidates quantize."""
         found = {spec.input for name in names for spec in self.layers[name] if spec is not None and spec.input}
         return sorted(found, key=str)
 
     def _losses(self, moments: Mapping[str, Moments], positions: int) -> dict[str, list[float | None]]:
-        losses: dict[str, list[float | None]] = {}
         experts = {layer for group in alike_experts(self.layers) for layer in group}
         for name, own in moments.items():
             # An expert that no token reaches loses nothing here; its mixture is chosen by those that are reached.
@@ -224,14 +238,20 @@ class Sweep:
                     f"{name}: no output depends on this layer in the calibration data. Possible: other data, or "
                     "exclude it."
                 )
+        names = list(moments)
+
+        def of_layer(index: int) -> list[float | None]:
+            name = names[index]
             weight = cast(torch.Tensor, self.model.get_submodule(name).weight)
             try:
-                losses[name] = [
-                    None if spec is None else own.divergence(weight, spec, positions) for spec in self.layers[name]
+                return [
+                    None if spec is None else moments[name].divergence(weight, spec, positions)
+                    for spec in self.layers[name]
                 ]
             except QuarkError as error:
                 raise type(error)(f"{name}: {error}") from None
-        return losses
+
+        return dict(zip(names, shared_work(len(names), of_layer, torch.device("cpu")), strict=True))
 
     def _swept(self) -> Swept:
         results = [self.tape.result(f"block-{index}") for index in range(len(self.names))]

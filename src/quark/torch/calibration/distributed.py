@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 script.py       with `with processes(): ...` around the work in it
 
-Minima and maxima, counts and sums of second moments add up to those of one process. So all ranks find the same scales
-and solve the same weights; rank 0 writes. Without a process group every function here is the identity.
+Minima, maxima and counts add up in any order, and floating sums are taken in the order of the data. So all ranks find
+the scales and weights of one process, to the bit; rank 0 writes. Without a process group every function here is the
+identity.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -211,6 +213,67 @@ def summed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def in_order(own: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What all ranks have, one tensor for each of their batches, in the order of the data; on each of them.
+
+    One tensor is in memory beside the rank's own. Batch i is that of rank i modulo `world()`, see `part_of`.
+    """
+    if world() == 1:
+        yield from own
+        return
+    here = list(own)
+    shapes: list[list[torch.Size]] = [[] for _ in range(world())]
+    collective(lambda: dist.all_gather_object(shapes, [x.shape for x in here]))
+    for index in range(sum(map(len, shapes))):
+        turn, owner = divmod(index, world())
+        mine = owner == rank()
+        x = here[turn].contiguous() if mine else here[0].new_empty(shapes[owner][turn])
+        if x.numel():
+            collective(partial(dist.broadcast, x, owner))
+        yield x
+
+
+def from_owner(x: torch.Tensor, owner: int) -> None:
+    """Give a tensor the values that it has on one rank; in place."""
+    if world() > 1:
+        data = x.contiguous()
+        collective(lambda: dist.broadcast(data, owner))
+        x.copy_(data)
+
+
+def shared_work(count: int, work: Callable[[int], T], device: torch.device) -> Iterator[T]:
+    """`work(i)` for each i below `count`, in order; each is done by one rank and given to all.
+
+    Args:
+        count: Pieces of work. They must not depend on how many ranks there are, for the bits may.
+        work: Returns tensors, or dataclasses, lists and tuples of them.
+        device: Where the results are wanted.
+    """
+    if world() == 1:
+        yield from map(work, range(count))
+        return
+    cpu = torch.device("cpu")
+    for begin in range(0, count, world()):
+        own = begin + rank()
+        done = moved(work(own), cpu) if own < count else None
+        for owner in range(min(world(), count - begin)):
+            box = [done if owner == rank() else None]
+            collective(partial(dist.broadcast_object_list, box, owner))
+            yield moved(box[0], device)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors, or dataclasses, lists and tuples of them, on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        tensors = {field.name: moved(getattr(value, field.name), device) for field in fields(value) if field.init}
+        return replace(value, **tensors)
+    return value
+
+
 def largest(x: torch.Tensor) -> torch.Tensor:
     """The maximum over all ranks; in place."""
     if world() > 1:
@@ -221,9 +284,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 def broadcast_from_first(module: nn.Module) -> None:
     """Give the tensors of a module the values that they have on rank 0: rounding must not make ranks drift apart."""
     for tensor in module.state_dict(keep_vars=True).values() if world() > 1 else ():
-        data = tensor.detach().contiguous()
-        collective(partial(dist.broadcast, data, 0))
-        tensor.detach().copy_(data)
+        from_owner(tensor.detach(), 0)
 
 
 def first_then_all(action: Callable[[bool], T]) -> T:

@@ -35,6 +35,7 @@ from quark.torch.algorithms.rounding.grids import (
 )
 from quark.torch.algorithms.rounding.solved_errors import report_layer
 from quark.torch.calibration.calibrate import naming
+from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
 
 ELEMENTS, LEAST_ROWS = 1 << 21, 256
@@ -189,6 +190,8 @@ def _moved(weight: torch.Tensor, group: InputGroup) -> torch.Tensor:
 class _Solver:
     """Rounds the layers of some problems, some rows at a time: rows are independent, and this bounds the memory.
 
+    Several processes take these pieces in turn.
+
     Attributes:
         algorithm: With its settings.
         problems: Experts of one shape, or one problem.
@@ -210,15 +213,20 @@ class _Solver:
         qparams = [[_qparams(layer) for layer in some] for some in own]
         solved = [[torch.empty_like(weight) for weight in some] for some in weights]
         found: list[list[list[QParams]]] = [[[] for _ in some] for some in own]
-        for pieces in self._pieces([len(weight) for weight in weights[0]], spec):
+        all_pieces = self._pieces([len(weight) for weight in weights[0]], spec)
+
+        def solve(index: int) -> tuple[torch.Tensor, list[list[QParams]]]:
+            pieces = all_pieces[index]
             some_weights = [[of[layer][rows] for layer, rows in pieces] for of in weights]
             some_params = [[_rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
             pulls = [
                 torch.cat([problem.pulls[of[layer]][:, rows] for layer, rows in pieces], 1) if problem.pulls else None
                 for problem, of in zip(self.problems, names, strict=True)
             ]
-            columns, params = self._solve_rows(some_weights, some_params, pulls, spec)
-            sizes = [len(weight) for weight in some_weights[0]]
+            return self._solve_rows(some_weights, some_params, pulls, spec)
+
+        for pieces, (columns, params) in zip(all_pieces, shared_work(len(all_pieces), solve, device), strict=True):
+            sizes = [rows.stop - rows.start for _, rows in pieces]
             for problem, of_problem in enumerate(unstacked(columns, self.problems)):
                 for (layer, rows), values, one in zip(
                     pieces, torch.split(of_problem, sizes, 1), params[problem], strict=True

@@ -22,6 +22,7 @@ from quark.torch.algorithms.input_group import InputGroup, flat
 from quark.torch.algorithms.layer_inputs import lockstep
 from quark.torch.algorithms.scaling.find_folds import Discovery
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
+from quark.torch.calibration.distributed import in_order
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
@@ -71,9 +72,8 @@ class InputStatistics:
 
 
 def _sample(group: InputGroup) -> torch.Tensor:
-    rows = [flat(x) for x in group.inputs]
     step = max(1, group.count // SAMPLE)
-    return torch.cat([part[::step] for part in rows]).float()
+    return torch.cat(list(in_order(flat(x)[::step] for x in group.inputs))).float()
 
 
 class Folding(Algorithm):
