@@ -34,10 +34,11 @@ class Heartbeat:
         self.rank, self.world = rank, world
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of its own: what waits on another one does not hold up the beats.
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=min(timeout, 30))
         )
-        self.store = dist.PrefixStore(f"quark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"quark/{attempt}", store)  # type: ignore[attr-defined]
         self.store.set(f"name-{rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._beats = [f"beat-{other}" for other in range(world)]
         self._heard = {other: (b"", time.monotonic()) for other in range(world)}
