@@ -78,7 +78,7 @@ class Moments:
         return float(form.sum()) / (2 * self.count * positions)
 
 
-class Batches:
+class BatchedSums:
     """The moments of some layers, batch by batch.
 
     Where several processes have a part of the batches each, they add what one batch of each gave in the order of the

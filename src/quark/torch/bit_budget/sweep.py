@@ -31,7 +31,7 @@ from quark.torch.algorithms.block_loop import (
     record_inputs,
 )
 from quark.torch.bit_budget.groups import alike_experts, alike_in_block
-from quark.torch.bit_budget.moments import Batches, Moments, collecting
+from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
 from quark.torch.bit_budget.tape import Tape
 from quark.torch.calibration.distributed import from_first, part_of, rank, shared_work, summed, world
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
@@ -63,7 +63,7 @@ class Sweep:
     Args:
         model: Float model whose weights `weights` brings; its parameters need no gradient.
         layers: Full name of each linear layer -> its spec under each candidate.
-        data: Batches as `quantize_model` takes them.
+        data: BatchedSums as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
         tape: Where a killed run goes on.
     """
@@ -141,7 +141,7 @@ class Sweep:
             output.fix()
             layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in outside}
             with torch.enable_grad(), collecting(layers, self._live(outside)) as moments:
-                batches = Batches(moments)
+                batches = BatchedSums(moments)
                 outputs = self.tape.read(self._inputs(len(self.names)))
                 for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
                     leaf = hidden.to(device).requires_grad_()
@@ -200,7 +200,7 @@ class Sweep:
             with torch.no_grad():
                 groups = from_first(alike_in_block(name, block, own, here[0]))
             with torch.enable_grad(), collecting(layers, self._live(own)) as moments:
-                batches = Batches(moments)
+                batches = BatchedSums(moments)
                 for call, score in zip(here, scores, strict=True):
                     leaf = call.hidden.detach().requires_grad_()
                     result = call.with_hidden(leaf).run(block)
@@ -218,7 +218,7 @@ class Sweep:
         self.tape.drop(self._scores(index + 1))
         self.tape.drop(self._inputs(index + 1))
 
-    def _finish(self, batches: Batches, own: int) -> None:
+    def _finish(self, batches: BatchedSums, own: int) -> None:
         """The sums are whole, where this process has had `own` batches and others may have one more."""
         for _ in range(own, -(-len(self.data) // world())):
             batches.add()
