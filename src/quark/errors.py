@@ -10,6 +10,7 @@
     ├── FormatError              a file or folder is corrupt, truncated or of another kind (also ValueError)
     ├── OutputExistsError        the output is there already and may not be replaced   (also FileExistsError)
     ├── OutputError              the output could not be written; nothing was left behind (also OSError)
+    ├── TooLittleMemoryError     a job needs more memory than is free                  (also MemoryError)
     ├── NotSupportedError        a documented thing that this version does not do      (also NotImplementedError)
     ├── ProcessLostError         another process of a group died, failed or could not be reached; names it
     └── MissingDependencyError   an optional package is absent; names the pip line     (also ImportError)
@@ -83,6 +84,10 @@ class OutputError(QuarkError, OSError):
 
 class ProcessLostError(QuarkError):
     """Another process of the group died, failed or could not be reached; names it."""
+
+
+class TooLittleMemoryError(QuarkError, MemoryError):
+    """A job needs more memory than is free, which is known before it begins."""
 
 
 class DamageError(QuarkError, ValueError):

@@ -61,14 +61,19 @@ def asked_choice(
 def _widest(goal: str, model: Path, limit: int, form: str | None, trust_remote_code: bool) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
-    from quark.commands.predicted_size import size_of
+    from quark.commands.models import load_meta_model
+    from quark.commands.predicted_size import planned
+    from quark.commands.quantize_torch import config_of
 
     offer = GOALS[goal].folder
     if offer is None:
         choose(goal, onnx=False)  # which says what is possible
         raise AssertionError(goal)
     rows = [row for row in offer.bits.values() if form in (None, row[0])]
-    sizes = {scheme: size_of(model, scheme, made, trust_remote_code) for made, scheme in rows}
+    sizes = {}
+    for made, scheme in rows:
+        config = config_of(model, scheme, made, trust_remote_code=trust_remote_code)
+        sizes[scheme] = planned(load_meta_model(model, trust_remote_code), config, made)[1]
     fitting = {scheme: size for scheme, size in sizes.items() if size <= limit}
     if not fitting:
         shown = ", ".join(f"{scheme} {size / 1e6:.2f} MB" for scheme, size in sizes.items())

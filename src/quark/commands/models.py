@@ -28,6 +28,13 @@ def _quiet_transformers() -> Any:
     return transformers
 
 
+def check_loading(device: str, dtype: str) -> torch.device:
+    """The device of a name. Raises ConfigError for one that is not there, or a dtype that is none."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
+    return named_device(device)
+
+
 def load_model(
     folder: Path,
     device: str = "cpu",
@@ -38,9 +45,7 @@ def load_model(
 ) -> Any:
     """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder."""
     stored = read_config(folder).get("quantization_config") or {}
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
-    where = named_device(device)
+    where = check_loading(device, dtype)
     _quiet_transformers()
     if str(stored.get("quant_method")) in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.

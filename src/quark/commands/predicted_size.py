@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from quark.torch.checkpoint.shards import predicted_bytes
@@ -27,12 +26,3 @@ def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
     # ONNX files hold codes and scales as wide as those of a quark folder.
     held: Format = GgufFormat() if form == "gguf" else FORMATS["quark" if form == "onnx" else form]
     return made, predicted_bytes(meta, made, held)
-
-
-def size_of(model: Path, scheme: str, form: str, trust_remote_code: bool = False) -> int:
-    """Bytes of the model of a folder under one scheme for all layers."""
-    from quark.commands.models import load_meta_model
-    from quark.commands.quantize_torch import config_of
-
-    config = config_of(model, scheme, form, trust_remote_code=trust_remote_code)
-    return planned(load_meta_model(model, trust_remote_code), config, form)[1]

@@ -13,6 +13,7 @@ from quark.commands.bit_budget import Budget, choice_table, choose_for_budget
 from quark.commands.export_torch import GGUF, Export
 from quark.commands.quantize_report import page_of_folder, size_line
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.memory_and_disk import available_memory
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
 """The calibration data for a model that takes these inputs."""
@@ -129,11 +130,17 @@ def _in_memory(
     before: Callable[[Any, list[Any] | None], None],
 ) -> int:
     """Write the quantized model, after `before` has had the float one; return the bytes of its weights on disk."""
-    from quark.commands.models import inputs_of, load_model
+    from quark.commands.models import check_loading, inputs_of, load_model
+    from quark.commands.preflight_torch import preflight_data
     from quark.torch import ModelQuantizer
+    from quark.torch.model.model_folder import read_config
 
+    check_loading(device, dtype)
+    stored = read_config(model).get("quantization_config")
+    data = None if stored else preflight_data(model, config, samples, export, dtype, load)
     float_model = load_model(model, device, dtype, **load)
-    data = samples(inputs_of(model, float_model))
+    if stored:  # only the model that is loaded says what it takes
+        data = samples(inputs_of(model, float_model))
     before(float_model, data)
     quantizer = ModelQuantizer(config)
     return export.write(quantizer.freeze(quantizer.quantize_model(float_model, data)), model)
@@ -170,9 +177,7 @@ def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str
 
 def fits_memory(weight_bytes: int) -> bool:
     """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
-    path = Path("/proc/meminfo")
-    rows = path.read_text().splitlines() if path.exists() else []
-    available = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), None)
+    available = available_memory()
     return available is None or 1.5 * weight_bytes < available
 
 

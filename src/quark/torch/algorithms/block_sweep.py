@@ -85,6 +85,7 @@ def prepare_algorithms(
     _refuse_processes(algorithms)
     names = find_blocks(model, blocks_path(model, algorithms))
     for algorithm in algorithms:
+        _refuse_no_layer(algorithm, names, layers)
         algorithm.prepare(model, names, layers)
     return names, [algorithm for algorithm in algorithms if algorithm.reads_inputs]
 
@@ -195,6 +196,17 @@ def _refuse_processes(algorithms: Sequence[Algorithm]) -> None:
                 f"{type(algorithm).__name__} needs all calibration data in one process, of which there are {world()}. "
                 "Possible: one process, or an algorithm that reads second moments (GPTQ, AWQ, SmoothQuant, ...)."
             )
+
+
+def _refuse_no_layer(algorithm: Algorithm, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+    """Raise ConfigError for an algorithm that would find none of the layers that it is to work on."""
+    wanted = getattr(algorithm.config, "inside_layer_modules", None) or []
+    inside = {name.removeprefix(f"{block}."): None for block in blocks for name in layers_inside(layers, block)}
+    if wanted and inside and not any(name in inside for name in wanted):
+        raise ConfigError(
+            f"{type(algorithm.config).__name__}.inside_layer_modules names no quantized layer of the blocks: "
+            f"{', '.join(wanted[:6])}. Possible: {', '.join([*inside][:12])}."
+        )
 
 
 def blocks_path(model: nn.Module, algorithms: Sequence[Algorithm]) -> str | None:

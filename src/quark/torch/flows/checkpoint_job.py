@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quark.errors import FormatError, NotSupportedError
+from quark.memory_and_disk import check_disk
 from quark.torch.calibration.distributed import first_then_all
 from quark.torch.checkpoint.float_model import check_metas, shapes_of
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -137,9 +138,11 @@ class CheckpointJob:
     def create_shards(self, output: Path, contents: Contents, begun: bool = False) -> dict[str, ByteRange]:
         """Make the files of the new folder; return where each tensor is to be written, by its name there.
 
-        With `begun` the files are there already, partly filled.
+        With `begun` the files are there already, partly filled. Raises OutputError where the disk is too small.
         """
         shapes = stored_shapes([*contents.entries, *contents.dropped], contents.names)
+        if not begun:
+            check_disk(output, sum(tensor.nbytes for tensor in shapes.values()))
         return first_then_all(lambda first: create_shards(output, shapes, self.max_shard_size, keep=begun or not first))
 
     def write_rest(self, output: Path) -> None:

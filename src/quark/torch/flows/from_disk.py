@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.per_block import quantize_blocks, refuse_attention, refuse_whole
+from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks
@@ -148,6 +150,11 @@ class _Run:
     def quantize(self, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
         """Quantize and write everything that is not written yet."""
         state = self.manifest.state()
+        if rank() == 0:
+            size = sum(place.length for place in self.places.values())
+            needed = estimate(self.model, size, algorithms, data, whole=False)
+            # Of a run that goes on, a part is written already.
+            preflight(replace(needed, output=0) if self.manifest.begun else needed, self.folder, data, "fewer samples")
         quantize_blocks(self.model, self.layers, algorithms, data, self.job.config, self.weights, self._finish, state)
         names = find_blocks(self.model, blocks_path(self.model, algorithms))
         if rank() > 0:

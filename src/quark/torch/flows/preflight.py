@@ -1,0 +1,121 @@
+"""What a job will take, from a model without weights: estimates, and errors before the first block.
+
+    memory >= weights there at once + H and its factor of the widest layer + inputs of one block for all samples
+
+Weights: all of them, or block by block the largest block. Each is a lower bound: a job that would need more than is
+free by this count would end in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.log import logger
+from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk
+from quark.progress import write_event
+from quark.torch.algorithms.base import Algorithm
+from quark.torch.model.blocks import find_blocks
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a job will take.
+
+    Attributes:
+        blocks: How many there are.
+        weights: Bytes of the weights that are in memory at once.
+        solver: Bytes of the matrices of the widest layer; 0 without a solver.
+        inputs: Bytes of the inputs of one block for all samples; 0 where nothing runs, or their size is unknown.
+        output: Bytes of the quantized tensors.
+    """
+
+    blocks: int
+    weights: int
+    solver: int
+    inputs: int
+    output: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory at least."""
+        return self.weights + self.solver + self.inputs
+
+
+def estimate(
+    model: nn.Module, output: int, algorithms: Sequence[Algorithm], data: Sequence[Any] | None, *, whole: bool
+) -> Estimate:
+    """Estimate a job.
+
+    Args:
+        model: With or without weights.
+        output: Bytes of the quantized tensors.
+        algorithms: That run.
+        data: Calibration batches.
+        whole: Whether all weights are in memory; else a block at a time.
+    """
+    names = find_blocks(model)
+    blocks = [_bytes(model.get_submodule(name)) for name in names]
+    solving = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
+    widest = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
+    inputs = _tokens(data) * _width(model) * 4 if solving and data else 0
+    return Estimate(
+        len(names), _bytes(model) if whole else max(blocks), 2 * 4 * widest**2 if solving else 0, inputs, output
+    )
+
+
+def preflight(made: Estimate, output: Path, data: Sequence[Any] | None, possible: str) -> None:
+    """Say what a job will take, before it begins.
+
+    Args:
+        made: The estimate.
+        output: Where the result goes.
+        data: Calibration batches.
+        possible: What to do where memory is too small.
+
+    Raises:
+        OutputError: The disk is too small.
+        TooLittleMemoryError: The memory is.
+    """
+    check_disk(output, made.output)
+    check_memory(made.memory, "This job", possible)
+    disk, memory = free_disk(output), available_memory()
+    logger.info(
+        "About to quantize %d blocks. Estimates: memory at least %s, output %s%s.",
+        made.blocks, _beside(made.memory, memory), _beside(made.output, disk),
+        f"; {len(data)} samples, {_tokens(data)} tokens" if data and _tokens(data) else "",
+    )  # fmt: skip
+    write_event(
+        "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_free=memory, output_bytes=made.output,
+        disk_free=disk, samples=len(data) if data else 0, tokens=_tokens(data),
+    )  # fmt: skip
+
+
+def _beside(needed: int, free: int | None) -> str:
+    there = "" if free is None else f" of {free / 1e9:.1f} GB free"
+    return f"{needed / 1e9:.2f} GB{there}" if needed >= 1e8 else f"{needed / 1e6:.1f} MB{there}"
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _tokens(data: Sequence[Any] | None) -> int:
+    """Tokens of text among the batches; 0 where there is none."""
+    total = 0
+    for batch in data or ():
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
+            total += ids.numel()
+    return total
+
+
+def _width(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "hidden_size", 0) or 0)
