@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from quark.errors import StructureError
+from quark.core.spec import LayerSpec, spec
+from quark.errors import CalibrationError, StructureError
+from quark.torch import GPTQConfig, ModelQuantizer
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import config_of_layer
 from quark.torch.model.blocks import find_blocks, record_calls
 
 
@@ -101,3 +107,44 @@ def test_families_that_hand_on_more_than_the_hidden_state(model_type: str) -> No
 
     model, data = build(model_type, families(every=False)[model_type])
     same_inputs(model, data)
+
+
+class Towers(nn.Module):
+    """A large tower that runs only for images, and a small one for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4)) for _ in range(2))
+        self.text = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.vision if image is not None else ():
+            image = block(image)
+        x = x if image is None else x + image
+        for block in self.text:
+            x = block(x)
+        return x
+
+
+def test_a_tower_that_the_batches_do_not_reach_has_no_blocks() -> None:
+    x = torch.randn(2, 4)
+    assert find_blocks(Towers()) == find_blocks(Towers(), batch=(x, x)) == ["vision.0", "vision.1"]
+    assert find_blocks(Towers(), batch=x) == ["text.0", "text.1"]
+    with pytest.raises(CalibrationError, match="does not take calibration batch 0"):
+        find_blocks(Towers(), batch=torch.randn(2, 5))
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gptq_works_on_the_blocks_that_the_batches_reach(once: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Towers().eval(), [torch.randn(64, 4) @ torch.randn(4, 4) for _ in range(3)]
+    config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=spec("int4"))))
+    with torch.no_grad():
+        expected = torch.cat([model(x) for x in data])
+
+        def error(algorithms: list[GPTQConfig]) -> float:
+            quantizer = ModelQuantizer(replace(config, algo_config=algorithms))
+            quantized = quantizer.quantize_model(copy.deepcopy(model), iter(data) if once else data)
+            return float((torch.cat([quantized(x) for x in data]) - expected).norm())
+
+        assert error([GPTQConfig()]) < error([])

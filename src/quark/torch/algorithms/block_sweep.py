@@ -15,6 +15,7 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    names, stages = prepare_algorithms(model, layers, algorithms)
+    data, batch = (None, None) if data is None else _with_first(data)
+    with quantizers_off(layers.values()):
+        names, stages = prepare_algorithms(model, layers, algorithms, batch)
     if not stages:
         return
     if data is None:
@@ -78,12 +81,27 @@ def sweep(
         loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups, state=state)
 
 
+def _with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """Batches, and the first of them; None where there is none."""
+    if not isinstance(data, Iterator):
+        return data, next(iter(data), None)
+    first = list(islice(data, 1))
+    return chain(first, data), next(iter(first), None)
+
+
 def prepare_algorithms(
-    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm]
+    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm], batch: Any = None
 ) -> tuple[list[str], list[Algorithm]]:
-    """Prepare the algorithms; names of the blocks, and the algorithms that read inputs of layers there."""
+    """Prepare the algorithms; names of the blocks, and the algorithms that read inputs of layers there.
+
+    Args:
+        model: Holds the layers.
+        layers: Full name -> quantized layer.
+        algorithms: In the order in which they run.
+        batch: Of the calibration data, by which blocks are found; see `find_blocks`.
+    """
     _refuse_processes(algorithms)
-    names = find_blocks(model, blocks_path(model, algorithms))
+    names = find_blocks(model, blocks_path(model, algorithms), batch)
     for algorithm in algorithms:
         _refuse_no_layer(algorithm, names, layers)
         algorithm.prepare(model, names, layers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -53,16 +53,19 @@ class Call:
         return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def find_blocks(model: nn.Module, path: str | None = None) -> list[str]:
+def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) -> list[str]:
     """Names of the blocks in the order in which they run.
 
     Args:
         model: Any module.
         path: Name of the list of blocks ("model.layers"); None or "": the ModuleList that holds the most parameters
             and is not inside another one. A model without one is a single block, named "".
+        batch: Where there are several such lists, those that the forward of this batch does not reach do not count:
+            a tower for images, in a model that gets text. None: all count. Weights must be in memory.
 
     Raises:
         StructureError: `path` is no list of modules.
+        CalibrationError: The model does not take `batch`.
     """
     if path:
         try:
@@ -79,8 +82,32 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[str]:
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if not outer:
         return [WHOLE]
-    largest = max(outer, key=lambda name: sum(p.numel() for p in stacks[name].parameters()))
+    outer.sort(key=lambda name: sum(p.numel() for p in stacks[name].parameters()), reverse=True)
+    largest = outer[0] if batch is None or len(outer) == 1 else _first_reached(model, outer, batch)
     return [f"{largest}.{name}" for name, _ in stacks[largest].named_children()]
+
+
+def _first_reached(model: nn.Module, paths: list[str], batch: Any) -> str:
+    """The first of these lists of blocks that the forward of a batch reaches; it ends where the very first is."""
+    reached: set[str] = set()
+
+    def note(path: str) -> None:
+        reached.add(path)
+        if path == paths[0]:
+            raise _LastBlockReachedError
+
+    blocks = [(path, block) for path in paths for block in cast(nn.ModuleList, model.get_submodule(path))]
+    hooks = [
+        block.register_forward_pre_hook(lambda *_, path=path: note(path))  # type: ignore[misc]
+        for path, block in blocks
+    ]
+    try:
+        with torch.no_grad(), evaluating(model), suppress(_LastBlockReachedError):
+            calibration_step(model, batch, input_device(model), 0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next((path for path in paths if path in reached), paths[0])
 
 
 def _is_stack(module: nn.Module) -> bool:
