@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.architectures.isolated import DiedError, isolated
-from benchmarks.architectures.tiny import batches, tiny_config, tiny_model
+from benchmarks.architectures.tiny import batches, tiny_model, variants
 from quark.core.metrics import sqnr
 from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer
@@ -83,8 +83,18 @@ def build(name: str, class_name: Any) -> tuple[Any, list[Any]]:
 
     kind = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
     sizes = {"decoder_start_token_id": 1} if name == "t5" else {}
-    model: Any = tiny_model(kind, tiny_config(kind.config_class, **sizes))
-    return model, batches(model)
+    first: Exception | None = None
+    for config in variants(kind.config_class, **sizes):
+        try:
+            model: Any = tiny_model(kind, config)
+            data = batches(model)
+            if not result(model, data[0]).isfinite().all():
+                raise ValueError("the output of the float model is not finite")
+        except Exception as error:  # noqa: BLE001 - sizes that this family does not take
+            first = first or error
+        else:
+            return model, data
+    raise first or ValueError("no sizes were tried")
 
 
 def result(model: Any, batch: Any) -> torch.Tensor:
@@ -117,9 +127,7 @@ def run(name: str, class_name: Any, column: str) -> Outcome:
 
 def cells(name: str, class_name: Any, columns: list[str]) -> dict[str, Outcome]:
     """The outcomes of one family; raises where its model cannot be made or run in float."""
-    model, data = build(name, class_name)
-    if not result(model, data[0]).isfinite().all():
-        raise ValueError("the output of the float model is not finite")
+    build(name, class_name)
     return {column: run(name, class_name, column) for column in columns}
 
 
