@@ -49,6 +49,11 @@ RECURRENT: dict[str, Rule] = dict.fromkeys(
     ("LSTM", "GRU", "RNN"), Rule(data=(), output_axis=1, input_axis=2, constants=False, stored=(1, 2))
 )
 """Recurrent layers, whose states no Q/DQ reaches: their weights alone are quantized, beside float activations."""
+FUSED_LAYERS: dict[str, Rule] = {
+    "Attention": Rule(output_axis=1, input_axis=0, constants=False, stored=(1,)),
+    "EmbedLayerNormalization": Rule(constants=False, stored=(2, 3, 4)),
+}
+"""Layers of com.microsoft that hold matrices, or tables of embeddings: these alone are quantized, beside floats."""
 NEVER = frozenset(
     {"If", "Loop", "Scan", "Constant", "ConstantOfShape", "Shape", "Size", "Cast", "CastLike", "NonMaxSuppression"}
     | {"Range", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
@@ -56,6 +61,8 @@ NEVER = frozenset(
 )
 """Control flow, what makes shapes and constants, and recurrent layers where activations are to have Q/DQ."""
 
+STORES = {**RECURRENT, **FUSED_LAYERS}
+"""Op types that are quantized by their constants, where no activation has Q/DQ."""
 
 SIMULATED = {DPU_SOFTMAX: "Softmax", DPU_INSTANCE_NORM: "InstanceNormalization"}
 """Extended operator that computes as the DPU does -> the op type that it stands for."""
@@ -64,7 +71,7 @@ SIMULATED = {DPU_SOFTMAX: "Softmax", DPU_INSTANCE_NORM: "InstanceNormalization"}
 def rule_of(op_type: str) -> Rule:
     """The rule of an op type; a plain one where it has no row."""
     op_type = SIMULATED.get(op_type, op_type)
-    return RULES.get(op_type) or ON_REQUEST.get(op_type) or RECURRENT.get(op_type) or Rule(constants=False)
+    return RULES.get(op_type) or ON_REQUEST.get(op_type) or STORES.get(op_type) or Rule(constants=False)
 
 
 CONCAT, POOL, PAD, SLICE = ("Concat",), ("AveragePool", "GlobalAveragePool"), ("Pad",), ("Slice", "Split")
@@ -84,12 +91,14 @@ FUSE_ACTIVATIONS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool",
 __all__ = [
     "ACTIVATIONS",
     "ALIGN_GROUPS",
+    "FUSED_LAYERS",
     "FUSE_ACTIVATIONS",
     "NEVER",
     "ON_REQUEST",
     "RECURRENT",
     "RULES",
     "SIMULATED",
+    "STORES",
     "Rule",
     "rule_of",
 ]

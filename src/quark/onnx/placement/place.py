@@ -69,7 +69,7 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     if stored:
         placement.nodes.append(node)
         placement.weights.update({(node, index): spec for index, spec in stored.items()})
-        if layer.input is not None and fits_lstm_kernel(node, stored[1 if 1 in stored else 0]):
+        if layer.input is not None and fits_lstm_kernel(node, next(iter(stored.values()))):
             placement.dynamic.append(node)
         return
     if layer.input is not None and layer.input.dynamic and not layer.input.is_block:

@@ -9,7 +9,7 @@ from quark.errors import ConfigError, did_you_mean
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import KNOWN_DOMAINS
 from quark.onnx.graph.scopes import nodes_of, require_names
-from quark.onnx.operators import NEVER, ON_REQUEST, RECURRENT, RULES, SIMULATED
+from quark.onnx.operators import NEVER, ON_REQUEST, RULES, SIMULATED, STORES
 from quark.onnx.placement.placement import FACTOR
 
 
@@ -67,7 +67,7 @@ def _op_types(model: ir.Model, settings: Settings) -> set[str]:
     present = {op_type for node in model.graph if (op_type := _op_type(node)) is not None}
     requested = {*settings.specs.op_types, *settings.specs.extra_op_types}
     named = {name for names, _ in settings.specs.by_type for name in names}
-    rules, never = ({**RULES, **RECURRENT}, NEVER - set(RECURRENT)) if settings.specs.weights_apart else (RULES, NEVER)
+    rules, never = ({**RULES, **STORES}, NEVER - set(STORES)) if settings.specs.weights_apart else (RULES, NEVER)
     if requested & never:
         raise ConfigError(f"{', '.join(sorted(requested & never))} cannot be quantized; they stay in float.")
     known = {*RULES, *ON_REQUEST, *present}

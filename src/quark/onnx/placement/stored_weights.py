@@ -2,6 +2,7 @@
 
 LSTM, GRU, RNN    W (directions, gates * hidden, inputs), R (directions, gates * hidden, hidden)
 Gather            a table (rows, columns) of which rows are picked, as an embedding
+com.microsoft     the matrix (inputs, 3 * hidden) of an Attention, the tables of an EmbedLayerNormalization
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators import RECURRENT, rule_of
+from quark.onnx.operators import FUSED_LAYERS, RECURRENT, rule_of
+from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.kernels import fits_block_kernel
 from quark.onnx.placement.placement import Placement
 
@@ -31,10 +33,14 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
         return {}
     if spec is None or spec.is_block or spec.is_cast or not spec.has_zero_point:
         return {}
-    indices = rule_of(node.op_type).stored
+    indices = [index for index in rule_of(node.op_type).stored if index < len(node.inputs) and node.inputs[index]]
     values = [node.inputs[index] for index in indices]
     if not values or any(v is None or not is_constant(v) or not placement.is_float(v) for v in values):
         return {}
+    if node.op_type in FUSED_LAYERS:
+        return {
+            index: _of_fused(node, spec) for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE
+        }
     if is_op(node, *RECURRENT):
         return {index: _recurrent(node, index, spec, is_op(node, "LSTM") and dynamic) for index in indices}
     if dynamic and isinstance(spec.granularity, PerTensor):
@@ -42,6 +48,14 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
         assert layer.input is not None
         spec = replace(layer.input, dynamic=False)
     return _table(node, spec) if is_op(node, "Gather") else {}
+
+
+def _of_fused(node: ir.Node, spec: TensorSpec) -> TensorSpec:
+    """The spec of a matrix, its scales those of output channels, or of a table, whose rows have them."""
+    axis = output_axis(node)
+    if isinstance(spec.granularity, PerGroup):
+        return replace(spec, granularity=PerGroup(1 - axis, spec.granularity.size, pad=True))
+    return replace(spec, granularity=PerChannel(axis)) if isinstance(spec.granularity, PerChannel) else spec
 
 
 def fits_lstm_kernel(node: ir.Node, spec: TensorSpec) -> bool:

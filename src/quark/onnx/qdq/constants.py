@@ -20,6 +20,7 @@ from quark.core.spec import TensorSpec
 from quark.onnx.calibration.qparams import channel_bias, encode, largest_bias
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant
+from quark.onnx.operators import FUSED_LAYERS
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.qdq_nodes import QdqNodes, onnx_type, stored_qparams
@@ -81,11 +82,15 @@ class ConstantStore:
         name = f"{self.name(operand, spec, transpose)}_quantized"
         return self.writer.shared(name, codes, dtype, _swapped(shape) if transpose else shape)
 
-    def _folds(self, spec: TensorSpec) -> bool:
-        """Whether no activation has Q/DQ, and the runtime decodes the weights when it loads the file."""
+    def _folds(self, node: ir.Node, spec: TensorSpec) -> bool:
+        """Whether no activation has Q/DQ, and the runtime decodes the weights of a node when it loads the file.
+
+        Layers of com.microsoft run in ONNX Runtime alone, which does.
+        """
         per_axis = isinstance(spec.granularity, (PerTensor, PerChannel))
         plain = spec.dtype.name in ("int8", "uint8") and per_axis and not self.settings.qdq.float_weights
-        return plain and self.settings.specs.weights_apart and TARGETS[self.settings.qdq.target].folds_casts
+        folds = node.op_type in FUSED_LAYERS or TARGETS[self.settings.qdq.target].folds_casts
+        return plain and self.settings.specs.weights_apart and folds
 
     def write_weight(self, operand: Operand, spec: TensorSpec) -> None:
         """Put codes and what decodes them between a constant and the node that reads it."""
@@ -94,7 +99,7 @@ class ConstantStore:
         nodes = QdqNodes(self.writer, self.settings, source.name or "", reader=node)
         if spec.is_block:
             decoded = nodes.fake_quantize(source, spec)
-        elif self._folds(spec):
+        elif self._folds(node, spec):
             codes = self.codes(operand, spec)
             decoded = nodes.decode_once(codes, self.qparams[operand], getattr(spec.granularity, "axis", None))
         else:
