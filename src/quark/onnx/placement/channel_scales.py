@@ -25,8 +25,9 @@ from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant
-from quark.onnx.operators import rule_of
+from quark.onnx.operators import FUSED_LAYERS, rule_of
 from quark.onnx.placement.placement import Operand, Placement
+from quark.onnx.placement.stored_weights import fused_spec
 from quark.onnx.placement.weight_spec import weight_spec
 
 MOST_NOISE = 1e-4
@@ -50,11 +51,12 @@ def refine_scales(
         value = node.inputs[index]
         assert value is not None
         plain = spec.has_zero_point and not spec.is_block and isinstance(spec.granularity, PerTensor)
-        if plain and index == rule_of(node.op_type).weight and value.name not in named:
+        fused = node.op_type in FUSED_LAYERS
+        if plain and (fused or index == rule_of(node.op_type).weight) and value.name not in named:
             # ConvInteger has one zero point for all channels of a weight.
             symmetric = spec.symmetric or (node in placement.dynamic and is_op(node, "Conv"))
             channels = replace(spec, granularity=PerChannel(0), symmetric=symmetric)
-            channels = weight_spec(node, channels, settings)
+            channels = fused_spec(node, channels) if fused else weight_spec(node, channels, settings)
             if channels.granularity != spec.granularity:
                 finer[node, index] = channels
     noise = {

@@ -39,7 +39,7 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
         return {}
     if node.op_type in FUSED_LAYERS:
         return {
-            index: _of_fused(node, spec) for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE
+            index: fused_spec(node, spec) for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE
         }
     if is_op(node, *RECURRENT):
         return {index: _recurrent(node, index, spec, is_op(node, "LSTM") and dynamic) for index in indices}
@@ -50,7 +50,7 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
     return _table(node, spec) if is_op(node, "Gather") else {}
 
 
-def _of_fused(node: ir.Node, spec: TensorSpec) -> TensorSpec:
+def fused_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
     """The spec of a matrix, its scales those of output channels, or of a table, whose rows have them."""
     axis = output_axis(node)
     if isinstance(spec.granularity, PerGroup):
