@@ -141,9 +141,10 @@ def _validator(cls: Any) -> Any:
 def _bind(shown: type, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cls` by field name. Raises ConfigError that names the class as `shown`, a subclass perhaps."""
     names = _names(cls)
-    if len(args) > len(names):
-        raise ConfigError(f"{shown.__name__} takes at most {len(names)} values, got {len(args)}.")
-    values = dict(zip(names, args, strict=False))
+    by_position = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
+    if len(args) > len(by_position):
+        raise ConfigError(f"{shown.__name__} takes at most {len(by_position)} values, got {len(args)}.")
+    values = dict(zip(by_position, args, strict=False))
     for name, value in kwargs.items():
         if name not in names:
             raise ConfigError(f"{shown.__name__} has no field {name!r}. {did_you_mean(name, names)}")
