@@ -153,6 +153,26 @@ def test_the_search_of_scales_counts_the_same_errors(rule: TensorSpec, wrap: Cal
 
 
 @WRAPS
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_errors_of_candidates_are_those_of_fake_quantize(
+    rule: TensorSpec, wrap: Callable[[np.ndarray], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "WORTH_CALLING", 1)
+    weight = weights(5)
+    expected = []
+    for factor in (1.0, 0.7, 0.4):
+        params = compute_qparams(weight * np.float32(factor), rule)
+        expected.append((params, fake_quantize(weight, params, rule) - weight))
+    size = SIZE if isinstance(rule.split, PerChannel) else 8
+    scale = np.stack([params.scale.reshape(-1) for params, _ in expected], -1)
+    zeros = [params.zero_point.reshape(-1) for params, _ in expected if params.zero_point is not None]
+    errors = np.empty((scale.shape[0], 3, size), np.float32)
+    zero = wrap(np.stack(zeros, -1)) if zeros else None
+    columns.candidate_errors(wrap(weight.reshape(-1, size)), wrap(scale), zero, rule, wrap(errors))
+    assert (errors == np.stack([error.reshape(-1, size) for _, error in expected], 1)).all()
+
+
+@WRAPS
 def test_the_search_finds_the_scales_that_it_finds_without_a_compiler(
     wrap: Callable[[np.ndarray], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,10 +84,13 @@ def steps_of(x: np.ndarray, w: np.ndarray, library) -> tuple[np.ndarray, np.ndar
     values = library(w)
     low, high = range_of(values, INT3)
 
-    def quantize(factors, rows):  # type: ignore[no-untyped-def]
-        return fake_quantize(values[rows], qparams_from_range(low[rows] * factors, high[rows] * factors, INT3), INT3)
+    def params(factors, rows):  # type: ignore[no-untyped-def]
+        return qparams_from_range(low[rows] * factors, high[rows] * factors, INT3)
 
-    return to_numpy(best_steps(values, library(moments(x)), quantize, 2, rows=4)), quantize
+    def quantize(factors):  # type: ignore[no-untyped-def]
+        return fake_quantize(values, params(factors, slice(None)), INT3)
+
+    return to_numpy(best_steps(values, library(moments(x)), params, INT3, 2, rows=4)), quantize
 
 
 @pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
@@ -96,7 +99,7 @@ def test_no_other_step_of_a_group_would_be_better(library) -> None:  # type: ign
     factors, quantize = steps_of(x, w, library)
 
     def errors(c: np.ndarray) -> np.ndarray:
-        wrong = to_numpy(quantize(library(c.astype(np.float32)), slice(None))) - w
+        wrong = to_numpy(quantize(library(c.astype(np.float32)))) - w
         return ((x @ wrong.T) ** 2).mean(0)
 
     found, plain = errors(factors), errors(np.ones_like(factors))

@@ -122,7 +122,9 @@ FOR_EACH_CPU float weighted_square(const float* x, const float* y, const float* 
 
 FOR_EACH_CPU void quantize_part(const Grid& grid, const float* x, const float* scale, const float* zero, float* y,
                                 int64_t n) {
-    quantized(grid, x, scale, zero, 0, y, n);
+    // Copies, which no result can overlap: the compiler may keep them.
+    const float one_scale = *scale, one_zero = zero ? *zero : 0.0f;
+    quantized(grid, x, &one_scale, &one_zero, 0, y, n);
 }
 }  // namespace
 
@@ -187,5 +189,16 @@ EXPORT void part_errors(const float* x, const float* weight, int64_t period, con
             total += weighted_square(x + at, y, weight + at % period, n);
         }
         errors[part] = total;
+    }
+}
+
+// errors_rc = Q_rc(x_r) - x_r of `runs` runs of `size` values, each under `candidates` scales.
+EXPORT void candidate_errors(const float* x, const float* scale, const float* zero, int64_t runs, int64_t candidates,
+                             int64_t size, float* errors, const Grid* grid) {
+    for (int64_t i = 0; i < runs * candidates; ++i) {
+        const float* run = x + i / candidates * size;
+        float* error = errors + i * size;
+        quantize_part(*grid, run, scale + i, zero ? zero + i : nullptr, error, size);
+        subtract(error, run, error, size);
     }
 }

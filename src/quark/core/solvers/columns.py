@@ -29,6 +29,8 @@ BLOCK = 64
 """Columns of a block."""
 WORTH_COMPILING = 256
 """Columns of a problem from which on its blocks are compiled: it then comes from a real model."""
+WORTH_CALLING = 1 << 16
+"""Errors of candidates that are worth a call, and a thread."""
 SLICE = 512
 """Rows that are worth a thread."""
 
@@ -181,6 +183,33 @@ def part_errors(
     return errors
 
 
+def candidate_errors(values: Array, scale: Array, zero: Array | None, spec: TensorSpec, errors: Array) -> None:
+    """Q(x) - x of runs of values, each under several scales.
+
+    Args:
+        values: (runs, size), float32.
+        scale, zero: (runs, candidates), float32.
+        spec: The element type and the rules.
+        errors: Filled, (runs, candidates, size); contiguous.
+    """
+    (runs, count, size), rule = errors.shape, _Rule.of(spec)
+    arrays = [values, scale, errors, *([] if zero is None else [zero])]
+    fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
+    if rule is None or not fits or _library() is None:
+        zeros = None if zero is None else zero[..., None]
+        errors[...] = quantize_elements(values[:, None], scale[..., None], zeros, spec)
+        errors -= values[:, None]
+        return
+
+    def part(start: int, rows: int) -> None:
+        _library().candidate_errors(
+            _address(values, start * size), _address(scale, start * count), _address(zero, start * count),
+            rows, count, size, _address(errors, start * count * size), rule,
+        )  # fmt: skip
+
+    _in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
+
+
 def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any], int, int], None]) -> None:
     """Run `part` on the arrays of each problem, rows over threads."""
     lead = arrays[0].shape[:-2] if arrays[0] is not None else ()
@@ -246,6 +275,7 @@ def _library() -> Any:
     found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
     found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
     found.part_errors.argtypes = [pointer, pointer, count, pointer, pointer, count, count, pointer, rule]
-    for name in ("solve_columns", "refine_columns", "part_errors"):
+    found.candidate_errors.argtypes = [pointer] * 3 + [count] * 3 + [pointer, rule]
+    for name in ("solve_columns", "refine_columns", "part_errors", "candidate_errors"):
         getattr(found, name).restype = None
     return found

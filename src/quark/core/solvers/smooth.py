@@ -17,7 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from quark.core.array import Array, like, namespace
+from quark.core.array import Array, chunk_bytes_for, like, namespace
+from quark.core.quantize import effective
+from quark.core.scales import QParams
+from quark.core.solvers.columns import candidate_errors
+from quark.core.spec import TensorSpec
 
 SMALLEST = 1e-4
 """Floor of an AWQ scale before it is normalised."""
@@ -30,8 +34,8 @@ WORTH = 0.95
 
 FACTORS = tuple((44 - i) / 40 for i in range(29))
 """Candidates for the factor of a group's range, 1.1 to 0.4."""
-ELEMENTS, LEAST_ROWS = 1 << 23, 32
-"""Elements of the errors of all candidates that are in memory at once, about, and rows that are done at least."""
+ELEMENTS, LEAST_ROWS = 1 << 22, 32
+"""Weights that are done at once, about, and rows that are done at least."""
 
 
 def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: float = 1e-3) -> Array:
@@ -125,58 +129,152 @@ def best_scale(
 
 
 def best_steps(
-    weight: Array, gram: Array, quantize: Callable[..., Array], groups: int, sweeps: int = 2, rows: int = 0
+    weight: Array,
+    gram: Array,
+    params: Callable[[Array, slice], QParams],
+    spec: TensorSpec,
+    groups: int,
+    sweeps: int = 3,
+    rows: int = 0,
 ) -> Array:
     """The factor of the range of each group of each row that leaves the least output error.
 
     Args:
         weight: (out, in), float32; every row has `groups` groups of equal size.
         gram: Second moments of the input, (in, in).
-        quantize: (factors (rows, groups), rows) -> those rows of the weight, quantized with their ranges times factors.
+        params: (factors (rows, groups), rows) -> scales of those rows of the weight, their ranges times factors.
+        spec: What the weight is quantized to; one scale for each group of each row.
         groups: Groups in a row.
-        sweeps: Passes of the coordinate descent.
+        sweeps: Passes of the coordinate descent, from the first group to the last and back by turns.
         rows: Rows done at a time (they are independent); bounds the memory. 0: as many as ELEMENTS allows.
 
     Returns:
         Factors, (out, groups); 1 is round to nearest. No row has a larger loss than with all factors 1.
     """
     parts = []
-    step = rows or max(LEAST_ROWS, ELEMENTS // (weight.shape[1] * len(FACTORS)))
+    step = rows or max(LEAST_ROWS, ELEMENTS // weight.shape[1])
     for start in range(0, len(weight), step):
         part = slice(start, min(start + step, len(weight)))
-        parts.append(_descend(weight[part], gram, partial(quantize, rows=part), groups, sweeps))
+        candidates = _Candidates(weight[part], partial(params, rows=part), spec, groups)
+        parts.append(_descend(candidates, gram, sweeps))
     return namespace(weight).concatenate(parts)
 
 
-def _descend(weight: Array, gram: Array, quantize: Callable[[Array], Array], groups: int, sweeps: int) -> Array:
-    """Group by group, from what is best alone: of all factors, the one that loses least given the rest of the row."""
-    xp, (rows, width) = namespace(weight), weight.shape
-    size = width // groups
-    row = like(list(range(rows)), weight, "int64")
+class _Candidates:
+    """What is lost of some rows of a weight under each factor. Errors are made where they are read, a few rows at once:
+    making them again costs less than fetching them from memory.
 
-    def split(x: Array) -> Array:
-        """Turn (rows, width) into (groups, rows, size)."""
-        return xp.swapaxes(x.reshape(rows, groups, size), 0, 1)
+    Attributes:
+        groups, rows, width: Groups in a row, rows, columns.
+        columns: The columns of each group.
+        weight: (groups, rows, columns of a group).
+        scale, zero: (groups, rows, factors).
+        step: Rows whose errors are made at once.
+        buffers: Two arrays for their errors, (2, step, factors, columns of a group).
+    """
 
-    errors = xp.stack([split(weight)] * len(FACTORS), 1)  # group, factor, row, column of the group
-    for index, factor in enumerate(FACTORS):
-        errors[:, index] = split(quantize(xp.ones_like(weight[:, :groups]) * factor) - weight)
-    columns = [slice(start, start + size) for start in range(0, width, size)]
-    # One group after the other: what a step works on stays in the cache.
-    alone = [
-        gram_loss(of_group.reshape(-1, size), gram[here, here]).reshape(-1, rows)
-        for of_group, here in zip(errors, columns, strict=True)
-    ]
-    chosen = xp.stack([losses.argmin(0) for losses in alone])
-    error = xp.concatenate([of_group[best, row] for of_group, best in zip(errors, chosen, strict=True)], -1)
-    pulled = error @ gram
-    for g in list(range(groups)) * sweeps:
-        here = columns[g]
-        rest = pulled[:, here] - error[:, here] @ gram[here, here]
-        chosen[g] = (alone[g] + 2 * (errors[g] * rest).sum(-1)).argmin(0)
-        change = errors[g][chosen[g], row] - error[:, here]
-        error[:, here] += change
-        pulled += change @ gram[here]
-    plain = xp.swapaxes(errors[:, FACTORS.index(1.0)], 0, 1).reshape(rows, width)
-    better = (error * pulled).sum(-1) < gram_loss(plain, gram)
-    return xp.where(better[:, None], like(FACTORS, weight)[chosen].T, 1.0)
+    def __init__(self, weight: Array, params: Callable[[Array], QParams], spec: TensorSpec, groups: int) -> None:
+        xp = namespace(weight)
+        self.groups, (self.rows, self.width), self.spec = groups, weight.shape, spec
+        size = self.width // groups
+        self.columns = [slice(start, start + size) for start in range(0, self.width, size)]
+        self.weight = xp.stack([weight[:, here] for here in self.columns])
+        ones = xp.ones_like(weight[:, :groups])
+        self.scale, self.zero = _scales([effective(params(ones * factor), spec) for factor in FACTORS], groups)
+        # Two buffers that stay in the cache: new memory for each step would cost more than what is computed in it.
+        self.step = min(self.rows, max(LEAST_ROWS, chunk_bytes_for(weight) // (16 * size)))
+        errors = xp.stack([self.weight[0, : self.step]] * len(FACTORS), 1)
+        self.buffers = xp.stack([errors, errors])
+        self._row = like(list(range(self.rows)), weight, "int64")
+
+    def losses(self, group: int, gram: Array) -> Array:
+        """Of every factor, as if all other groups were exact: (rows, factors)."""
+
+        def loss(error: Array, work: Array, _: slice) -> Array:
+            flat, out = (x.reshape(-1, gram.shape[0]) for x in (error, work))
+            namespace(gram).matmul(flat, gram, out=out)
+            work *= error
+            return work.sum(-1)
+
+        return self._each(group, loss)
+
+    def dots(self, group: int, other: Array) -> Array:
+        """The errors of every factor times other, (rows, columns of the group): (rows, factors)."""
+        return self._each(group, lambda error, _, rows: (error @ other[rows][..., None])[..., 0])
+
+    def errors(self, chosen: Array, group: int) -> Array:
+        """Q(W) - W of one group under the factors chosen, (rows,): (rows, columns of the group)."""
+        scale, zero = (None if x is None else x[group][self._row, chosen][:, None] for x in (self.scale, self.zero))
+        error = namespace(scale).zeros_like(self.weight[group])
+        candidate_errors(self.weight[group], scale, zero, self.spec, error[:, None])
+        return error
+
+    def taken(self, of_factors: Array, chosen: Array) -> Array:
+        """Of each row of (rows, factors), the entry of the factor chosen."""
+        return of_factors[self._row, chosen]
+
+    def _each(self, group: int, action: Callable[[Array, Array, slice], Array]) -> Array:
+        weight, scale = self.weight[group], self.scale[group]
+        zero = None if self.zero is None else self.zero[group]
+        parts = []
+        for start in range(0, self.rows, self.step):
+            rows = slice(start, min(start + self.step, self.rows))
+            error, work = self.buffers[:, : rows.stop - start]
+            candidate_errors(weight[rows], scale[rows], None if zero is None else zero[rows], self.spec, error)
+            parts.append(action(error, work, rows))
+        return namespace(weight).concatenate(parts)
+
+
+def _scales(params: Sequence[QParams], groups: int) -> tuple[Array, Array | None]:
+    """Scales and zero points of all factors, contiguous: (groups, rows, factors)."""
+
+    def together(parts: Sequence[Array]) -> Array:
+        return namespace(parts[0]).stack([part.reshape(-1, groups).T for part in parts], -1)
+
+    zeros = [each.zero_point for each in params if each.zero_point is not None]
+    return together([each.scale for each in params]), together(zeros) if zeros else None
+
+
+def _descend(candidates: _Candidates, gram: Array, sweeps: int) -> Array:
+    """Group by group, from what is best alone: of all factors, the one that loses least given the rest of the row.
+
+    How the groups behind it pull at a group is summed as a sweep passes them, and is what lies ahead of it when the
+    next sweep comes back: each sweep costs half a product with G.
+    """
+    xp, columns = namespace(gram), candidates.columns
+    alone = [candidates.losses(g, gram[here, here]) for g, here in enumerate(columns)]
+
+    def start(chosen: Sequence[Array]) -> tuple[Array, Array]:
+        """The errors, and how the groups ahead pull at each before the first sweep."""
+        error = xp.concatenate([candidates.errors(best, g) for g, best in enumerate(chosen)], -1)
+        pulled = xp.empty_like(error)
+        for here in columns:
+            pulled[:, here] = _product(error, gram, here, slice(here.stop, None))
+        return error, pulled
+
+    def loss(chosen: Sequence[Array], error: Array, pulled: Array) -> Array:
+        """E G E^T of each row; every pair of groups pulls at each other once."""
+        own = sum(candidates.taken(losses, best) for losses, best in zip(alone, chosen, strict=True))
+        return own + 2 * (pulled * error).sum(-1)
+
+    plain = [xp.full_like(losses.argmin(-1), FACTORS.index(1.0)) for losses in alone]
+    without = loss(plain, *start(plain))
+    chosen = [losses.argmin(-1) for losses in alone]
+    error, ahead = start(chosen)
+    for sweep in range(sweeps):
+        passed = xp.empty_like(error)
+        for g in reversed(range(candidates.groups)) if sweep % 2 else range(candidates.groups):
+            here = columns[g]
+            behind = slice(here.stop, None) if sweep % 2 else slice(here.start)
+            passed[:, here] = _product(error, gram, here, behind)
+            rest = passed[:, here] + ahead[:, here]
+            chosen[g] = (alone[g] + 2 * candidates.dots(g, rest)).argmin(-1)
+            error[:, here] = candidates.errors(chosen[g], g)
+        ahead = passed
+    better = loss(chosen, error, ahead) < without
+    return xp.where(better[:, None], like(FACTORS, gram)[xp.stack(chosen, -1)], 1.0)
+
+
+def _product(error: Array, gram: Array, here: slice, others: slice) -> Array:
+    """What the errors of other columns pull at these; G is symmetric, and its rows are contiguous."""
+    return error[:, others] @ gram[here, others].T

@@ -99,10 +99,7 @@ def stepped(layer: QuantLayer, gram: torch.Tensor) -> QParams:
         ranged = qparams_from_range(low[rows] * factors.view(shape), high[rows] * factors.view(shape), first, dtype)
         return quantize_scales(ranged, second, spec)
 
-    def quantize(factors: torch.Tensor, rows: slice) -> torch.Tensor:
-        return fake_quantize(weight[rows].contiguous(), params(factors, rows), spec)
-
-    return params(smooth.best_steps(weight, gram.to(weight.device), quantize, groups), slice(None))
+    return params(smooth.best_steps(weight, gram.to(weight.device), params, spec, groups), slice(None))
 
 
 def _groups(layer: QuantLayer) -> int:
