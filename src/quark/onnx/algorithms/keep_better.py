@@ -17,9 +17,12 @@ import numpy as np
 from quark.log import logger
 from quark.onnx.algorithms.layer_sweep import Visit
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
+from quark.progress import report
 
 SAMPLES = 4
 """How many samples are compared; the layer is run twice on each."""
+RELATIVE_ERROR = "relative error of the output"
+"""|y - y_float| / |y_float| over these samples."""
 
 
 @contextmanager
@@ -39,6 +42,8 @@ def keeping_better(quantized: QuantizedLayers, visit: Visit, algorithm: str) -> 
     if not kept:
         layer.weight = weight
         layer.params = quantized.decision.qparams.weights[layer.node, layer.index] = params
+    # One that is left as it was has the error that it had.
+    report(layer.name, before, after if kept else before, RELATIVE_ERROR)
     what = "kept" if kept else "left as it was"
     logger.info("%s: output error %.4g to nearest, %.4g with %s: %s.", layer.name, before, after, algorithm, what)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -111,7 +112,7 @@ def tune(quantized: QuantizedLayers, config: Config) -> list[Tuned]:
     for visit in sweep(quantized, layers, run.data, config.data_size, memory, config.cache_dir, mixes):
         made = run.visit(visit)
         tuned.append(made)
-        logger.debug("%s", made)
+        logger.log(logging.INFO if made.reason else logging.DEBUG, "%s", made)
         if made.iterations:
             report(made.name, made.before, made.after if made.kept else made.before, LOSS)
     for change in run.waiting:

@@ -30,7 +30,6 @@ from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLaye
 from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.operators.axes import output_axis
-from quark.progress import OUTPUT_ERROR, report
 
 CONTINUOUS = (ScaleType.float32, ScaleType.float16, ScaleType.int16)
 REFINEMENTS = 1
@@ -93,7 +92,7 @@ class Problem:
 
 def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Problem, fit: bool) -> None:
     """Set the weight of a layer to values on its grid; with `fit`, on one whose scales lose least."""
-    goal, nearest = _columns(layer, layer.weight), _columns(layer, layer.rounded)
+    goal = _columns(layer, layer.weight)
     if fit:
         importance = np.empty(len(goal), np.float32)
         importance[problem.order] = problem.importance
@@ -110,10 +109,6 @@ def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Prob
     else:
         natural = refine(goal, natural, problem.hessian, grid, REFINEMENTS)
     layer.weight = _columns(layer, natural)
-    rows = gptq.some_rows(goal.shape[1])
-    of_rows, hessian = goal.T[rows], problem.hessian  # with its damping, which counts weights that nothing reads
-    before, after = (gptq.output_error(of_rows, x.T[rows], hessian) for x in (nearest, natural))
-    report(layer.name, before, after, OUTPUT_ERROR)
 
 
 def _grid(layer: QuantizedLayer, order: NumpyArray) -> ColumnGrid:
