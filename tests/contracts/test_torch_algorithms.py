@@ -5,13 +5,17 @@ A new algorithm needs a row in `ROWS`: how it is configured, and by what measure
 
 from __future__ import annotations
 
+import atexit
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,6 +31,7 @@ from quark.torch.config.algo_configs import (
     AWQConfig,
     GPTAQConfig,
     GPTQConfig,
+    ImatrixConfig,
     ImportanceScaleConfig,
     QronosConfig,
     QuaRotConfig,
@@ -35,6 +40,7 @@ from quark.torch.config.algo_configs import (
 )
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.writers.gguf.imatrix import save_imatrix
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 BATCHES = token_batches(8)
@@ -110,18 +116,27 @@ class Row:
     """How an algorithm is run here.
 
     Attributes:
-        config: Its settings.
+        config: Its settings, or what makes them: a file, too.
         share: At most so much of the loss of rounding to nearest is left: what was measured, and half as much again.
         scheme: One under which it has something to do.
         loss: What it makes smaller.
         keeps_float: Whether the model computes as before while its quantizers are off.
     """
 
-    config: AlgoConfig
+    config: AlgoConfig | Callable[[], AlgoConfig]
     share: float
     scheme: str = "int3_wo_128"
     loss: Callable[[Any], float] = output_error
     keeps_float: bool = False
+
+
+def imatrix_config() -> ImatrixConfig:
+    """Of a file with the moments of the first block's inputs."""
+    sums = {name: (moments[None].numpy(), np.ones(1, np.float32)) for name, moments in input_moments().items()}
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = save_imatrix(sums, folder / "moments.gguf")
+    return ImatrixConfig(file=str(file), tensors={f"model.layers.0.{name}": name for name in sums})
 
 
 ROWS: dict[type[AlgoConfig], Row] = {
@@ -132,6 +147,7 @@ ROWS: dict[type[AlgoConfig], Row] = {
     GPTAQConfig: Row(GPTAQConfig(), 0.1),
     QronosConfig: Row(QronosConfig(), 0.09),
     ImportanceScaleConfig: Row(ImportanceScaleConfig(), 0.6, loss=weighted_weight_error, keeps_float=True),
+    ImatrixConfig: Row(imatrix_config, 0.6, loss=weighted_weight_error, keeps_float=True),
     AutoRoundConfig: Row(AutoRoundConfig(iters=12, lr=0.04, minmax_lr=0.02, batch_size=2), 0.75),
     RotationConfig: Row(QuaRotConfig(), 0.25, "int8", keeps_float=True),
 }
@@ -154,7 +170,8 @@ def rounded(scheme: str) -> Any:
 
 @cache
 def solved(kind: type[AlgoConfig]) -> Any:
-    return quantized(row_of(kind).scheme, row_of(kind).config)
+    config = row_of(kind).config
+    return quantized(row_of(kind).scheme, config if isinstance(config, AlgoConfig) else config())
 
 
 EVERY_ALGORITHM = pytest.mark.parametrize("kind", ALGORITHMS, ids=lambda kind: kind.__name__.removesuffix("Config"))
