@@ -12,7 +12,7 @@
     ├── OutputError              the output could not be written; nothing was left behind (also OSError)
     ├── TooLittleMemoryError     a job needs more memory than is free                  (also MemoryError)
     ├── NotSupportedError        a documented thing that this version does not do      (also NotImplementedError)
-    ├── ProcessLostError         another process of a group died, failed or could not be reached; names it
+    ├── ProcessLostError         another process of a group died, failed or cannot be reached   (also RuntimeError)
     └── MissingDependencyError   an optional package is absent; names the pip line     (also ImportError)
 
 Each message says what came, where, and what is possible.
@@ -82,7 +82,7 @@ class OutputError(QuarkError, OSError):
     """The output could not be written, and nothing of it was left behind."""
 
 
-class ProcessLostError(QuarkError):
+class ProcessLostError(QuarkError, RuntimeError):
     """Another process of the group died, failed or could not be reached; names it."""
 
 
