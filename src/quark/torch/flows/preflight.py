@@ -116,6 +116,6 @@ def _tokens(data: Sequence[Any] | None) -> int:
 
 
 def _width(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(getattr(text, "hidden_size", 0) or 0)
