@@ -27,6 +27,9 @@ from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 if TYPE_CHECKING:
     from rich.table import Table
 
+UNFIT_SHARE = 0.1
+"""Share of the weights that may stay in float because groups do not divide them; above it that is an error."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -40,6 +43,7 @@ class Plan:
         to_exclude: What a stored config must exclude, so that a runtime, which knows no selectors and may have layers
             in place of what stays in float, quantizes what this plan does.
         read_elsewhere: Those of `excluded` whose weight the model reads itself; see `weights_read_elsewhere`.
+        unfit: Those of `excluded` that groups or blocks do not divide; see `_unfit`.
     """
 
     layers: dict[str, LayerSpec]
@@ -48,6 +52,7 @@ class Plan:
     probabilities: dict[str, TensorSpec] = field(default_factory=dict)
     to_exclude: tuple[str, ...] = ()
     read_elsewhere: frozenset[str] = frozenset()
+    unfit: frozenset[str] = frozenset()
 
     @property
     def needs_data(self) -> bool:
@@ -84,6 +89,8 @@ class Plan:
         """What the table says of a tensor that is not quantized."""
         if name in self.read_elsewhere:
             return "float (weight read by the model)"
+        if name in self.unfit:
+            return "float (groups do not divide it)"
         return "float (own forward)" if name in self.unknown else "float"
 
 
@@ -159,6 +166,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
     choice = chooser(config, model)
     layers, excluded = {}, []
+    errors: dict[str, ShapeError] = {}
     for name, module in candidates.items():
         spec = LayerSpec() if name in read_elsewhere else choice.spec(name, type(module))
         if spec == LayerSpec():
@@ -166,8 +174,16 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
             continue
         require_parameters(name, module)
         weight = cast(torch.Tensor, module.weight)
-        check_shapes(name, type(module).__name__, tuple(weight.shape), getattr(module, "in_features", None), spec)
-        layers[name] = spec
+        try:
+            check_shapes(name, type(module).__name__, tuple(weight.shape), getattr(module, "in_features", None), spec)
+        except ShapeError as error:
+            if not strict or spec.output is not None or first_match(name, config.layer_quant_config) is not None:
+                raise
+            errors[name] = error
+            excluded.append(name)
+        else:
+            layers[name] = spec
+    unfit = _unfit(model, layers, errors)
     unknown = tuple(
         name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
     )
@@ -189,7 +205,26 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
     if outside:
         shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
         logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
-    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside)
+    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
+
+
+def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, ShapeError]) -> frozenset[str]:
+    """The layers that stay in float as groups do not divide them: few, such as a small projection among large ones.
+
+    Raises the first error where they hold more than UNFIT_SHARE of the weights: then the scheme does not suit the
+    model.
+    """
+    if not errors:
+        return frozenset()
+
+    def size(names: Collection[str]) -> int:
+        return sum(cast(torch.Tensor, model.get_submodule(name).weight).numel() for name in names)
+
+    if size(errors.keys()) > UNFIT_SHARE * (size(errors.keys()) + size(layers)):
+        raise next(iter(errors.values()))
+    first, error = next(iter(errors.items()))
+    logger.info("%d layers stay in float, as the scheme does not fit them. %s: %s", len(errors), first, error)
+    return frozenset(errors)
 
 
 def _probabilities(config: QConfig, model: nn.Module) -> dict[str, TensorSpec]:
