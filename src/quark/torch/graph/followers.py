@@ -39,7 +39,7 @@ class Quantizable(Protocol):
     def nodes(self) -> list[fx.Node]: ...
 
 
-def alone(
+def lone_followers(
     operators: Mapping[str, Quantizable], specs: Mapping[str, LayerSpec], named: Collection[str]
 ) -> dict[str, str]:
     """Followers that do not follow a quantized operator.

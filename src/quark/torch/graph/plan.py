@@ -18,7 +18,7 @@ from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer
 from quark.torch.config.selectors import patterns_of, required_patterns, selected_names
 from quark.torch.graph.batch_norm import foldable
-from quark.torch.graph.followers import alone
+from quark.torch.graph.followers import lone_followers
 from quark.torch.graph.operators import (
     ACTIVATIONS,
     DEQUANT_STUB,
@@ -112,7 +112,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         specs[name] = _lowered(chosen, operator)
         if chosen is not config.global_quant_config:
             named.add(name)
-    floats = alone(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
+    floats = lone_followers(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
     layers, excluded = {}, []
     for name, spec in specs.items():
         operator = operators[name]

@@ -97,10 +97,7 @@ def _first_reached(model: nn.Module, paths: list[str], batch: Any) -> str:
             raise _LastBlockReachedError
 
     blocks = [(path, block) for path in paths for block in cast(nn.ModuleList, model.get_submodule(path))]
-    hooks = [
-        block.register_forward_pre_hook(lambda *_, path=path: note(path))  # type: ignore[misc]
-        for path, block in blocks
-    ]
+    hooks = [block.register_forward_pre_hook(lambda *_, path=path: note(path)) for path, block in blocks]
     try:
         with torch.no_grad(), evaluating(model), suppress(_LastBlockReachedError):
             calibration_step(model, batch, input_device(model), 0)
