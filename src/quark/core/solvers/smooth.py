@@ -131,7 +131,7 @@ def best_scale(
 def best_steps(
     weight: Array,
     gram: Array,
-    params: Callable[[Array, slice], QParams],
+    params: Callable[..., QParams],
     spec: TensorSpec,
     groups: int,
     sweeps: int = 3,
