@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
+from quark.torch.llm.documents import packed
 from quark.torch.llm.named_datasets import SOURCES, WIKITEXT, texts_of
 from quark.torch.llm.text import token_windows
 
@@ -95,7 +96,8 @@ def _dataset_windows(name: str, tokenizer: Any, count: int, length: int) -> list
         return _random_windows(texts_of(source), tokenizer, count, length, PLACES_SEED)
     benchmark = name == "pileval_for_awq_benchmark"
     texts = _conversations(texts_of(source), tokenizer) if source.column == "messages" else texts_of(source, benchmark)
-    return _packed(texts, tokenizer, count, length, leave_out_longer=benchmark)
+    token_ids = (tokenizer(text.strip(), verbose=False)["input_ids"] for text in texts)
+    return packed(token_ids, "The dataset", length, count, longest=length if benchmark else None)
 
 
 def _conversations(conversations: Iterable[Any], tokenizer: Any) -> Iterator[str]:
@@ -105,23 +107,6 @@ def _conversations(conversations: Iterable[Any], tokenizer: Any) -> Iterator[str
             yield tokenizer.apply_chat_template(messages, tokenize=False)
         else:
             yield "\n".join(message["content"] for message in messages)
-
-
-def _packed(
-    texts: Iterable[str], tokenizer: Any, count: int, length: int, leave_out_longer: bool = False
-) -> list[torch.Tensor]:
-    """The first windows of the texts put one after another."""
-    kept: list[int] = []
-    for text in texts:
-        ids = tokenizer(text.strip(), verbose=False)["input_ids"]
-        if not (leave_out_longer and len(ids) > length):
-            kept += ids
-        if len(kept) >= count * length:
-            break
-    found = min(count, len(kept) // length)
-    if found == 0:
-        raise CalibrationError(f"The dataset has {len(kept)} tokens; at least one window of {length} is needed.")
-    return list(torch.tensor(kept[: found * length]).reshape(found, 1, length))
 
 
 def _random_windows(texts: Iterable[str], tokenizer: Any, count: int, length: int, seed: int) -> list[torch.Tensor]:

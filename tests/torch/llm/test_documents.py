@@ -1,0 +1,125 @@
+"""Texts, JSON lines and datasets as samples of token ids, and what is refused by its line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from quark.errors import CalibrationError, MissingDependencyError
+from quark.torch.llm.documents import documents, samples_of
+from tests.models.torch_zoo import LANGUAGE_MODEL
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+CHAT = [{"role": "user", "content": "Which module?"}, {"role": "assistant", "content": "The json module."}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
+
+
+@pytest.fixture
+def chat_tokenizer() -> Any:
+    loaded = AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_json_lines_are_packed_with_the_special_tokens_of_each(tokenizer: Any, tmp_path: Path) -> None:
+    texts = ["The first document.", "A second\u2028 one, größer.", "And the third of them."]
+    file = lines(tmp_path / "data.jsonl", *({"text": text, "id": 3} for text in texts))
+    everything = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    windows = samples_of(tokenizer, file, 4, packing=True)
+    assert torch.cat(windows).flatten().tolist() == everything[: len(everything) // 4 * 4]
+    assert len(samples_of(tokenizer, file, 4, packing=True, limit=2)) == 2
+    alone = samples_of(tokenizer, file, 6, packing=False)
+    assert [sample[0].tolist() for sample in alone] == [tokenizer(text)["input_ids"][:6] for text in texts]
+
+
+def test_a_conversation_is_what_the_chat_template_of_transformers_makes(chat_tokenizer: Any, tmp_path: Path) -> None:
+    file = lines(tmp_path / "chat.jsonl", {"messages": CHAT})
+    (sample,) = samples_of(chat_tokenizer, file, 512, packing=False)
+    wanted = chat_tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
+    assert sample[0].tolist() == wanted
+    (window,) = samples_of(chat_tokenizer, file, len(wanted), packing=True)
+    assert window[0].tolist() == wanted
+
+
+def test_a_text_that_is_not_packed_is_its_lines(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("One line.\n\n  Another, longer line.  \n")
+    found = samples_of(tokenizer, tmp_path / "text.txt", 99, packing=False)
+    assert [x[0].tolist() for x in found] == [
+        tokenizer(line)["input_ids"] for line in ("One line.", "Another, longer line.")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a"}\n{"text": ', "line 2, is not JSON"),
+        ('"text"\n', "line 1, is no object; needed is 'text' or 'messages'"),
+        ('{"prompt": "a", "n": 1}\n', "line 1, has prompt, n; needed is"),
+        ('{"text": "a", "messages": []}\n', "line 1, has text, messages; needed is"),
+        ('{"text": 3}\n', "'text' is neither text nor a list of messages"),
+        ('{"messages": ["hello"]}\n', "'messages' is neither text nor a list"),
+        ('{"messages": []}\n', "'messages' is neither text nor a list"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', "the tokenizer of the model has no chat template"),
+        ('{"text": ' + "[" * 20000, "is not JSON"),
+        ("\n\n", "at least one window"),
+    ],
+)
+def test_what_is_no_document_is_named_by_its_line(tokenizer: Any, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(CalibrationError, match=message):
+        samples_of(tokenizer, tmp_path / "data.jsonl", 4, packing=True)
+
+
+def test_what_a_chat_template_refuses_is_named(chat_tokenizer: Any, tmp_path: Path) -> None:
+    chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    file = lines(tmp_path / "chat.jsonl", {"messages": CHAT})
+    with pytest.raises(CalibrationError, match=r"line 1,: the chat template .* roles must alternate"):
+        samples_of(chat_tokenizer, file, 4, packing=True)
+
+
+def test_a_dataset_is_asked_for_by_name_split_and_column(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(path: str, name: str | None = None, split: str | None = None) -> list[dict[str, str]]:
+        asked.append((path, name, split))
+        return [{"text": "a b", "body": "c"}, {"text": "", "body": "d"}]
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    found = {
+        name: [document.content for document in documents(Path(f"datasets:{name}"))]
+        for name in ("org/mine", "org/mine:test", "org/mine:test:body", "wikitext")
+    }
+    assert asked == [
+        ("org/mine", None, "train"), ("org/mine", None, "test"), ("org/mine", None, "test"),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
+    ]  # fmt: skip
+    assert found["org/mine"] == ["a b"] and found["org/mine:test:body"] == ["c", "d"]
+    with pytest.raises(CalibrationError, match="needed is 'boddy'"):
+        samples_of(tokenizer, Path("datasets:org/mine:test:boddy"), 4, packing=True)
+    for name in ("datasets:", "datasets:a:b:c:d"):
+        with pytest.raises(CalibrationError, match="is no name of a dataset"):
+            list(documents(Path(name)))
+
+
+def test_without_the_package_datasets_its_pip_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match="pip install datasets"):
+        list(documents(Path("datasets:org/mine")))
