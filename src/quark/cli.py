@@ -40,7 +40,7 @@ def app() -> typer.Typer:
     import typer
 
     from quark.command_line import DEBUG_HELP
-    from quark.commands import COMMANDS
+    from quark.commands import COMMANDS, SETTINGS
 
     def options(
         version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Print the version."),
@@ -54,5 +54,5 @@ def app() -> typer.Typer:
     )
     made.callback(help=HELP, epilog=DEBUG_HELP)(options)
     for name, command in COMMANDS.items():
-        made.command(name)(command)
+        made.command(name, context_settings=SETTINGS.get(name))(command)
     return made

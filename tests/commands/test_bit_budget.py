@@ -68,8 +68,6 @@ USAGE = ("say the same twice", "is no size", "is no number", "belongs to", "Miss
     [
         ("--bits 2 --sensitivity {table}", "2 bits is below the smallest choice"),
         ("--bits 12 --sensitivity {table}", "12 bits is above the largest choice"),
-        ("--bits 4", "--bits 4 needs calibration data: pass --calib FILE"),
-        ("--bits 4 --sensitivity {root}/none.json", "none.json is not there"),
         ("--bits 4 --candidates int3_wo_128,int9 --calib {text}", "Unknown scheme 'int9'"),
         ("--bits 4 --candidates mxfp4,int8_wo --sensitivity {table}", "'mxfp4' is not in this table"),
         ("--bits 4 --scheme int8_wo", "--scheme and --bits say the same twice"),

@@ -289,7 +289,11 @@ BAD = {
     "no output": ("quantize {llama} --scheme int8_wo --output=", "--output '' is no path"),
     "output is a file": ("quantize {llama} --scheme int8_wo -o {file}", "--force"),
     "output under a file": ("quantize {llama} --scheme int8_wo -o {file}/out", "file is not a folder"),
-    "static without data": (QUANTIZE + "--scheme int8", "calibration data"),
+    "how data are read, without data": (
+        QUANTIZE + "--scheme int8_wo --length 64",
+        "--length describes calibration data",
+    ),
+    "data that are no name": (QUANTIZE + "--scheme int8 --calib datasets:", "is no name of a dataset"),
     "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "is not there"),
     "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),
     "calibration text in Latin-1": (QUANTIZE + "--scheme int8 --calib {latin1}", "UTF-8"),

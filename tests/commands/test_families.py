@@ -26,8 +26,6 @@ def test_plan_quantize_and_evaluate(name: str, tmp_path: Path) -> None:
         shutil.copyfile(LANGUAGE_MODEL / file, model / file)
     assert LAYERS[name].rsplit(".", 1)[-1] in quark("plan", model, "--scheme", "uint4_wo_32").out
     options = ("--kv-cache", "fp8", "--attention", "fp8")
-    missing = quark("quantize", model, "--scheme", "uint4_wo_32", *options, "-o", out)
-    assert missing.code == 1 and "'fp8' has static activation scales" in missing.err and not out.exists()
     assert quark("quantize", model, "--scheme", "uint4_wo_32", *options, *CALIBRATION, "-o", out).code == 0
     stored = load_file(out / "model.safetensors")
     assert float(stored[f"{CACHE[name]}.output_scale"]) > 0

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from quark.commands.model_inputs import ModelInputs
-from quark.errors import CalibrationError, FormatError
+from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.image_files import open_image
 from quark.torch.model.model_folder import load_config, model_class
 from tests.models.model_folders import DATA, model_folder
@@ -46,6 +46,32 @@ def test_text_is_windows_for_a_language_model_and_lines_for_others(folders: dict
     assert pair["decoder_input_ids"].shape == pair["input_ids"].shape
     assert pair["decoder_input_ids"][0, 0] == 0
     assert torch.equal(pair["decoder_input_ids"][:, 1:], pair["input_ids"][:, :-1])
+
+
+def test_samples_are_the_first_ones_or_chosen_by_a_seed(folders: dict[str, Path], tmp_path: Path) -> None:
+    images, made = DATA["images"](tmp_path / "images"), inputs(folders["vit"])
+    everything = [batch["pixel_values"] for batch in made.read(images, 99, 8)]
+
+    def places(seed: int | None, limit: int) -> list[int]:
+        found = [batch["pixel_values"] for batch in made.read(images, limit, 8, seed=seed)]
+        return [next(i for i, one in enumerate(everything) if torch.equal(one, x)) for x in found]
+
+    count = len(everything)
+    assert places(None, 2) == [0, 1] and places(3, 99) == list(range(count))
+    chosen = [places(seed, 2) for seed in range(60)]
+    assert all(pair == sorted(set(pair)) and len(pair) == 2 for pair in chosen), "in their order, none twice"
+    assert {place for pair in chosen for place in pair} == set(range(count))
+    assert chosen[0] == places(0, 2)
+
+
+def test_packing_is_for_models_that_go_on_with_a_text(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "A first line of words."}\n{"text": "And a second one."}\n' * 5)
+    assert len({window.shape for window in inputs(folders["qwen3"]).read(file, 3, 8)}) == 1
+    assert len({window.shape for window in inputs(folders["qwen3"]).read(file, 3, 64, packing=False)}) == 2
+    assert len(inputs(folders["t5"]).read(file, 99, 64)) == 10
+    with pytest.raises(ConfigError, match="takes each sample by itself"):
+        inputs(folders["t5"]).read(file, 3, 8, packing=False)
 
 
 def test_images_and_audio_go_through_the_processor_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:

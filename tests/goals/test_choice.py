@@ -79,13 +79,19 @@ def test_families_are_the_scheme_of_the_goal() -> None:
         ({"bits": float("nan")}, ConfigError, "Possible for vllm: 4, 8"),
         ({"bits": 4, "scheme": "int8"}, ConfigError, "say the same twice"),
         ({"effort": "bst"}, ConfigError, "Did you mean 'best'"),
-        ({"effort": "best"}, CalibrationError, "pass --calib FILE"),
         ({"scheme": "int8", "form": "awq"}, NotSupportedError, "as awq"),
     ],
 )
 def test_wrong_words_say_what_is_possible(arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         choose("vllm", False, **arguments)  # type: ignore[arg-type]
+
+
+def test_an_onnx_file_needs_data_of_its_own_and_a_folder_has_the_text_of_the_package() -> None:
+    with pytest.raises(CalibrationError, match="pass --calib FILE"):
+        choose("onnxruntime", True, effort="best")
+    assert choose("vllm", False, effort="best").effort == "best"
+    assert choose("vllm", False).effort == "fast"
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

@@ -14,10 +14,12 @@ from quark.commands.formats import formats
 from quark.commands.inspect import inspect
 from quark.commands.plan import plan
 from quark.commands.quantize import quantize
+from quark.commands.run import PASS_ON, run
 from quark.commands.schemes import schemes
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
+    "run": run,
     "convert": convert,
     "evaluate": evaluate,
     "compare": compare,
@@ -29,4 +31,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "doctor": doctor,
 }
 
-__all__ = ["COMMANDS"]
+SETTINGS: dict[str, dict[str, Any]] = {"run": PASS_ON}
+"""Name of a command -> what typer is told of it beside the signature."""
+
+__all__ = ["COMMANDS", "SETTINGS"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from quark.command_line import new_table
+from quark.commands.calibration import Calibration
 from quark.errors import CalibrationError, UsageError
 from quark.files import check_file
 
@@ -25,8 +26,6 @@ SENSITIVITY_HELP = "File of what each layer loses: written, or read for another 
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
          "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}  # fmt: skip
-SAMPLES, LENGTH = 128, 512
-"""Windows of a text that are read, and tokens in one; see `quantize_torch`."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,11 @@ class Budget:
     candidates: tuple[str, ...]
     sensitivity: Path | None
     export_format: str
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is no table yet, so that one is made of calibration data."""
+        return self.sensitivity is None or not self.sensitivity.exists()
 
     def named(self) -> str:
         """The budget as an option, for what is printed."""
@@ -101,8 +105,7 @@ def choose_for_budget(
     model: Path,
     budget: Budget,
     base: Any,
-    calib: Path | None,
-    samples: int | None,
+    data: Calibration,
     device: str = "cpu",
 ) -> tuple[SensitivityTable, BudgetChoice]:
     """The table of a model, read from its file or measured, and the choice within the budget.
@@ -111,35 +114,30 @@ def choose_for_budget(
         model: Folder.
         budget: What is asked for.
         base: Config of what is excluded, and of layers with a scheme of their own.
-        calib, samples: Calibration data, needed where there is no table yet.
+        data: Calibration data, needed where there is no table yet.
         device: Where blocks run.
 
     Raises:
         CalibrationError: Neither a table nor data.
         ConfigError: The table is of another model or other data, has other candidates, or the budget cannot be met.
     """
-    table = _table(model, budget, base, calib, samples, device)
+    table = _table(model, budget, base, data, device)
     return table, table.choose(bits=budget.bits, size=budget.size, candidates=budget.candidates or None)
 
 
-def _table(
-    model: Path, budget: Budget, base: Any, calib: Path | None, samples: int | None, device: str
-) -> SensitivityTable:
+def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, device: str) -> SensitivityTable:
     from quark.commands.models import inputs_of, load_meta_model
     from quark.torch.bit_budget.measure import measure_sensitivity, settings_of_folder
     from quark.torch.bit_budget.sensitivity import SensitivityTable
 
     file = budget.sensitivity
-    data = None
-    if calib is not None:
-        data = inputs_of(model, load_meta_model(model)).read(calib, samples or SAMPLES, LENGTH)
-    if file is not None and file.exists():
+    data = calibration.read(inputs_of(model, load_meta_model(model)))
+    if file is not None and not budget.is_measured:
         table = SensitivityTable.load(file)
         table.check(settings_of_folder(model, base, budget.export_format), data)
         return table
     if data is None:
-        missing = "" if file is None else f" {file} is not there."
-        raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.{missing}")
+        raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
     work = None
     if file is not None:
         check_file(file, overwrite=False)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from quark.commands.calibration import Calibration
 from quark.commands.compare_results import SchemeResult, show
 from quark.commands.measure_torch import ALL, FolderComparison, compare
 from quark.commands.models import inputs_of, load_meta_model, load_model
-from quark.commands.quantize_torch import CALIBRATION_LENGTH, CALIBRATION_SAMPLES, scheme_config
+from quark.commands.quantize_torch import scheme_config
 from quark.errors import QuarkError, one_line
 from quark.log import severity
 from quark.torch import ModelQuantizer
@@ -51,7 +52,7 @@ def compare_schemes(
     before = load_model(model, **load)
     inputs = inputs_of(model, before)
     batches = inputs.read(data, windows[1] or ALL, windows[0])
-    fitted = None if calib is None else inputs.read(calib, CALIBRATION_SAMPLES, CALIBRATION_LENGTH)
+    fitted = Calibration(calib).read(inputs)
     rows: list[SchemeResult] = []
     failure, perplexity = None, None
     for name, config in configs.items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quark.commands.words import FILE_FORMS
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.files import check_apart, check_file, check_folder
+from quark.files import atomic_file, check_apart, check_file, check_folder
 
 GGUF, ONNX = FILES = FILE_FORMS
 
@@ -23,6 +23,7 @@ class Export:
         form: A name in FORMATS, "gguf" or "onnx".
         weight_format, pack_method, max_shard_size: See `export_safetensors`.
         force: Replace the output.
+        attachments: What lies beside the model in a folder: name of a file -> text.
     """
 
     output: Path
@@ -31,6 +32,7 @@ class Export:
     pack_method: str
     max_shard_size: str
     force: bool
+    attachments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -40,6 +42,7 @@ class Export:
             "pack_method": self.pack_method,
             "max_shard_size": self.max_shard_size,
             "overwrite": self.force,
+            "attachments": self.attachments,
         }
 
     def check(self, source: Path, schemes: Iterable[str], of_folder: bool = True) -> None:
@@ -113,7 +116,11 @@ class Export:
         from quark.torch import export_gguf, export_safetensors
 
         if self.form == ONNX:
-            return self._write_onnx(model)
+            size = self._write_onnx(model)
+            for name, text in self.attachments.items():
+                with atomic_file(self.output / name) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+            return size
         if self.form == GGUF:
             file = self._gguf_file(source)
             return export_gguf(model, file.parent, file.stem, source, overwrite=self.force).stat().st_size

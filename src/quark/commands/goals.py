@@ -12,7 +12,9 @@ from rich.table import Table
 
 from quark.command_line import new_table
 from quark.commands.bit_budget import bytes_of
+from quark.commands.calibration import Calibration
 from quark.commands.kinds import require_model
+from quark.commands.recipe import Recipe
 from quark.commands.words import onnx_algorithms, torch_algorithms
 from quark.errors import ConfigError
 from quark.goals import GOALS, GoalChoice, choose
@@ -135,11 +137,17 @@ def quantize_path(
     from quark.commands.imatrix import Imatrices
     from quark.commands.quantize_torch import quantize_folder
 
+    asked = {
+        "model": model, "output": output, "goal": choice.goal.name, "effort": choice.effort, "calib": data,
+        "samples": samples, "exclude": exclude or None, "scheme": choice.scheme,
+        "algorithm": list(choice.algorithms) or None, "export_format": choice.form,
+    }  # fmt: skip
+    given = {name: value for name, value in asked.items() if value is not None}
     export = Export(Path(output), choice.form, "real_quantized", "reorder", "5GB", force)
     quantize_folder(
-        model, choice.scheme, calib=None if data is None else Path(data), samples=samples, exclude=exclude, layer=None,
-        algorithm=torch_algorithms(choice.algorithms) or None, kv_cache=None, attention=None, imatrix=Imatrices(),
-        device="cpu", dtype="auto", export=export, stream=None,
-        load={"trust_remote_code": False, "keep_unexpected": False},
+        model, choice.scheme, calibration=Calibration(None if data is None else Path(data), samples), exclude=exclude,
+        layer=None, algorithm=torch_algorithms(choice.algorithms) or None, kv_cache=None, attention=None,
+        imatrix=Imatrices(), device="cpu", dtype="auto", export=export, stream=None,
+        load={"trust_remote_code": False, "keep_unexpected": False}, recipe=Recipe(given),
     )  # fmt: skip
     return export.made(model)

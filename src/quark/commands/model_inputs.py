@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 import wave
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quark.errors import CalibrationError, MissingDependencyError, one_line
+from quark.errors import CalibrationError, ConfigError, MissingDependencyError, one_line
 from quark.image_files import open_image
-from quark.torch.llm.text import read_text, token_windows
+from quark.torch.llm.documents import is_dataset, lines_of, samples_of
+from quark.torch.llm.text import read_text
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
 Batch = Any
@@ -44,21 +46,34 @@ class ModelInputs:
         """The arguments of the model."""
         return list(inspect.signature(self.model_class.forward).parameters)[1:]
 
-    def read(self, data: Path, limit: int, length: int) -> list[Batch]:
+    def read(
+        self, data: Path, limit: int, length: int, packing: bool | None = None, seed: int | None = None
+    ) -> list[Batch]:
         """Batches of one sample.
 
         Args:
-            data: A text file, a folder of images or of audio files, or an .npz of arrays by the names of arguments.
+            data: A text file, JSON lines, the name of a dataset (see `quark.torch.llm.documents`), a folder of images
+                or of audio files, or an .npz of arrays by the names of arguments.
             limit: Most batches.
             length: Most tokens in a text sample; a model with fewer positions gets fewer.
+            packing: Whether texts are put one after another and cut into windows; None: where the model goes on with
+                a text.
+            seed: Of a choice among all samples, which keep their order; None: the first ones.
 
         Raises:
             CalibrationError: The data cannot be read, or are not what the model takes; says what it takes.
             FormatError: The folder lacks the tokenizer or processor that is needed.
         """
-        if not data.exists():
+        if not is_dataset(data) and not data.exists():
             raise CalibrationError(f"{data} is not there.")
-        samples = list(itertools.islice(self._samples(data, limit, self._length(length)), limit))
+        if packing is not None and not self._continues_text:
+            raise ConfigError(
+                f"--packing and --no-packing are for models that go on with a text; {self.model_class.__name__} takes "
+                "each sample by itself. Possible: neither."
+            )
+        most = limit if seed is None else None
+        found = self._samples(data, most, self._length(length), packing is not False)
+        samples = list(itertools.islice(found, limit)) if seed is None else _chosen(found, limit, seed)
         if not samples:
             raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
         return samples
@@ -68,7 +83,19 @@ class ModelInputs:
         tokenizer = self._processor("AutoTokenizer")
         return [tokenizer.decode([token]) for token in ids]
 
-    def _samples(self, data: Path, limit: int, length: int) -> Iterator[Batch]:
+    @property
+    def reads_text(self) -> bool:
+        """Whether a text alone is enough for a sample."""
+        return bool(self.model_class.main_input_name == "input_ids") and (
+            "pixel_values" not in self.names or self.model_class.can_generate()
+        )
+
+    @property
+    def _continues_text(self) -> bool:
+        """Whether it is a language model that goes on with a text, and so may get any window of one."""
+        return self.reads_text and self.model_class.can_generate() and not self.config.is_encoder_decoder
+
+    def _samples(self, data: Path, limit: int | None, length: int, packing: bool) -> Iterator[Batch]:
         if data.suffix == ".npz":
             return self._arrays(data)
         text, images = "input_ids" in self.names, "pixel_values" in self.names
@@ -76,10 +103,11 @@ class ModelInputs:
         if text and images and not self.model_class.can_generate():
             return self._pairs(data, length)
         if main == "input_ids":
-            self._require(data, folder=False)
-            if self.config.is_encoder_decoder or not self.model_class.can_generate():
+            if not is_dataset(data):
+                self._require(data, folder=False)
+            if not self._continues_text:
                 return self._lines(data, length)
-            return iter(token_windows(self._processor("AutoTokenizer"), data, length, limit))
+            return iter(samples_of(self._processor("AutoTokenizer"), data, length, packing, limit))
         self._require(data, folder=True)
         if main == "pixel_values":
             return self._images(data)
@@ -89,7 +117,7 @@ class ModelInputs:
 
     def _wanted(self) -> str:
         """What may be given, for errors."""
-        kinds = {"input_ids": "a text file", "pixel_values": "a folder of images",
+        kinds = {"input_ids": "a text file, JSON lines (.jsonl)", "pixel_values": "a folder of images",
                  "input_features": "a folder of audio files", "input_values": "a folder of audio files"}  # fmt: skip
         kind = kinds.get(self.model_class.main_input_name)
         arrays = f"an .npz with arrays of samples by the names of arguments ({', '.join(self.names[:6])} ...)"
@@ -136,8 +164,8 @@ class ModelInputs:
     def _lines(self, data: Path, length: int) -> Iterator[Batch]:
         """Each line of a text as one sample, with the special tokens that the model was trained with."""
         tokenizer = self._processor("AutoTokenizer")
-        for line in filter(str.strip, read_text(data).splitlines()):
-            values = tokenizer(line.strip(), return_tensors="pt", truncation=True, max_length=length)
+        for document in lines_of(data):
+            values = tokenizer(document.text(tokenizer), return_tensors="pt", truncation=True, max_length=length)
             yield self._named(values) | self._decoder(values["input_ids"])
 
     def _images(self, data: Path) -> Iterator[Batch]:
@@ -193,6 +221,18 @@ class ModelInputs:
                         f"{data}: the sample {row} of {name} holds NaN or Inf in {x.dtype}. Possible: leave it out."
                     )
             yield sample
+
+
+def _chosen(samples: Iterator[Batch], limit: int, seed: int) -> list[Batch]:
+    """As many of all samples, each as likely as another, in their order; never more than these are kept (Vitter's
+    algorithm R).
+    """
+    choice, kept = random.Random(seed), list(enumerate(itertools.islice(samples, limit)))
+    for index, sample in enumerate(samples, limit):
+        place = choice.randrange(index + 1)
+        if place < limit:
+            kept[place] = (index, sample)
+    return [sample for _, sample in sorted(kept, key=lambda item: item[0])]
 
 
 def _files(folder: Path, open_file: Callable[[Path], Any]) -> Iterator[tuple[Path, Any]]:

@@ -17,9 +17,10 @@ from quark.commands.bit_budget import (
     choice_table,
     choose_for_budget,
 )
+from quark.commands.calibration import Calibration, LengthOption, PackingOption, SeedOption
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, serve_line
 from quark.commands.kinds import is_onnx, require, require_model
-from quark.commands.words import check_words, layer_schemes, usage
+from quark.commands.words import check_words, layer_schemes, torch_algorithms, usage
 from quark.errors import UsageError
 
 
@@ -37,8 +38,11 @@ def plan(
     size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
     candidates: Annotated[list[str] | None, typer.Option(help=CANDIDATES_HELP)] = None,
     sensitivity: Annotated[Path | None, typer.Option(help=SENSITIVITY_HELP)] = None,
-    calib: Annotated[Path | None, typer.Option(help="Calibration data for --bits and --size.")] = None,
+    calib: Annotated[Path | None, typer.Option(help="Calibration data, as `quark quantize` takes them.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Most samples of --calib. Default 128.")] = None,
+    length: LengthOption = None,
+    packing: PackingOption = None,
+    seed: SeedOption = None,
     device: Annotated[str, typer.Option(help="Where --bits and --size measure: cpu, cuda ...")] = "cpu",
 ) -> None:
     """Show what a scheme, or a budget, would do to a model, and the size it would have.
@@ -70,21 +74,22 @@ def plan(
             console.print(serve_line(choice, "OUT.onnx"), highlight=False, soft_wrap=True)
             return
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.commands.models import load_meta_model
+    from quark.commands.models import inputs_of, load_meta_model
     from quark.commands.predicted_size import planned
-    from quark.commands.quantize_torch import any_scheme, config_of, scheme_config
+    from quark.commands.quantize_torch import any_scheme, config_of, scheme_config, with_default
     from quark.torch.checkpoint.shards import predicted_bytes
 
+    calibration = Calibration(calib, samples, length, packing, seed)
     budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity)
     form = choice.form if choice else "quark"
     if choice is not None:
-        config = config_of(model, choice.scheme, form, exclude, layer)
-    elif calib is not None and budget is None:
-        raise UsageError("--calib belongs to --bits or --size, which are not given.")
+        algorithms = torch_algorithms(choice.algorithms) or None
+        config = config_of(model, choice.scheme, form, exclude, layer, algorithms)
     else:
         config = scheme_config(any_scheme() if budget else require(scheme, "--scheme or --for", model), exclude, layer)
+    calibration = with_default(calibration, choice.scheme if choice else scheme, layer, [], config, budget)
     if budget is not None:
-        table, chosen = choose_for_budget(model, budget, config, calib, samples, device)
+        table, chosen = choose_for_budget(model, budget, config, calibration, device)
         config = table.config(chosen, config)
         console.print(choice_table(table, chosen))
     meta = load_meta_model(model)
@@ -92,6 +97,9 @@ def plan(
     made, after = planned(meta, config, form)
     console.print(made.table(meta))
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
+    data = calibration.samples_of(inputs_of(model, meta)) if budget is None else None
+    if data is not None:
+        console.print(f"data: {calibration.described(data)}", highlight=False, soft_wrap=True)
     if choice is not None:
         out = "OUT.gguf" if form == "gguf" else "OUT/quark_model.onnx" if form == "onnx" else "OUT"
         console.print(serve_line(choice, out), highlight=False, soft_wrap=True)

@@ -9,10 +9,12 @@ import typer
 
 from quark.command_line import results
 from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
+from quark.commands.calibration import Calibration, LengthOption, PackingOption, SeedOption
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
 from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.commands.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.quantize_report import check_report
+from quark.commands.recipe import Recipe, check_recipe, save_recipe
 from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
 from quark.errors import OutputError
 from quark.goals.efforts import FAST
@@ -24,14 +26,18 @@ Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or 
 Output = Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="Folder or file to make.")]
 Calib = Annotated[
     Path | None,
-    typer.Option(help="Calibration data: a text file, a folder of images or audio, or arrays by name (.npz)."),
+    typer.Option(
+        help="Calibration data: text, JSON lines (.jsonl), datasets:NAME, a folder of images or audio, or arrays "
+        "by name (.npz). Without them language models get a text of the package."
+    ),
 ]
-Samples = Annotated[
-    int | None, typer.Option(min=1, help="Most samples; of a text windows of 512 tokens. Default 128; ONNX: all.")
-]
+Samples = Annotated[int | None, typer.Option(min=1, help="Most samples of --calib. Default 128; ONNX: all.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers or nodes to keep in float; repeatable.")]
 ReportFile = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Write a page (HTML) of what was found.")
+]
+WriteRecipe = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write what was asked for as a recipe, which `quark run` takes.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output.")]
 
@@ -133,6 +139,10 @@ def quantize(
     calib: Calib = None,
     samples: Samples = None,
     exclude: Exclude = None,
+    length: LengthOption = None,
+    packing: PackingOption = None,
+    seed: SeedOption = None,
+    write_recipe: WriteRecipe = None,
     force: Force = False,
     report: ReportFile = None,
     log_file: LogFileOption = None,
@@ -207,6 +217,8 @@ def quantize(
         logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
     form = choice.form if choice is not None else export_format or "quark"
     check_report(report, model, output, calib, form, force)
+    recipe: Recipe | None = Recipe.given(context)
+    check_recipe(write_recipe, output, force, model, calib, report, log_file)
     with log_to(log_file):
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         if onnx:
@@ -226,6 +238,7 @@ def quantize(
                 allow_damage=allow_damage, recovery=recovery, timing=timing, algorithms=onnx_algorithms(algorithm),
                 quick=choice is None or choice.effort != FAST, page=report,
             )  # fmt: skip
+            save_recipe(write_recipe, recipe)
             if choice is not None:
                 results().print(serve_line(choice, output), highlight=False, soft_wrap=True)
             return
@@ -236,12 +249,14 @@ def quantize(
         named = choice.scheme if choice is not None else None
         bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)
         export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
-        quantize_folder(
-            model, bit_budget or named or require(scheme, "--scheme or --for", model), calib=calib, samples=samples,
-            exclude=exclude, layer=layer, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
+        recipe = quantize_folder(
+            model, bit_budget or named or require(scheme, "--scheme or --for", model),
+            calibration=Calibration(calib, samples, length, packing, seed), recipe=recipe, exclude=exclude, layer=layer,
+            kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
             algorithm=torch_algorithms(choice.algorithms if choice else algorithm) or None, stream=stream,
             imatrix=Imatrices(imatrix, save_imatrix, force), export=export, page=report,
             load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},
         )  # fmt: skip
+        save_recipe(write_recipe, recipe)
         if choice is not None:
             results().print(serve_line(choice, export.made(model)), highlight=False, soft_wrap=True)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.command_line import results
 from quark.commands.bit_budget import Budget, choice_table, choose_for_budget
+from quark.commands.calibration import Calibration
 from quark.commands.export_torch import GGUF, Export
 from quark.commands.quantize_report import page_of_folder, size_line
-from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.commands.recipe import RECIPE, Recipe
+from quark.errors import ConfigError, NotSupportedError
+from quark.goals.efforts import DEFAULT_TEXT
 from quark.memory_and_disk import available_memory
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
@@ -22,8 +26,6 @@ if TYPE_CHECKING:
     from quark.commands.imatrix import Imatrices
     from quark.commands.model_inputs import ModelInputs
 
-CALIBRATION_LENGTH = 512
-CALIBRATION_SAMPLES = 128
 MIX_ALGORITHM = "qronos"
 """What rounds a mix of block types where there is calibration data, and no --algorithm."""
 STREAMED = "quark"
@@ -34,8 +36,7 @@ def quantize_folder(
     model: Path,
     scheme: str | Budget,
     *,
-    calib: Path | None,
-    samples: int | None,
+    calibration: Calibration,
     exclude: list[str] | None,
     layer: list[str] | None,
     algorithm: list[Any] | None,
@@ -48,12 +49,14 @@ def quantize_folder(
     load: Mapping[str, bool],
     imatrix: Imatrices,
     page: Path | None = None,
-) -> None:
-    """Load (with `load` for `load_model`), quantize, export, and say what it took."""
+    recipe: Recipe | None = None,
+) -> Recipe | None:
+    """Load (with `load` for `load_model`), quantize, export, say what it took; return the recipe with what was read."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.commands.models import folder_bytes
     from quark.torch.model.model_folder import read_config
 
+    calib = calibration.path
     export.check_output(model, calib)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
     budget = scheme if isinstance(scheme, Budget) else None
@@ -73,16 +76,14 @@ def quantize_folder(
     read_config(model)
     named = [*(budget.candidates if budget else [] if mixed else [of_all])]
     export.check(model, [*named, *(item.rpartition("=")[2] for item in layer or [])])
-    _require_calibration(of_all, layer, [kv_cache, attention], config, calib)
+    calibration = with_default(calibration, of_all, layer, [kv_cache, attention], config, budget)
     console, start, before, chosen = results(), time.perf_counter(), folder_bytes(model), None
     if budget is not None:
-        table, choice = chosen = choose_for_budget(model, budget, config, calib, samples, device)
+        table, choice = chosen = choose_for_budget(model, budget, config, calibration, device)
         config = table.config(choice, config)
         console.print(choice_table(table, choice))
-
-    def data(inputs: ModelInputs) -> list[Any] | None:
-        return inputs.read(calib, samples or CALIBRATION_SAMPLES, CALIBRATION_LENGTH) if calib else None
-
+    recipe, export = _with_recipe(recipe, export, calibration)
+    data = calibration.read
     if _streams(stream, export, model, load):
         after = _streamed(model, config, data, device, dtype, export)
     else:
@@ -90,12 +91,21 @@ def quantize_folder(
     console.print(size_line(str(title), before, after, start), highlight=False)
     load_as = {"device": device, "dtype": dtype, **load}
     page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen)
+    return recipe
 
 
 def _summary(title: str, algorithm: list[Any] | None) -> str:
     """What was done, in a sentence; algorithms are names, or configs."""
     names = [each if isinstance(each, str) else each.name for each in algorithm or []]
     return f"Quantized by {', with '.join([title, *names])}."
+
+
+def _with_recipe(recipe: Recipe | None, export: Export, calibration: Calibration) -> tuple[Recipe | None, Export]:
+    """The recipe with the data that are read, and the export that puts it beside the model."""
+    if recipe is None:
+        return None, export
+    recipe = replace(recipe, read={"calib": DEFAULT_TEXT}) if calibration.is_default else recipe
+    return recipe, replace(export, attachments={RECIPE: recipe.text(in_folder=True)})
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mapping[str, bool]) -> None:
@@ -181,26 +191,43 @@ def fits_memory(weight_bytes: int) -> bool:
     return available is None or 1.5 * weight_bytes < available
 
 
-def _require_calibration(
-    scheme: str, layers: list[str] | None, inside: list[str | None], config: Any, calib: Path | None
-) -> None:
-    """Raise before anything is loaded when a scheme has static activations, or an algorithm, and there is no text."""
+def with_default(
+    calibration: Calibration,
+    scheme: str | None,
+    layers: list[str] | None,
+    inside: list[str | None],
+    config: Any,
+    budget: Budget | None = None,
+) -> Calibration:
+    """The calibration data, or the text of the package where there are none and something needs them.
+
+    Args:
+        calibration: What is asked for.
+        scheme, layers, inside: Of all layers, of some, and of what is inside attention: names of schemes.
+        config: With the algorithms.
+        budget: That takes the place of the scheme.
+    """
+    why = _reason_for_data(scheme, layers, inside, config)
+    if why is None and budget is not None and budget.is_measured:
+        why = budget.named()
+    return calibration if why is None else calibration.or_default(why)
+
+
+def _reason_for_data(scheme: str | None, layers: list[str] | None, inside: list[str | None], config: Any) -> str | None:
+    """What needs calibration data: a scheme with static activations, or an algorithm; None where nothing does."""
     from quark.core.schemes import scheme_of
     from quark.torch.algorithms import algorithms_of
     from quark.torch.config.block_mixes import MIXES
 
-    names = (scheme, *(item.rpartition("=")[2] for item in layers or []))
+    names = (*filter(None, [scheme]), *(item.rpartition("=")[2] for item in layers or []))
     static = [name for name in names if name not in MIXES and scheme_of(name).needs_data] + [
         name for name in inside if name
     ]
-    if static and calib is None:
-        raise CalibrationError(
-            f"The scheme {static[0]!r} has static activation scales, which need calibration data: pass --calib FILE."
-        )
+    if static:
+        return f"the scheme {static[0]!r}, which has static activation scales,"
     algorithms = algorithms_of(config.algo_config or [])
     reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs]
-    if reading and calib is None:
-        raise CalibrationError(f"The algorithm {reading[0]!r} needs calibration data: pass --calib FILE.")
+    return f"the algorithm {reading[0]!r}" if reading else None
 
 
 def is_mix(scheme: str, form: str) -> bool:

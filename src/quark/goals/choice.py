@@ -86,7 +86,7 @@ def choose(
     Raises:
         ConfigError: No such goal, effort or number of bits; the program takes no such kind of model.
         NotSupportedError: The program refuses the scheme, or nobody has tried it; names what it loads.
-        CalibrationError: The effort needs data.
+        CalibrationError: The effort needs data, and the model is an ONNX file.
     """
     goal = GOALS[name]
     offer = goal.offer(onnx)
@@ -97,7 +97,7 @@ def choose(
     chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data)
     level = effort_of(effort, has_data)
     if effort is not None and algorithms is None:
-        require_data(level, has_data)
+        require_data(level, has_data, onnx)
     reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, chosen))}
     if algorithms is not None:
         steps: tuple[str, ...] = tuple(algorithms)

@@ -26,8 +26,8 @@ from quark.errors import CalibrationError, ConfigError, did_you_mean
 from quark.goals.facts import MIX_NAMES
 
 FAST, BALANCED, BEST = EFFORTS = ("fast", "balanced", "best")
-DEFAULT_TEXT: Path | None = None
-"""The calibration text of the package, used where none is given; None: there is none, and --calib is needed."""
+DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
+"""The calibration text of the package, which language models get where none is given; its end says what it is."""
 
 ON_THE_WAY = "qronos:desc_act=false,static_groups=false,group_aware_order=true"
 """Qronos with the scales of a group found when its columns are reached: for integers in groups."""
@@ -60,13 +60,13 @@ def effort_of(effort: str | None, has_data: bool) -> str:
     """
     check_effort(effort)
     if effort is None:
-        return BALANCED if has_data or DEFAULT_TEXT is not None else FAST
+        return BALANCED if has_data else FAST
     return effort
 
 
-def require_data(effort: str, has_data: bool) -> None:
-    """Raise CalibrationError where algorithms are to run without data."""
-    if effort != FAST and not has_data and DEFAULT_TEXT is None:
+def require_data(effort: str, has_data: bool, onnx: bool) -> None:
+    """Raise CalibrationError where algorithms are to run without data: the text of the package is for folders."""
+    if effort != FAST and not has_data and onnx:
         raise CalibrationError(
             f"--effort {effort} needs calibration data: pass --calib FILE. Possible without: --effort {FAST}."
         )

@@ -39,6 +39,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.replace import replaced
+from quark.torch.writers.safetensors import write_attachments
 
 
 def stream(
@@ -53,6 +54,7 @@ def stream(
     max_shard_size: str = "5GB",
     overwrite: bool = False,
     work: Path | None = None,
+    attachments: Mapping[str, str] | None = None,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -65,6 +67,7 @@ def stream(
         weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
         work: Folder of the unfinished run; default: `output` with ".partial" behind its name. If it is there, the run
             goes on where it stopped.
+        attachments: As for `export_safetensors`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
@@ -94,6 +97,7 @@ def stream(
         wait()
         if rank() == 0:
             job.write_rest(run.folder)
+            write_attachments(attachments, run.folder)
             move_folder(run.folder, output)
             manifest.remove()
         wait()

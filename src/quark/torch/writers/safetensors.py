@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def export_safetensors(
     tokenizer: Any = None,
     max_shard_size: str = "5GB",
     overwrite: bool = False,
+    attachments: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a Hugging Face checkpoint that `AutoModelForCausalLM.from_pretrained` and vLLM load.
 
@@ -63,6 +64,7 @@ def export_safetensors(
         tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
         max_shard_size: Largest safetensors file.
         overwrite: Replace `output_dir` if it is there.
+        attachments: Files of text that lie beside the weights: name -> text.
 
     Returns:
         The folder.
@@ -92,6 +94,7 @@ def export_safetensors(
             write_config(model, form.describe(content), folder)
             write_companions(model, source, tokenizer, folder)
             write_card(model, plan.layers, source, folder)
+            write_attachments(attachments, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
 
@@ -280,6 +283,12 @@ def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
         return []
     stored = dict(read_tensors(shard_files(source)))
     return [plain_entry(name, stored[name]) for name in dropped_names(model, stored)]
+
+
+def write_attachments(attachments: Mapping[str, str] | None, folder: Path) -> None:
+    """Write files of text beside the weights: name -> text."""
+    for name, text in (attachments or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:

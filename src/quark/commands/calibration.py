@@ -1,0 +1,116 @@
+"""Calibration data of a model folder: `--calib`, how samples are taken, and the text of the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from quark.commands.kinds import folder_option
+from quark.errors import CalibrationError, ConfigError
+from quark.goals.efforts import DEFAULT_TEXT
+from quark.log import logger
+
+if TYPE_CHECKING:
+    from quark.commands.model_inputs import ModelInputs
+
+SAMPLES, LENGTH = 128, 512
+"""Most samples, and tokens in one of text, where nothing else is asked for."""
+
+LengthOption = Annotated[
+    int | None, folder_option("--length", min=1, help=f"Tokens in a sample of --calib. Default {LENGTH}.")
+]
+PackingOption = Annotated[
+    bool | None,
+    folder_option(
+        "--packing/--no-packing",
+        help="Texts of --calib one after another, cut into windows (default), or a sample of each line or document.",
+    ),
+]
+SeedOption = Annotated[
+    int | None, folder_option("--seed", min=0, help="Take samples of all --calib by chance. Default: the first ones.")
+]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the options say.
+
+    Attributes:
+        path: A file, a folder, or the name of a dataset; None: none is given.
+        samples: Most samples; None: `SAMPLES`.
+        length: Tokens in a sample of text; None: `LENGTH`.
+        packing, seed: See `ModelInputs.read`.
+    """
+
+    path: Path | None = None
+    samples: int | None = None
+    length: int | None = None
+    packing: bool | None = None
+    seed: int | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the text of the package."""
+        return self.path == DEFAULT_TEXT
+
+    def or_default(self, why: str) -> Calibration:
+        """These data, or the text of the package where there are none, which is logged.
+
+        Args:
+            why: What needs data: "the algorithm 'gptq'".
+        """
+        if self.path is not None:
+            return self
+        logger.info(
+            "%s needs calibration data, and no --calib is given: the text of the package is taken. A text like those "
+            "that the model will meet serves it better.",
+            why[0].upper() + why[1:],
+        )
+        return replace(self, path=DEFAULT_TEXT)
+
+    def read(self, inputs: ModelInputs) -> list[Any] | None:
+        """The samples; None without data. Raises as `ModelInputs.read` does."""
+        samples = self.samples_of(inputs)
+        if samples is not None:
+            logger.info("Calibration data: %s.", self.described(samples))
+        return samples
+
+    def samples_of(self, inputs: ModelInputs) -> list[Any] | None:
+        """As `read`, and nothing is logged."""
+        if self.path is None:
+            given = {"--length": self.length, "--packing": self.packing, "--seed": self.seed}
+            for flag, value in given.items():
+                if value is not None:
+                    raise ConfigError(f"{flag} describes calibration data, and there are none. Possible: --calib.")
+            return None
+        if self.length is not None and "input_ids" not in inputs.names:
+            raise ConfigError(
+                f"--length counts tokens, and {inputs.model_class.__name__} takes none. Possible: without."
+            )
+        if self.is_default and not inputs.reads_text:
+            raise CalibrationError(
+                f"{inputs.model_class.__name__} needs calibration data, and takes no text such as the package has: "
+                "pass --calib, a folder of images or audio, or arrays by name (.npz)."
+            )
+        return inputs.read(
+            self.path, self.samples or SAMPLES, self.length or LENGTH, packing=self.packing, seed=self.seed
+        )
+
+    def described(self, samples: list[Any]) -> str:
+        """What was taken, in words."""
+        name = "the text of the package" if self.is_default else str(self.path)
+        lengths = [tokens for sample in samples if (tokens := _tokens(sample)) is not None]
+        of = ""
+        if lengths:
+            low, high = min(lengths), max(lengths)
+            of = f" of {high} tokens" if low == high else f" of {low} to {high} tokens"
+            of += ", not packed" if self.packing is False else ", packed" if low == high else ""
+        taken = "the first ones" if self.seed is None else f"by chance (seed {self.seed})"
+        return f"{name}, {len(samples)} sample{'s' if len(samples) != 1 else ''}{of}, {taken}"
+
+
+def _tokens(sample: Any) -> int | None:
+    """How many token ids a sample has; None where it has none."""
+    ids: Any = sample.get("input_ids") if isinstance(sample, dict) else sample
+    return int(ids.shape[-1]) if getattr(ids, "ndim", 0) == 2 and not ids.is_floating_point() else None

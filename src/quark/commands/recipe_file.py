@@ -1,0 +1,62 @@
+"""Reads a recipe: YAML of plain values, however it was damaged, or meant to do harm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quark.errors import FormatError
+from quark.files import require_regular
+
+LARGEST = 1 << 20
+"""Bytes of a recipe."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """Plain values only, each key once, and no aliases, by which a short file can stand for a huge one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.constructor.ConstructorError(None, None, "anchors and aliases are not taken", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                problem = f"the key {key.value!s:.40} is no text; quotes make it one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if key.value in seen:
+                problem = f"the key {key.value!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """The content of a recipe, which is not checked yet.
+
+    Raises:
+        FormatError: It is no regular file, too large, or no YAML of plain values; says where.
+    """
+    require_regular(file)
+    try:
+        if file.stat().st_size > LARGEST:
+            raise FormatError(f"{file} has {file.stat().st_size} bytes; a recipe has at most {LARGEST}.")
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise FormatError(f"{file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{file} is no UTF-8 text: {error}.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise FormatError(f"{file}{place}: {error.problem or error.context}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FormatError(f"{file} is no YAML of a recipe: {error}.") from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{file} holds no recipe: keys with values are needed, as in `model: ./llama`.")
+    return content

@@ -1,0 +1,125 @@
+"""The model of a recipe: its keys and types, made of the options of the commands, and its JSON schema."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from quark.commands.recipe import FORMAT, NAMES, NOT_IN_A_RECIPE
+from quark.errors import ConfigError, did_you_mean
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+NUMBERS_TOO = ("mean", "std", "target")
+"""Texts of the command line that look like numbers in YAML."""
+OF_EVALUATE = (*NOT_IN_A_RECIPE, "float_model", "quantized", "text")
+"""What of `quark evaluate` is no key: what is evaluated, and the second name of the data."""
+SECTIONS = {
+    "data": "Calibration data, and how samples are taken.",
+    "output": "What is written.",
+    "evaluation": "What `quark evaluate` is told after the model is made; without it nothing is evaluated.",
+    "made_with": "What the recipe was written by: made again, model and data have to be the same.",
+}
+
+
+@cache
+def recipe_model(quantize: Callable[..., Any], evaluate: Callable[..., Any]) -> type[BaseModel]:
+    """The class of a recipe.
+
+    Args:
+        quantize, evaluate: The commands.
+    """
+    fields: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
+    for name, field in _fields(quantize, NOT_IN_A_RECIPE).items():
+        section, _, key = NAMES.get(name, name).rpartition(".")
+        fields[section][key] = field
+    fields["evaluation"] = _fields(evaluate, OF_EVALUATE)
+    fields["made_with"] = {
+        key: (str | None, Field(None, description=text))
+        for key, text in {
+            "quark": "Version.", "model": "Fingerprint of the model.", "calib": "Digest of the calibration data.",
+            "imatrix": "Digest of the importance matrix.",
+        }.items()
+    }  # fmt: skip
+    top: dict[str, Any] = {"recipe": (Annotated[int, Field(ge=1, le=FORMAT)], Field(description="Form of recipes: 1."))}
+    top |= fields[""]
+    top["model"] = (str, Field(description="Folder of a Hugging Face model, or an ONNX file."))
+    for section, text in SECTIONS.items():
+        inner = create_model(section.title().replace("_", ""), __config__=STRICT, **fields[section])
+        top[section] = (inner | None, Field(None, description=text))
+    return create_model("Recipe", __config__=STRICT, **top)
+
+
+def _fields(command: Callable[..., Any], without: tuple[str, ...]) -> dict[str, Any]:
+    """A field of pydantic for each parameter of a command."""
+    return {
+        name: _field(name, *typing.get_args(hint))
+        for name, hint in typing.get_type_hints(command, include_extras=True).items()
+        if name not in (*without, "return")
+    }
+
+
+def _field(name: str, kind: Any, option: Any) -> tuple[Any, Any]:
+    bounds = {"ge": option.min} if option.min is not None else {}
+    plain = _in_yaml(name, kind)
+    return plain | None, Field(None, description=" ".join((option.help or "").split()), **bounds)
+
+
+def _in_yaml(name: str, kind: Any) -> Any:
+    """The type of a value in YAML."""
+    if name == "layer":
+        return dict[str, str]
+    if name == "algorithm":
+        one = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=1)]
+        return list[str | one]
+    if typing.get_origin(kind) in (types.UnionType, Union):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    text: Any = str | int | float if name in NUMBERS_TOO else str
+    if typing.get_origin(kind) is list:
+        return list[text]
+    return text if kind in (str, Path) else kind
+
+
+def checked_recipe(content: dict[str, Any], file: Path, model: type[BaseModel]) -> dict[str, Any]:
+    """What a recipe says, without what it leaves open.
+
+    Raises:
+        ConfigError: A key that there is not, or a value of another type; names the key, and the nearest ones.
+    """
+    try:
+        return model.model_validate(content).model_dump(exclude_none=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = [str(part) for part in first["loc"] if isinstance(part, int) or part in _keys(model) or _is_key(part)]
+        where = ".".join(path) or "the recipe"
+        if first["type"] == "extra_forbidden":
+            section = _section(model, tuple(map(str, first["loc"][:-1])))
+            hint = did_you_mean(path[-1], section)
+            raise ConfigError(f"{file}: there is no key {where}. {hint}") from None
+        more = len(error.errors()) - 1
+        came = f", got {first['input']!r:.60}" if first["type"] != "missing" else ""
+        also = f" (and {more} more)" if more and len({e["loc"][0] for e in error.errors()}) > 1 else ""
+        raise ConfigError(f"{file}: {where}: {first['msg']}{came}{also}.") from None
+
+
+def _section(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    """The keys of a section."""
+    return _keys(model) if not path else _keys(_inner(model, path[0]))
+
+
+def _inner(model: type[BaseModel], section: str) -> type[BaseModel]:
+    return next(part for part in typing.get_args(model.model_fields[section].annotation) if part is not type(None))
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return list(model.model_fields)
+
+
+def _is_key(part: object) -> bool:
+    """Whether a part of a place is a key: those of unions are names of types."""
+    return isinstance(part, str) and "[" not in part and part not in ("str", "int", "float", "bool")

@@ -1,0 +1,133 @@
+"""`quark run`: a recipe made again, or for the first time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quark.__version__ import __version__
+from quark.command_line import program
+from quark.commands.evaluate import evaluate
+from quark.commands.quantize import quantize
+from quark.commands.recipe import NAMES, Recipe, data_digest, model_digest, option_words
+from quark.errors import CalibrationError, ConfigError, FormatError, UsageError
+from quark.goals.efforts import DEFAULT_TEXT
+from quark.log import logger
+from quark.report.page import check_page
+
+PASS_ON = {"ignore_unknown_options": True}
+"""Settings of the command: words that are no options of its own are those of `quark quantize`."""
+ONE_OF = ("scheme", "bits", "size")
+"""Options of which one takes the place of another."""
+
+
+def _print_schema(asked: bool) -> None:
+    if asked:
+        from quark.commands.recipe_schema import recipe_model  # pydantic is slow to import
+
+        typer.echo(json.dumps(recipe_model(quantize, evaluate).model_json_schema(), indent=2))
+        raise typer.Exit
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="File of YAML, such as the quark_recipe.yaml of a folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Options of `quark quantize`, in the place of what the recipe says.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Another model than that of the recipe.")] = None,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of recipes."),
+    ] = False,
+) -> None:
+    """Quantize as a recipe says, and evaluate, if it says so. Options of `quark quantize` may follow it.
+
+    Example: quark run ./llama-uint4/quark_recipe.yaml -o ./llama-again
+
+    Example: quark run ./llama-uint4/quark_recipe.yaml --scheme int8 --samples 8 -o ./llama-int8
+    """
+    from quark.commands.recipe_file import read_recipe
+    from quark.commands.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
+
+    content = checked_recipe(read_recipe(recipe), recipe, recipe_model(quantize, evaluate))
+    command: Any = typer.main.get_command(program(quantize))
+    words = list(overrides or [])
+    # Alone first: what is wrong with these words is said before anything is read. A model and
+    # an output have to be there.
+    with command.make_context("quark run", ["MODEL", "--output=", *words]) as context:
+        replaced = {name: value for name, value in Recipe.given(context).options.items() if value != ""}
+    options = _options(content)
+    kept = {
+        name: value
+        for name, value in options.items()
+        if name not in replaced and not (name in ONE_OF and set(ONE_OF) & set(replaced))
+    }
+    if "output" not in {**kept, **replaced}:
+        raise UsageError(f"{recipe} does not say where the output goes. Possible: -o PATH.")
+    source = model or Path(content["model"])
+    _check_inputs(recipe, content.get("made_with") or {}, None if model else source, kept, replaced)
+    evaluation = content.get("evaluation")
+    if evaluation is not None:
+        _check_evaluation(evaluation, source)
+    output = replaced.get("output", kept.get("output"))
+    with command.make_context("quark run", [*option_words(command, kept), *words, "--", str(source)]) as context:
+        command.invoke(context)
+    if evaluation is not None:
+        second: Any = typer.main.get_command(program(evaluate))
+        with second.make_context(
+            "quark run", [*option_words(second, evaluation), "--", str(source), output]
+        ) as context:
+            second.invoke(context)
+
+
+def _options(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `quark quantize` that a recipe gives."""
+    flat = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "layers"}
+    for section in ("data", "output"):
+        flat |= {f"{section}.{key}": value for key, value in content.get(section, {}).items()}
+    names = {key: name for name, key in NAMES.items()}
+    return {names.get(key, key): value for key, value in flat.items() if key not in ("recipe", "model")}
+
+
+def _check_inputs(
+    recipe: Path,
+    made_with: Mapping[str, str],
+    model: Path | None,
+    options: Mapping[str, Any],
+    replaced: Mapping[str, Any],
+) -> None:
+    """Raise where the model or the data are not those that the recipe was written with; None: another is asked for."""
+    if made_with.get("quark") not in (None, __version__):
+        logger.info(
+            "%s was written by quark %s; this is %s, and what it makes may differ in bits.",
+            recipe, made_with["quark"], __version__,
+        )  # fmt: skip
+    wanted = made_with.get("model")
+    if model is not None and wanted is not None and model.exists() and (found := model_digest(model)) != wanted:
+        raise FormatError(
+            f"{model} is another model ({found[:19]}) than {recipe} was written with ({wanted[:19]}). Possible: that "
+            "model, or --model to take this one."
+        )
+    for name, flag in (("calib", "--calib"), ("imatrix", "--imatrix")):
+        # Data without a path are the text of the package.
+        wanted, path = made_with.get(name), options.get(name, DEFAULT_TEXT)
+        if wanted is not None and name not in replaced and (found := data_digest(Path(path))) != wanted:
+            raise CalibrationError(
+                f"{path} holds other data ({found[:19]}) than {recipe} was written with ({wanted[:19]}). Possible: "
+                f"those data, or {flag} {path} to take these."
+            )
+
+
+def _check_evaluation(evaluation: Mapping[str, Any], model: Path) -> None:
+    """Find what would stop the evaluation before the model is made."""
+    data = evaluation.get("data")
+    if data is None:
+        raise ConfigError("evaluation: data is missing; it names the held-out data.")
+    if not Path(data).exists():
+        raise CalibrationError(f"evaluation.data: {data} is not there.")
+    report = evaluation.get("report")
+    check_page(None if report is None else Path(report), model, Path(data))
