@@ -156,14 +156,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
     """
     candidates = {name: module for name, module in model.named_modules() if layer_class(module)}
     if strict:
-        names = {name for name, _ in model.named_modules()}
-        # Experts that are kept fused may be excluded by the names that their layers would have.
-        names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
-        require_matches(required_patterns(config.exclude), names, "exclude")
-        require_layers(required_patterns(config.exclude), names, candidates)
-        require_matches(config.layer_quant_config, candidates, "layer_quant_config")
-        require_cache_patterns(config, candidates)
-        require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
+        _require_present(config, model, candidates)
     choice = chooser(config, model)
     layers, excluded = {}, []
     errors: dict[str, ShapeError] = {}
@@ -206,6 +199,18 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
         logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
     return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
+
+
+def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError for a pattern or a class in the config that nothing in the model has."""
+    names = {name for name, _ in model.named_modules()}
+    # Experts that are kept fused may be excluded by the names that their layers would have.
+    names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
+    require_matches(required_patterns(config.exclude), names, "exclude")
+    require_layers(required_patterns(config.exclude), names, candidates)
+    require_matches(config.layer_quant_config, candidates, "layer_quant_config")
+    require_cache_patterns(config, candidates)
+    require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
 
 
 def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, ShapeError]) -> frozenset[str]:
