@@ -17,7 +17,7 @@ from quark.core.granularity import PerChannel, PerGroup, PerToken
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError, ShapeError
+from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer, load_params, save_params
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -286,8 +286,8 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
         ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[SVDQuantConfig()]))
     with pytest.raises(NotSupportedError, match="keep_prequantized_layers=False"):
         ModelQuantizer(config(LayerSpec(weight=INT8), keep_prequantized_layers=False))
-    with pytest.raises(QuarkError):
-        ModelQuantizer("int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Unknown scheme 'int9'"):
+        ModelQuantizer("int9")
 
 
 def test_an_uncalled_layer_is_named() -> None:
