@@ -30,7 +30,7 @@ GOALS.register("transformers", RuntimeGoal(
     "transformers", "transformers",
     folder=Offer(
         ("quark", "uint4_wo_128"),
-        {2: ("quark", "int2_wo_64"), 3: ("quark", "int3_wo_128"), 4: ("quark", "uint4_wo_128"),
+        {2: ("quark", "uint2_wo_64"), 3: ("quark", "int3_wo_128"), 4: ("quark", "uint4_wo_128"),
          8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
         "4 bits in groups of 128 lose least for their size among schemes that need no data",
         "python -c \"import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('Once'))\" {out}",

@@ -77,7 +77,8 @@ class BlockJudge:
             start: When the algorithm began, as `time.perf_counter` says it.
         """
         error, name = self._error(), algorithm.name
-        kept = before is None or error <= self.error
+        # A block that returns no tensor cannot be judged.
+        kept = before is None or any(expected is None for expected in self.expected) or error <= self.error
         done = BlockErrors(
             self.block.name, name, tuple(self.names), self.error, error, kept, time.perf_counter() - start
         )
