@@ -132,8 +132,6 @@ def test_an_onnx_file_computes_sequences_of_any_length(folder: Path, tmp_path: P
 def test_algorithms_run_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     command: list[Any] = ["quantize", folder, "--scheme", "int3_wo_128", "-o", tmp_path / "out"]
     both = ("--algorithm", "smooth", "--algorithm", "gptq")
-    done = quark(*command, *both)
-    assert done.code == 1 and "'autosmoothquant' needs calibration data: pass --calib FILE" in done.err
     done = quark(*command, "--algorithm", "gptw")
     assert done.code == 2 and "Did you mean 'gptq'" in done.err
     text = tmp_path / "text.txt"

@@ -39,7 +39,7 @@ def quark(*arguments: object) -> None:
         return
     lines = errors.getvalue().strip().splitlines()
     own = [line.removeprefix("quark: ") for line in lines if line.startswith("quark: ")]
-    assert code == 1, f"exit code {code}, not 1: {own}"
+    assert code in (1, 2), f"exit code {code}, neither 1 (failed) nor 2 (usage): {own}"
     assert len(own) == 1 and lines[-1] == f"quark: {own[0]}", f"not one line at the end of stderr: {lines[-3:]}"
     assert "Traceback" not in errors.getvalue(), f"a traceback beside {own[0]}"
     assert not own[0].startswith(UNFORESEEN), own[0]

@@ -47,7 +47,7 @@ def convert(
             loaded = _requantized(loaded, requantize, format)
         size = export.write(loaded, source)
     how = f"rounded anew to {requantize}" if requantize else "every value as it was"
-    results().print(f"{model} -> {output} ({format}): {size / 1e6:.2f} MB, {how}", highlight=False)
+    results().print(f"{model} -> {output} ({format}): {size / 1e6:.2f} MB, {how}", highlight=False, soft_wrap=True)
 
 
 def _load(model: Path, scratch: Path) -> tuple[Any, Path]:

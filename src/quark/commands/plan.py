@@ -97,8 +97,10 @@ def plan(
     made, after = planned(meta, config, form)
     console.print(made.table(meta))
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
-    data = calibration.samples_of(inputs_of(model, meta)) if budget is None else None
-    if data is not None:
+    inputs = inputs_of(model, meta)
+    if calibration.is_default and not inputs.reads_text:
+        console.print("data: needed, and not given (--calib)", highlight=False)
+    elif budget is None and (data := calibration.samples_of(inputs)) is not None:
         console.print(f"data: {calibration.described(data)}", highlight=False, soft_wrap=True)
     if choice is not None:
         out = "OUT.gguf" if form == "gguf" else "OUT/quark_model.onnx" if form == "onnx" else "OUT"
