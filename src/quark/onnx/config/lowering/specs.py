@@ -102,7 +102,8 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
         matmul_const_only=request.npu_transformer if const_only is None else const_only,
         channel_axes=_channel_axes(value_of(options, "QDQOpTypePerChannelSupportToAxis")),
         refine_block_axis=value_of(options, "RefineBlockAxis"),
-        refine_weight_scales=value_of(options, "RefineWeightScales"),
+        # GPTQ says itself which weights share a scale.
+        refine_weight_scales=value_of(options, "RefineWeightScales") and request.gptq is None,
         unsigned_relu=value_of(options, "UseUnsignedReLU"),
         overrides=_overrides(options),
         bodies=_bodies(request),
