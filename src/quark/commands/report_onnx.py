@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from quark.onnx.calibration.data.inputs import Feed, file_bytes, model_inputs
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.evaluation.compare_models import ComparedLayer, Report
@@ -53,6 +51,8 @@ def onnx_sections(
 
 
 def _what(float_model: Path, quantized: Path, report: Report, words: str) -> Section:
+    import onnx_ir as ir  # behind quark.onnx, which says what brings a package that is missing
+
     proto = read_header(quantized)
     types = element_types(ir.from_proto(proto))
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
