@@ -173,6 +173,52 @@ def test_rows_of_one_file_are_cut_into_batches(tmp_path: Path) -> None:
         list(PathDataReader(two_inputs(2), tmp_path / "all.npz"))
 
 
+def recurrent(batch: int | str | None = None) -> onnx.ModelProto:
+    """As a voice detector has them: input [batch, time], state [2, batch, 3] and a rate, which is a scalar."""
+    inputs = [
+        helper.make_tensor_value_info("input", TensorProto.FLOAT, [batch, None]),
+        helper.make_tensor_value_info("state", TensorProto.FLOAT, [2, batch, 3]),
+        helper.make_tensor_value_info("rate", TensorProto.INT64, []),
+    ]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, batch, 3])
+    graph = helper.make_graph([helper.make_node("Identity", ["state"], ["y"])], "g", inputs, [output])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_state_whose_batch_is_not_first_is_cut_with_the_input(size: int | None, tmp_path: Path) -> None:
+    """Against the arrays that were written: sample i has row i of the input, column i of the state, and the rate."""
+    random = np.random.default_rng(0)
+    whole = {
+        "input": random.normal(size=(10, 5)).astype(np.float32),
+        "state": random.normal(size=(2, 10, 3)).astype(np.float32),
+        "rate": np.array(16000),
+    }
+    np.savez(tmp_path / "all.npz", **whole)
+    reader = PathDataReader(recurrent(), tmp_path / "all.npz", batch_size=size)
+    feeds = list(iter(reader.get_next, None))
+    assert [len(feed["input"]) for feed in feeds] == ([1] * 10 if size is None else [4, 4, 2])
+    np.testing.assert_array_equal(np.concatenate([feed["input"] for feed in feeds]), whole["input"])
+    np.testing.assert_array_equal(np.concatenate([feed["state"] for feed in feeds], 1), whole["state"])
+    assert all(feed["rate"].shape == () and feed["rate"] == 16000 for feed in feeds)
+
+
+def test_a_batch_never_mixes_two_values_of_a_scalar(tmp_path: Path) -> None:
+    for index, rate in enumerate((8000, 16000)):
+        arrays = {"input": np.ones((3, 5), np.float32), "state": np.ones((2, 3, 3), np.float32)}
+        np.savez(tmp_path / f"{index}.npz", rate=np.array(rate), **arrays)
+    reader = PathDataReader(recurrent(), tmp_path, batch_size=2)
+    feeds = [(len(feed["input"]), int(feed["rate"])) for feed in iter(reader.get_next, None)]
+    assert feeds == [(2, 8000), (1, 8000), (2, 16000), (1, 16000)]
+
+
+def test_inputs_that_differ_in_samples_are_named_with_their_shapes(tmp_path: Path) -> None:
+    arrays = {"input": np.ones((3, 5), np.float32), "state": np.ones((2, 4, 3), np.float32)}
+    np.savez(tmp_path / "all.npz", rate=np.array(8000), **arrays)
+    with pytest.raises(CalibrationError, match=r"differ in both: .*input \[3, 5\], state \[2, 4, 3\]"):
+        PathDataReader(recurrent(), tmp_path / "all.npz").get_next()
+
+
 def test_folders_hold_a_sample_in_each_file(tmp_path: Path) -> None:
     data = rows(5)
     for name, array in data.items():
@@ -273,7 +319,7 @@ def bad_folder(root: Path, name: str) -> Path:
         ("text", "0.npy is not an .npy file"),
         ("pickle", "0.npy is not an .npy file"),
         ("broken npz", "0.npz is not an .npz file"),
-        ("shape", r"'x' is float32 \[4, 3, 16, 8\]; the model expects x: float32 \['n', 3, 16, 16\]"),
+        ("shape", r"'x' is float32 \[4, 3, 16, 8\]; the model expects x: float32 \[n, 3, 16, 16\]"),
         ("dtype", r"'x' is float64 \[4, 3, 16, 16\]; the model expects x: float32"),
         ("names", r"0.npz holds label, z; the model expects x: float32"),
     ],
@@ -319,7 +365,7 @@ def test_bad_paths_and_bad_readers(tmp_path: Path) -> None:
 
 def test_inputs_of_a_file_a_proto_and_a_graph_are_the_same(tmp_path: Path) -> None:
     onnx.save(two_inputs(), tmp_path / "m.onnx")
-    expected = {"a": "a: float32 ['n', 3]", "index": "index: int64 ['n', 2]"}
+    expected = {"a": "a: float32 [n, 3]", "index": "index: int64 [n, 2]"}
     for model in (tmp_path / "m.onnx", two_inputs(), load(two_inputs())):
         assert {name: str(entry) for name, entry in model_inputs(model).items()} == expected
 

@@ -27,13 +27,10 @@ class Input:
     shape: tuple[int | str | None, ...] | None
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.dtype} {'of any shape' if self.shape is None else list(self.shape)}"
-
-    @property
-    def batch(self) -> int | None:
-        """The size of the first axis, where it is fixed."""
-        first = self.shape[0] if self.shape else None
-        return first if isinstance(first, int) else None
+        if self.shape is None:
+            return f"{self.name}: {self.dtype} of any shape"
+        sizes = ("?" if size is None else str(size) for size in self.shape)
+        return f"{self.name}: {self.dtype} [{', '.join(sizes)}]"
 
     def fits(self, array: NumpyArray) -> bool:
         """Whether an array has this element type and shape."""

@@ -15,7 +15,8 @@ from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader, check_range
-from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image, rebatch
+from quark.onnx.calibration.data.sample_batches import rebatch
+from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image
 
 __all__ = ["PathDataReader"]
 
@@ -25,7 +26,8 @@ class PathDataReader(CalibrationDataReader):
 
     A folder holds one file for each sample: arrays (.npy), named arrays (.npz) or images; a model with several inputs
     takes .npz, or a folder for each input: `folder/<input name>/*.npy`. A single .npz or .npy file holds all samples
-    along the first axis. A missing batch axis is added.
+    along the first axis, or, where inputs differ in it, along the first that the model leaves open, as in the state
+    [layers, batch, features] of a recurrent layer; a scalar is that of every sample. A missing batch axis is added.
 
     Args:
         model_input: The model that is fed.
@@ -57,8 +59,6 @@ class PathDataReader(CalibrationDataReader):
         self._shapes = self._named_shapes(input_shape or {})
         self._colour = None if mean is None else (np.array(mean, np.float32), np.array(std, np.float32))
         self._size = batch_size
-        if batch_size is None and self._path.is_file():
-            self._size = next((entry.batch for entry in self._inputs.values() if entry.batch), 1)
         self._feeds: Iterator[Feed] = iter(())
         self._sources = find_samples(self._path, list(self._inputs))
         if mean is not None and not any(path.suffix.lower() in IMAGES for s in self._sources for path in s.values()):
@@ -70,11 +70,18 @@ class PathDataReader(CalibrationDataReader):
         """What is read."""
         return [self._path, *(path for sources in self._sources for path in sources.values())]
 
+    @property
+    def _as_stored(self) -> bool:
+        """Whether each file of the folder is a sample, whatever it holds."""
+        return self._size is None and not self._path.is_file()
+
+    def _read(self) -> Iterator[Feed]:
+        feeds = map(self._feed, self._sources)
+        return feeds if self._as_stored else rebatch(feeds, self._size, self._inputs)
+
     def __len__(self) -> int:
         """How many samples there are; files that hold many are read for it."""
-        if self._size is None:
-            return len(self._sources)
-        return sum(1 for _ in rebatch(map(self._feed, self._sources), self._size))
+        return len(self._sources) if self._as_stored else sum(1 for _ in self._read())
 
     def set_range(self, start_index: int, end_index: int) -> None:
         """Read the samples from one position up to another from now on, which it leaves out.
@@ -88,8 +95,7 @@ class PathDataReader(CalibrationDataReader):
 
     def rewind(self) -> None:
         """Start again at the first sample, of all."""
-        feeds: Iterator[Feed] = (self._feed(source) for source in self._sources)
-        self._feeds = feeds if self._size is None else rebatch(feeds, self._size)
+        self._feeds = self._read()
 
     def get_next(self) -> Feed | None:
         try:

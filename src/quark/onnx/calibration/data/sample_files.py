@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,29 +57,6 @@ def _data_files(folder: Path) -> list[Path]:
     if not found:
         raise CalibrationError(f"{folder} holds no samples; possible: files of {', '.join(sorted(SUFFIXES))}.")
     return found
-
-
-def rebatch(feeds: Iterable[Feed], size: int) -> Iterator[Feed]:
-    """Feeds of `size` rows along the first axis; the last may have fewer.
-
-    Raises:
-        CalibrationError: Inputs of one feed differ in rows, or have none.
-    """
-    rest: Feed = {}
-    for feed in feeds:
-        counts = {name: len(array) if array.ndim else None for name, array in feed.items()}
-        if None in counts.values() or len(set(counts.values())) != 1:
-            raise CalibrationError(
-                f"Samples are counted along the first axis, and the inputs differ in it: {counts}. Possible: a folder "
-                "with an .npz for each sample."
-            )
-        rest = {name: np.concatenate([rest[name], array]) for name, array in feed.items()} if rest else feed
-        count = len(next(iter(rest.values())))
-        for start in range(0, count - size + 1, size):
-            yield {name: array[start : start + size] for name, array in rest.items()}
-        rest = {name: array[count - count % size :] for name, array in rest.items()} if count % size else {}
-    if rest:
-        yield rest
 
 
 def read_array(path: Path) -> NumpyArray:
