@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 
 from quark.commands.file_times import file_times
+from quark.errors import CalibrationError
 from quark.onnx import ModelQuantizer
 from tests.onnx.latency.test_measure import FEED, Clock, config, model_of_convolutions
+
+
+def test_sizes_that_are_left_open_are_asked_for(tmp_path: Path) -> None:
+    """Noise of height and width 1 would be timed, and show a faster file as slower."""
+    model = model_of_convolutions()
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "height"
+    onnx.save(model, tmp_path / "open.onnx")
+    with pytest.raises(CalibrationError, match=r"open.onnx takes \w+: float32 \[.*height.*\]: .*--data"):
+        file_times(tmp_path / "open.onnx")
 
 
 @pytest.mark.slow

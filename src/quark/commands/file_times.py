@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quark.errors import CalibrationError
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.samples import Samples
@@ -59,15 +60,17 @@ def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = 
 
     Args:
         path: The file.
-        reader: Samples, of which the first is run; None for one of noise, whose unknown dimensions are 1.
+        reader: Samples, of which the first is run; None for one of noise, of a batch of 1.
         threads: Within an operator.
         timer: Instead of the clock.
 
     Raises:
         FormatError: It is no ONNX file, or ONNX Runtime does not load it.
-        CalibrationError: It fails on the sample.
+        CalibrationError: It fails on the sample; there is none, and an axis other than the first has no size.
     """
     model = read(path)
+    if reader is None:
+        _require_sizes(path, model)
     twin = model.clone()
     remove_qdq(twin)
     for each in (model, twin):
@@ -97,6 +100,16 @@ def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = 
     rows.sort(key=lambda row: (row.float_seconds - row.file_seconds, row.nodes))
     conversions = sum(in_file.seconds[kernel.name] for kernel in in_file.kernels if kernel.op_type in QDQ)
     return FileTimes(tuple(rows), conversions, in_float.total(), in_file.total())
+
+
+def _require_sizes(path: Path, model: ir.Model) -> None:
+    """An image of 1 x 1 takes no time: what is the faster there says nothing of real ones. Of a batch, 1 is usual."""
+    for entry in model_inputs(model).values():
+        if entry.shape is None or not all(isinstance(size, int) for size in entry.shape[1:]):
+            raise CalibrationError(
+                f"{path} takes {entry}: times depend on the sizes that are left open. Possible: --data with samples "
+                "as they come."
+            )
 
 
 def _is_decoded(value: ir.Value | None) -> bool:

@@ -30,7 +30,10 @@ def inspect(
         bool, onnx_option("--measure", help="Time the nodes here, in float and as they are; on one thread.")
     ] = False,
     data: Annotated[
-        Path | None, onnx_option(help="With --measure: samples, the first of which is run; without: noise.")
+        Path | None,
+        onnx_option(
+            help="With --measure: samples, the first of which is run. Default: noise, where all sizes are known."
+        ),
     ] = None,
 ) -> None:
     """Show what is quantized in a model; of an ONNX file also what ONNX Runtime runs in integers, and why not the rest.
