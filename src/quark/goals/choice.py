@@ -114,8 +114,8 @@ def choose(
 
 
 ONNX_EFFORTS = {
-    "fast": "ranges from the samples, or from each input where there are none",
-    "balanced": "the quick steps of recovery, for at most a minute; kernels are timed",
+    "fast": "ranges alone: no algorithms",
+    "balanced": "the quick steps of recovery, for at most a minute",
     "best": "all steps of recovery, for at most ten minutes; what helps on held-out samples is kept",
 }
 """Effort -> what it means for an ONNX file."""
