@@ -50,7 +50,7 @@ def load_model(
     if str(stored.get("quant_method")) in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.
         with as_format_error(folder):
-            return import_model_from_safetensors(None, folder, attn_implementation="sdpa").eval().to(where)
+            return import_model_from_safetensors(None, folder, attn_implementation=None).eval().to(where)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_float_model(folder, wanted, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected)
     return model.to(where)

@@ -33,7 +33,7 @@ def import_model_from_safetensors(
     model_dir: str | os.PathLike[str],
     multi_device: bool = False,
     trust_remote_code: bool = False,
-    attn_implementation: str = "eager",
+    attn_implementation: str | None = "eager",
     device: str | torch.device | None = None,
     multi_gpu: bool = False,
 ) -> nn.Module:
@@ -46,7 +46,8 @@ def import_model_from_safetensors(
             to build one with transformers.
         model_dir: The folder.
         multi_device, multi_gpu: With model=None, spread the model over the devices (accelerate's "auto").
-        trust_remote_code, attn_implementation: For transformers, with model=None.
+        trust_remote_code: For transformers, with model=None.
+        attn_implementation: The same; None leaves it to transformers, which takes "sdpa" where the model has it.
         device: Where to; default: CUDA if there is one, else the CPU (model=None), or where the model is.
 
     Returns:
@@ -172,7 +173,7 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
             present.copy_(tensor)
 
 
-def _float_model(folder: Path, trust_remote_code: bool, attention: str) -> nn.Module:
+def _float_model(folder: Path, trust_remote_code: bool, attention: str | None) -> nn.Module:
     """The float model that the config.json of a folder describes, empty."""
     config = load_config(folder, trust_remote_code)
     del config.quantization_config

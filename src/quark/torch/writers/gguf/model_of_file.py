@@ -42,7 +42,7 @@ def model_of_gguf(file: Path, companions: Path) -> Any:
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FormatError(f"{file}: {config.model_type} models have no class for language models in transformers.")
     dtype = _dtype(reader)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.config.dtype = dtype
     model.config._name_or_path = str(companions)
     return import_model_from_gguf(model, file)
