@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from quark.commands.export_torch import Export
 from quark.errors import OutputExistsError
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
+from tests.models.architectures import SETTINGS
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
 
 
@@ -155,3 +160,43 @@ def test_a_file_may_be_written_beside_the_data(form: str, tmp_path: Path) -> Non
     export(form).check_output(tmp_path / "model", data)
     with pytest.raises(OutputExistsError, match="holds .*text.txt, which is read"):
         export("quark").check_output(tmp_path.parent / "model", data)
+
+
+FRESH = """
+import sys
+from pathlib import Path
+from quark.commands.models import load_model
+assert "quark.torch.writers.safetensors" not in sys.modules
+model = load_model(Path(sys.argv[1]))
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_wrote_nothing_loads_and_saves(folder: Path, tmp_path: Path) -> None:
+    """`quark evaluate` is such a process: the writers are not there when a folder is loaded."""
+    out, again = tmp_path / "out", tmp_path / "again"
+    done = quark("quantize", folder, "--scheme", "uint4_wo_32", "--export-format", "awq", "-o", out)
+    assert done.code == 0, done.err
+    ran = subprocess.run([sys.executable, "-c", FRESH, out, again], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    saved, expected = (load_file(path / "model.safetensors") for path in (again, out))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+@pytest.mark.slow
+def test_a_model_without_fused_attention_is_evaluated(folder: Path, tmp_path: Path) -> None:
+    """Gemma 2 caps the logits of its attention, so transformers has the eager one only."""
+    source, out = tmp_path / "gemma2", tmp_path / "out"
+    config = Gemma2Config(**SETTINGS["gemma2"][1] | {"vocab_size": 2048, "max_position_embeddings": 512})
+    Gemma2ForCausalLM(config).save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / name, source / name)
+    done = quark("quantize", source, "--scheme", "uint4_wo_32", "--export-format", "awq", "-o", out)
+    assert done.code == 0, done.err
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[:200]), encoding="utf-8")
+    done = quark("evaluate", source, out, "--data", text, "--length", "64", "--windows", "1")
+    assert done.code == 0 and "Outputs over 1 sample" in done.out, done.err
+    assert quark("convert", out, "--format", "compressed-tensors", "-o", tmp_path / "ct").code == 0

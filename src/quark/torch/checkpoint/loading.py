@@ -6,9 +6,10 @@ model needs the memory of the checkpoint, not of the float model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -35,8 +36,14 @@ from quark.torch.plan import Plan, chooser, make_plan
 REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 
 
-SAVERS: list[Callable[..., None]] = []
-"""What writes a loaded model: the writers, which import this module, put it here."""
+SAVER = ("quark.torch.writers.safetensors", "save_quantized")
+"""What writes a loaded model: found by name, since the writers import this module."""
+
+
+def save_pretrained(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
+    """The `save_pretrained` of a loaded model; `save_quantized` says what it takes and raises."""
+    home, name = SAVER
+    getattr(import_module(home), name)(model, save_directory, **options)
 
 
 def mark_loaded(model: Any, config: QConfig, form: str) -> None:
@@ -50,7 +57,7 @@ def mark_loaded(model: Any, config: QConfig, form: str) -> None:
     model.quant_config, model.quark_quantized, model.quant_format = config, True, form
     if hasattr(model, "save_pretrained"):
         # That of transformers would save codes without a config that says so. Bound, so that a copy saves itself.
-        model.save_pretrained = MethodType(SAVERS[0], model)
+        model.save_pretrained = MethodType(save_pretrained, model)
 
 
 class StoredTensor(nn.Module):

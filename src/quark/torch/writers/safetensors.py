@@ -18,7 +18,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import check_apart
 from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
-from quark.torch.checkpoint.loading import REAL_QUANTIZED, SAVERS, WEIGHT_FORMATS
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import (
     Entry,
@@ -122,9 +122,6 @@ def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options
             "export_safetensors."
         )
     export_safetensors(model, save_directory, model.quant_format, max_shard_size=str(size))
-
-
-SAVERS.append(save_quantized)
 
 
 def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
