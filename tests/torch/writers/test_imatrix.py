@@ -129,3 +129,19 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"attn_q.weight has 64 values; .* reads 256 columns"):
         file = save_imatrix(small, tmp_path / "small.gguf")
         ModelQuantizer(gguf_config(model, "q4_0", imatrix=file)).quantize_model(model)
+
+
+def test_an_array_longer_than_the_file_ends_at_once(tmp_path: Path) -> None:
+    """It used to be read until the memory was full: behind the end there were values of no bytes, without an end."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    of_uint32 = struct.pack("<IQ", 4, 2**60)
+    (tmp_path / "long.gguf").write_bytes(header + of_uint32 + bytes(32))
+    with pytest.raises(FormatError, match="truncated: it ends at byte"):
+        read_imatrix(tmp_path / "long.gguf")
+
+
+def test_arrays_in_arrays_without_an_end_are_refused(tmp_path: Path) -> None:
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    (tmp_path / "deep.gguf").write_bytes(header + struct.pack("<IQ", 9, 1) * 5000)
+    with pytest.raises(FormatError, match="truncated: maximum recursion"):
+        read_imatrix(tmp_path / "deep.gguf")

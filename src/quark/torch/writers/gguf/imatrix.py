@@ -28,6 +28,7 @@ from quark.torch.model.batches import run_batches
 from quark.torch.model.passes import prepare, undo
 from quark.torch.writers.gguf.architectures import architecture_of
 from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
+from quark.torch.writers.gguf.open_file import open_gguf
 
 Sums = dict[str, tuple[NumpyArray, NumpyArray]]
 """Name of a tensor -> sums of squares, (experts, columns), and tokens, (experts,); float32."""
@@ -166,6 +167,8 @@ def read_imatrix(file: str | os.PathLike[str]) -> dict[str, NumpyArray]:
         with path.open("rb") as opened:
             magic = opened.read(4)
         found = _read_gguf(path) if magic == b"GGUF" else _read_dat(path.read_bytes())
+    except FormatError:
+        raise
     except (OSError, ValueError, IndexError, KeyError, struct.error, MemoryError) as error:
         raise FormatError(f"{path} is no importance matrix, or truncated: {error}.") from None
     for name, mean in found.items():
@@ -175,7 +178,7 @@ def read_imatrix(file: str | os.PathLike[str]) -> dict[str, NumpyArray]:
 
 
 def _read_gguf(path: Path) -> dict[str, NumpyArray]:
-    tensors = {tensor.name: tensor.data for tensor in import_gguf().GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor.data for tensor in open_gguf(path).tensors}
     found = {}
     for stored, total in tensors.items():
         name = stored.removesuffix(".in_sum2")

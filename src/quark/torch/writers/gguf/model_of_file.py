@@ -11,7 +11,8 @@ import torch
 from quark.errors import FormatError
 from quark.files import require_regular
 from quark.torch.model.model_folder import as_format_error, import_transformers
-from quark.torch.writers.gguf.reader import DTYPES, import_model_from_gguf, open_gguf
+from quark.torch.writers.gguf.open_file import open_gguf
+from quark.torch.writers.gguf.reader import DTYPES, import_model_from_gguf
 
 EXACT = (torch.float16, torch.bfloat16)
 """Dtypes of 16 bits, the first of which is taken that holds all that the file has in float."""

@@ -21,7 +21,8 @@ from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures import Architecture, architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
+from quark.torch.writers.gguf.names import expert_of, tensor_names
+from quark.torch.writers.gguf.open_file import open_gguf
 from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -98,15 +99,6 @@ def _shape(parameter: torch.Tensor, tensor: Any) -> tuple[int, ...]:
     """That of a tensor in the model: a row of its own there may be a vector in the file."""
     stored = tuple(int(size) for size in reversed(tensor.shape))
     return tuple(parameter.shape) if (1, *stored) == tuple(parameter.shape) else stored
-
-
-def open_gguf(file: Path) -> Any:
-    """A gguf.GGUFReader of the file. Raises FormatError for what is no GGUF file, or a truncated one."""
-    gguf = import_gguf()
-    try:
-        return gguf.GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise FormatError(f"{file} is no GGUF file, or truncated: {error}.") from None
 
 
 def _of_architecture(reader: Any, file: Path, arch: str) -> Any:
