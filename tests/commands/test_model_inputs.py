@@ -39,6 +39,10 @@ def test_text_is_windows_for_a_language_model_and_lines_for_others(folders: dict
     file.write_text("A first line of words.\n\n  and a second one, which is longer than the first  \n" * 20)
     windows = inputs(folders["qwen3"]).read(file, 3, 16)
     assert [tuple(window.shape) for window in windows] == [(1, 16)] * 3
+    everything = inputs(folders["qwen3"]).read(file, 10**6, 16)
+    assert len(inputs(folders["qwen3"]).read(file, 10**30, 16)) == len(everything), (
+        "a limit that no machine can count to"
+    )
     lines = inputs(folders["classifier"]).read(file, 100, 8)
     assert len(lines) == 40 and all(line["input_ids"].shape[1] <= 8 for line in lines)
     assert set(lines[0]) == {"input_ids", "attention_mask"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+import sys
 import wave
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ class ModelInputs:
                 f"--packing and --no-packing are for models that go on with a text; {self.model_class.__name__} takes "
                 "each sample by itself. Possible: neither."
             )
+        limit = min(limit, sys.maxsize)  # islice takes no more
         most = limit if seed is None else None
         found = self._samples(data, most, self._length(length), packing is not False)
         samples = list(itertools.islice(found, limit)) if seed is None else _chosen(found, limit, seed)
