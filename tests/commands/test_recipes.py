@@ -168,6 +168,10 @@ def test_a_recipe_evaluates_what_it_made(place: Path, tmp_path: Path, monkeypatc
     early = quark("run", recipe, "-o", tmp_path / "out")
     assert early.code == 1 and "evaluation.data: missing.txt is not there" in early.err
     assert not (tmp_path / "out").exists()
+    os.mkfifo(tmp_path / "pipe")
+    recipe.write_text(text.replace("NAME", str(tmp_path / "pipe")))
+    early = quark("run", recipe, "-o", tmp_path / "out")
+    assert early.code == 1 and "is a pipe or a device" in early.err and not (tmp_path / "out").exists()
     recipe.write_text(text.replace("NAME", "text.txt"))
     done = quark("run", recipe, "-o", tmp_path / "out")
     assert done.code == 0 and "Float against quantized" in done.out, done.err
@@ -245,7 +249,7 @@ BAD = {
     "no YAML": ("recipe: [1\n", "line 2, column 1"),
     "deep": ("a: " + "[" * 2000, "no YAML of a recipe"),
     "control characters": ("recipe: \x00\n", "no YAML of a recipe"),
-    "large": ("#" * (LARGEST + 1), "a recipe has at most"),
+    "large": ("#" * (LARGEST + 1), f"recipe.yaml has {LARGEST + 1} bytes; a recipe has at most"),
 }
 
 
@@ -256,7 +260,7 @@ def test_a_bad_recipe_is_one_clear_line(name: str, tmp_path: Path, monkeypatch: 
     Path("recipe.yaml").write_text(text)
     done = quark("run", "recipe.yaml", "-o", "out")
     assert done.code == 1 and message in done.err and "recipe.yaml" in done.err, done.err
-    assert done.err.count("\n") == 1 and "Unexpected" not in done.err
+    assert done.err.count("\n") == 1 and "Unexpected" not in done.err and done.err.count("recipe.yaml") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 

@@ -47,6 +47,8 @@ def read_recipe(file: Path) -> dict[str, Any]:
         if file.stat().st_size > LARGEST:
             raise FormatError(f"{file} has {file.stat().st_size} bytes; a recipe has at most {LARGEST}.")
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except FormatError:
+        raise
     except OSError as error:
         raise FormatError(f"{file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -129,5 +129,7 @@ def _check_evaluation(evaluation: Mapping[str, Any], model: Path) -> None:
         raise ConfigError("evaluation: data is missing; it names the held-out data.")
     if not Path(data).exists():
         raise CalibrationError(f"evaluation.data: {data} is not there.")
+    if not (Path(data).is_file() or Path(data).is_dir()):
+        raise CalibrationError(f"evaluation.data: {data} is a pipe or a device. Possible: a file or a folder.")
     report = evaluation.get("report")
     check_page(None if report is None else Path(report), model, Path(data))
