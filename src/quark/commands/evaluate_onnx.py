@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from quark.command_line import new_table, results
+from quark.commands.counted import counted
 from quark.commands.report_onnx import onnx_sections
 from quark.core.metrics import Comparison
 from quark.onnx.calibration.data.inputs import file_bytes
@@ -50,7 +51,9 @@ def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int)
 
 
 def _outputs(outputs: Mapping[str, Comparison], samples: int) -> Table:
-    table = new_table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {samples} samples")
+    table = new_table(
+        "output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {counted(samples, 'sample')}"
+    )
     for name, found in outputs.items():
         table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
     return table

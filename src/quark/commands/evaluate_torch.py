@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from quark.command_line import new_table, results
+from quark.commands.counted import counted
 from quark.commands.measure_torch import ALL, Output, measure_folders
 from quark.errors import ConfigError
 from quark.files import require_regular
@@ -85,7 +86,9 @@ def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, secon
 
 
 def _outputs(outputs: Mapping[str, Output], samples: int) -> Table:
-    table = new_table("output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {samples} samples")
+    table = new_table(
+        "output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {counted(samples, 'sample')}"
+    )
     for name, output in outputs.items():
         agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
         table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quark.command_line import new_table, results
+from quark.commands.counted import counted
 from quark.commands.words import FILE_FORMS, FOLDER_FORMS
 from quark.goals.facts import FACTS, Answer
 
@@ -18,6 +19,6 @@ def formats() -> None:
         for fact in FACTS:
             if fact.form == form and fact.answer is not Answer.REFUSED:
                 counts[fact.program] = counts.get(fact.program, 0) + 1
-        readers = ", ".join(f"{program} ({count} schemes)" for program, count in counts.items())
+        readers = ", ".join(f"{program} ({counted(count, 'scheme')})" for program, count in counts.items())
         table.add_row(form, "a folder of safetensors" if form in FOLDER_FORMS else "one file", readers)
     results().print(table)

@@ -54,13 +54,13 @@ def asked_choice(
     if size is not None:
         if onnx or scheme is not None or bits is not None:
             raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")
-        scheme = _widest(goal, model, bytes_of(size), form, trust_remote_code)
+        scheme = _widest(goal, model, size, form, trust_remote_code)
     return choose(
         goal, onnx, scheme=scheme, bits=bits, form=form, effort=effort, algorithms=algorithms, has_data=has_data
     )
 
 
-def _widest(goal: str, model: Path, limit: int, form: str | None, trust_remote_code: bool) -> str:
+def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
     from quark.commands.models import load_meta_model
@@ -71,6 +71,7 @@ def _widest(goal: str, model: Path, limit: int, form: str | None, trust_remote_c
     if offer is None:
         choose(goal, onnx=False)  # which says what is possible
         raise AssertionError(goal)
+    limit = bytes_of(size)
     rows = [row for row in offer.bits.values() if form in (None, row[0])]
     sizes = {}
     for made, scheme in rows:
@@ -79,7 +80,7 @@ def _widest(goal: str, model: Path, limit: int, form: str | None, trust_remote_c
     fitting = {scheme: size for scheme, size in sizes.items() if size <= limit}
     if not fitting:
         shown = ", ".join(f"{scheme} {size / 1e6:.2f} MB" for scheme, size in sizes.items())
-        raise ConfigError(f"--size {limit / 1e6:.2f}MB is less than any scheme of --for {goal} gives: {shown}.")
+        raise ConfigError(f"--size {size} is less than any scheme of --for {goal} gives: {shown}.")
     return max(fitting, key=lambda scheme: fitting[scheme])
 
 

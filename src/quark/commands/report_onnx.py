@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quark.commands.counted import counted
 from quark.onnx.calibration.data.inputs import Feed, file_bytes, model_inputs
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.evaluation.compare_models import ComparedLayer, Report
@@ -61,7 +62,7 @@ def _what(float_model: Path, quantized: Path, report: Report, words: str) -> Sec
         ("quantized model", str(quantized)),
         *(("element type", f"{name}: {count} {kind}") for (name, kind), count in sorted(types.items())),
         ("operators", opsets),
-        ("measured on", f"{report.samples} samples"),
+        ("measured on", counted(report.samples, "sample")),
     ]
     return Section("What was done", words, [PageTable(("", ""), rows)])
 
@@ -85,7 +86,7 @@ def _costs(float_model: Path, quantized: Path, report: Report, threads: int) -> 
         unlike,
         [
             PageTable(("", "size MB", "of float", latency, "times as fast"), rows),
-            PageTable(headers, outputs, f"Outputs over {report.samples} samples"),
+            PageTable(headers, outputs, f"Outputs over {counted(report.samples, 'sample')}"),
         ],
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from quark.commands.counted import counted
 from quark.commands.measure_torch import MeasuredFolders
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
@@ -60,8 +61,8 @@ def _what(float_model: Path, quantized: Path, found: MeasuredFolders, words: str
         ("quantized model", str(quantized)),
         ("model type", str(config.get("model_type"))),
         ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
-        *((f"{count} layers", scheme) for scheme, count in schemes.most_common()),
-        ("measured on", f"{len(found.batches)} samples"),
+        *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
+        ("measured on", counted(len(found.batches), "sample")),
     ]
     return Section("What was done", words, [PageTable(("", ""), rows)])
 
@@ -87,7 +88,9 @@ def _costs(found: MeasuredFolders) -> Section:
         for name, output in found.comparison.outputs.items()
     ]  # fmt: skip
     of_outputs = PageTable(
-        ("output", "SQNR dB", "cosine", "same greatest"), outputs, f"Outputs over {len(found.batches)} samples"
+        ("output", "SQNR dB", "cosine", "same greatest"),
+        outputs,
+        f"Outputs over {counted(len(found.batches), 'sample')}",
     )
     words = "Latency is that of PyTorch with decoded weights, not that of a runtime which multiplies codes."
     return Section("Size, latency, outputs", words, [PageTable(headers, rows), of_outputs])
