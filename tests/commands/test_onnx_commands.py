@@ -21,6 +21,7 @@ from quark.onnx import ModelQuantizer, PathDataReader, QConfig
 from quark.onnx.evaluation.compare_models import compare_models
 from quark.onnx.evaluation.ort_fusion import inspect_fusion
 from tests.commands.program import Done, quark
+from tests.models.onnx_bodies import in_branches
 from tests.models.onnx_zoo import cnn, images, mlp, run, vectors
 
 
@@ -374,6 +375,20 @@ def test_times_of_this_machine_place_nothing_for_another(places: dict[str, Path]
         line = "quantize {cnn} --target {target} --calib {samples} --batch-size 4 --profile {out}.json -o {out}"
         done = command(line.replace("{target}", target), places, out=tmp_path / "q.onnx")
         assert done.code == 1 and "--profile is the file of the times that --measure takes" in done.err
+
+
+@pytest.mark.slow
+def test_a_model_that_is_one_if_has_its_weights_stored(tmp_path: Path) -> None:
+    """Kernels of bodies are not timed, so that integers there could be slower than float."""
+    onnx.save(in_branches(mlp()), tmp_path / "m.onnx")
+    rows = np.concatenate([feed["x"] for feed in vectors()])
+    np.savez(tmp_path / "x.npz", x=rows[: len(rows) // 2 * 2], yes=np.array(True))
+    done = quark("quantize", tmp_path / "m.onnx", "--calib", tmp_path / "x.npz", "-o", tmp_path / "q.onnx")
+    assert done.code == 0 and done.out.startswith("INT8_CPU_WEIGHTS"), done.err
+    assert (tmp_path / "q.onnx").stat().st_size < 0.6 * (tmp_path / "m.onnx").stat().st_size
+    feed = {"x": vectors()[0]["x"], "yes": np.array(True)}
+    found, expected = (run(onnx.load(tmp_path / name), feed) for name in ("q.onnx", "m.onnx"))
+    assert np.allclose(found, expected, atol=0.1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 from quark.command_line import results
 from quark.commands.quantize_report import page_of_file, size_line
 from quark.commands.recover_onnx import QUICK, Recovering
-from quark.errors import ConfigError, SlowerThanFloatError
+from quark.errors import ConfigError, NothingToQuantizeError, SlowerThanFloatError
 from quark.files import check_file
 from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
@@ -106,7 +106,8 @@ def quantize_onnx(
             timing = timing.by_default(target)
     try:
         written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
-    except SlowerThanFloatError as error:
+    except (SlowerThanFloatError, NothingToQuantizeError) as error:
+        # Kernels of bodies (If, Loop, Scan) are not timed: where all is in them, weights are what is never slower.
         if config is not None:
             raise
         logger.info("%s Weights alone are stored as integers.", error)

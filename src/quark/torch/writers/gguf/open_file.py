@@ -28,7 +28,7 @@ def _reader_class() -> Any:
     """
     gguf = import_gguf()
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # no types where the package is missing
+    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]  # no types where the package is missing
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             values = super()._get(offset, dtype, count, override_order)
             if len(values) < count:
