@@ -117,8 +117,10 @@ def test_a_quantizer_that_two_tensors_share_learns_from_both() -> None:
     layer = LayerSpec(input=spec("int4", observer="mean_magnitude", learning=Learning.lsq))
     assert lower_layer(LSQ.global_quant_config).input == layer.input
     x, y = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    # A sum beside no convolution is quantized where the config names it.
+    named = {"*": LSQ.global_quant_config}
     model = ModelQuantizer(
-        QConfig(global_quant_config=LSQ.global_quant_config, quant_mode=QuantizationMode.fx_graph_mode)
+        QConfig(LSQ.global_quant_config, layer_quant_config=named, quant_mode=QuantizationMode.fx_graph_mode)
     ).quantize_model(torch.export.export(Sum(), (x, y)).module(), [(x, 3 * y)])
     (name,) = [name for name, _ in model.named_parameters()]
     shared = model.get_submodule(name.removesuffix(".learned"))
