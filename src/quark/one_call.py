@@ -32,7 +32,8 @@ def quantize(
     Args:
         model: A `torch.nn.Module`, which is changed in place; the path of a folder of transformers; or the path of an
             ONNX file.
-        scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal.
+        scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal; of a
+            module that is no model of transformers "int8", and without data "int8_wo".
         data: Calibration data. Of a module: batches, each a tensor such as token ids (samples, tokens), a dict of
             arguments, or a tuple. Of a path: what --calib takes, a text file, a folder, or an .npz file; of an ONNX
             file also a data reader.
@@ -62,6 +63,8 @@ def quantize(
     words = [algorithm] if isinstance(algorithm, str) else algorithm
     path = Path(model) if isinstance(model, (str, os.PathLike)) else None
     onnx = path is not None and path.suffix.lower() == ".onnx"
+    if path is None and goal is None and bits is None:
+        scheme = scheme or _scheme_of_module(model, data is not None)
     chosen = choose(
         goal or ("onnxruntime" if onnx else IN_MEMORY), onnx, scheme=scheme, bits=bits, effort=effort,
         algorithms=words, has_data=data is not None,
@@ -73,6 +76,13 @@ def quantize(
     from quark.commands.goals import quantize_path
 
     return quantize_path(path, chosen, data, os.fspath(output), list(exclude), samples, overwrite, words)
+
+
+def _scheme_of_module(model: Any, has_data: bool) -> str | None:
+    """8 bits for what is no model of transformers: groups along the inputs do not divide a convolution's channels."""
+    if getattr(getattr(model, "config", None), "model_type", None) is not None:
+        return None
+    return "int8" if has_data else "int8_wo"
 
 
 def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str], overwrite: bool) -> Any:

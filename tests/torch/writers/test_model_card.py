@@ -55,7 +55,17 @@ def test_the_lines_that_load_the_model_load_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("readme", ["---\n{[\n---\n", "---\n- a\n---\n", "no front matter", "", "---\nlicense: [1\n"])
+@pytest.mark.parametrize(
+    "readme",
+    [
+        "---\n{[\n---\n",
+        "---\n- a\n---\n",
+        "no front matter",
+        "",
+        "---\nlicense: [1\n",
+        "---\nlicense: &a [x, *a]\n---\n",
+    ],
+)
 def test_a_damaged_readme_costs_no_model(readme: str, tmp_path: Path) -> None:
     out = exported(tmp_path / "source", tmp_path / "out", readme, "awq")
     found = metadata_load(out / "README.md")

@@ -100,7 +100,12 @@ def _carried(source: Path | None, folder: Path) -> dict[str, Any]:
         found = metadata_load(folder / BASE_CARD)
     except Exception:  # noqa: BLE001 - of YAML, of UTF-8: a README that nobody checked, and that travels whole
         return {}
-    return {key: found[key] for key in CARRIED if key in found} if isinstance(found, dict) else {}
+    return {key: found[key] for key in CARRIED if _is_plain(found.get(key))} if isinstance(found, dict) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is text, or a list of texts: what else YAML can hold, also a list that holds itself, stays behind."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
 def _model_type(model: Any) -> str:
