@@ -32,8 +32,7 @@ def quantize(
     Args:
         model: A `torch.nn.Module`, which is changed in place; the path of a folder of transformers; or the path of an
             ONNX file.
-        scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal; of a
-            module that is no model of transformers "int8", and without data "int8_wo".
+        scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal.
         data: Calibration data. Of a module: batches, each a tensor such as token ids (samples, tokens), a dict of
             arguments, or a tuple. Of a path: what --calib takes, a text file, a folder, or an .npz file; of an ONNX
             file also a data reader.
@@ -51,8 +50,7 @@ def quantize(
         The quantized module, or the path of what was made.
 
     Raises:
-        ConfigError, NotSupportedError, CalibrationError: See `quark.goals.choose`.
-        QuarkError: As the flow raises.
+        QuarkError: See `quark.goals.choose`; what the flow raises.
 
     Example:
         >>> model = quark.quantize(model, "int4")
@@ -61,12 +59,11 @@ def quantize(
     from quark.goals import choose
 
     words = [algorithm] if isinstance(algorithm, str) else algorithm
+    named = scheme if scheme or goal or bits else _scheme_of(model, data is not None)
     path = Path(model) if isinstance(model, (str, os.PathLike)) else None
     onnx = path is not None and path.suffix.lower() == ".onnx"
-    if path is None and goal is None and bits is None:
-        scheme = scheme or _scheme_of_module(model, data is not None)
     chosen = choose(
-        goal or ("onnxruntime" if onnx else IN_MEMORY), onnx, scheme=scheme, bits=bits, effort=effort,
+        goal or ("onnxruntime" if onnx else IN_MEMORY), onnx, scheme=named, bits=bits, effort=effort,
         algorithms=words, has_data=data is not None,
     )  # fmt: skip
     if path is None:
@@ -78,9 +75,10 @@ def quantize(
     return quantize_path(path, chosen, data, os.fspath(output), list(exclude), samples, overwrite, words)
 
 
-def _scheme_of_module(model: Any, has_data: bool) -> str | None:
-    """8 bits for what is no model of transformers: groups along the inputs do not divide a convolution's channels."""
-    if getattr(getattr(model, "config", None), "model_type", None) is not None:
+def _scheme_of(model: Any, has_data: bool) -> str | None:
+    """8 bits for a module that transformers does not know: groups of 128 do not divide a convolution's channels."""
+    named = getattr(getattr(model, "config", None), "model_type", None) is not None
+    if named or isinstance(model, (str, os.PathLike)):
         return None
     return "int8" if has_data else "int8_wo"
 
