@@ -51,6 +51,13 @@ def test_a_line_for_each_block(clock: Clock, capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_short_steps_without_errors_speak_seldom(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in progress([f"conv{index}" for index in range(100)], "layers", 100, name=str):
+        clock.now += 0.25
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in lines] == [" layers 40/100, conv39", " layers 80/100, conv79"]
+
+
 def test_steps_without_names_speak_seldom(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in progress(range(100), "samples", 100):
         clock.now += 0.25

@@ -3,9 +3,9 @@
     time left = steps left * mean seconds of the steps that this run has done
 
 A loop is written `for name in progress(names, "blocks", name=str)`. What works inside it calls `report(...)` with the
-errors of a layer, and formats nothing. Steps that have a name (blocks, layers) speak one by one; steps without
-(samples, tensors) only so often. They speak in three ways: a line of the log; a bar, in a program on a terminal; and a
-line of JSON in the file of `log_to`.
+errors of a layer, and formats nothing. Steps that have a name (blocks, layers) speak one by one, but for short ones
+that tell no error; those and steps without names (samples, tensors) speak only so often. They speak in three ways: a
+line of the log; a bar, in a program on a terminal; and a line of JSON in the file of `log_to`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 QUIET_SECONDS = 10.0
 """How long steps without names run before they say how far they are, and again."""
+NOTABLE_SECONDS = 0.5
+"""A step with a name that takes less, and tells no error, is no line of the log: sixty of them hide the rest."""
 OUTPUT_ERROR = "share of the output lost"
 """The measure ||X (W - Q)||^2 / ||X W||^2 of a layer that reads X, whose weight W became Q."""
 
@@ -176,7 +178,7 @@ class _Loop:
 
     def _say_step(self, seconds: float) -> None:
         before, after, measure = mean_errors(self.layers)
-        left, self.spoke, self.status = self.left, seconds_and_peak.seconds_now(), ""
+        left, self.status, now = self.left, "", seconds_and_peak.seconds_now()
         write_event(
             "block", loop=self.name, block=self.step, index=self.done, total=self.total,
             layers=[asdict(row) for row in self.layers], error_before=before, error_after=after, measure=measure,
@@ -188,8 +190,10 @@ class _Loop:
         self.line = (
             f"{self.step}: {', '.join(filter(None, (error, seconds_text(seconds))))}{peak_text()}{self._left_text()}"
         )
-        if not drawing():
-            logger.info("%s %s, %s.", self.name, self.count, self.line)
+        if error or seconds >= NOTABLE_SECONDS or now - self.spoke >= QUIET_SECONDS:
+            self.spoke = now
+            if not drawing():
+                logger.info("%s %s, %s.", self.name, self.count, self.line)
 
     def _say_progress(self) -> None:
         write_event(
@@ -202,8 +206,8 @@ class _Loop:
 
     @property
     def count(self) -> str:
-        """As "3/32", or "3" where the end is unknown."""
-        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        """As "3/32", or "3 so far" where the end is unknown."""
+        return f"{self.done} so far" if self.total is None else f"{self.done}/{self.total}"
 
     @property
     def doing(self) -> str:
