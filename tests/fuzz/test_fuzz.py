@@ -116,7 +116,8 @@ def test_a_file_outside_of_the_output_is_wrong(place: Place, change: str) -> Non
     [
         ("quark: no", 1, "clear"),
         ("a line of the log\nquark: no", 1, "clear"),
-        ("quark: no", 2, "foreign"),
+        ("quark: no", 2, "clear"),
+        ("quark: no", 3, "foreign"),
         ("quark: no\nand more", 1, "foreign"),
         ("", 1, "foreign"),
         ("Traceback (most recent call last):\nquark: no", 1, "foreign"),
