@@ -75,11 +75,12 @@ _TABLE: tuple[tuple[str, str, str, Answer, Evidence, str], ...] = (
         "int8_wo int4_wo_per_channel int3_wo_128 int2_wo_64 int4_wa_64 int4_fp8 amdfp4 amdfp4_g32 mx4 mx6 mx9 mxint8 "
         "bfp16 mxfp8_e5m2",
     ),
-    # Kernels for these are on GPUs only, so the loader was read.
+    # Kernels for these are on GPUs only, so the loader was read, at no release.
     (
-        "vLLM", "0.32", "quark", LOADS, SOURCE,
+        "vLLM", "of 2026", "quark", LOADS, SOURCE,
         "fp8 mxfp4 mxfp4_weight_only mxfp6_e3m2 mxfp6_e2m3 mxfp4_mxfp6_e2m3 mxfp4_fp8 nvfp4 fp4_block16_scale_e4m3",
     ),
+    # Of awq and compressed-tensors it was read only that there are loaders.
     ("SGLang", "of 2026", "quark", LOADS, SOURCE, "fp8 ptpc_fp8 mxfp4"),
     ("SGLang", "of 2026", "awq", LOADS, SOURCE, "uint4_wo_128 int4_wo_128"),
     ("SGLang", "of 2026", "compressed-tensors", LOADS, SOURCE, "int4_wo_128 int8_dynamic fp8"),

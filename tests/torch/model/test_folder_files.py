@@ -159,3 +159,12 @@ def test_the_single_file_is_read_where_there_is_an_index_too(tmp_path: Path) -> 
         (tmp_path / name).write_bytes(b"")
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
     assert [file.name for file in shard_files(tmp_path)] == ["model.safetensors"]
+
+
+def test_a_limit_may_be_infinite_and_nothing_may_be_nan(folder: Path) -> None:
+    """A norm with an epsilon of NaN makes every output NaN, which weights alone do not show."""
+    (folder / "config.json").write_text('{"model_type": "llama", "limit": [0.0, Infinity]}')
+    assert read_config(folder)["limit"] == [0.0, float("inf")]
+    (folder / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": NaN}')
+    with pytest.raises(FormatError, match="the value NaN"):
+        read_config(folder)
