@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quark.commands.models import folder_bytes
+from quark.commands.folders.models import folder_bytes
 from quark.core.metrics import decibel, sqnr
 from quark.onnx import (
     CalibMethod,

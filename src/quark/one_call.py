@@ -84,7 +84,7 @@ def _scheme_of(model: Any, has_data: bool) -> str | None:
 
 
 def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str], overwrite: bool) -> Any:
-    from quark.commands.words import torch_algorithms
+    from quark.commands.options.words import torch_algorithms
     from quark.goals.facts import MIX_NAMES
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quark.commands.bit_budget import bytes_of
+from quark.commands.folders.bit_budget import bytes_of
 from quark.errors import ConfigError
 from quark.torch.layers.replace import quantized_layers
 from tests.commands.program import quark

@@ -128,12 +128,12 @@ def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path)
 def test_streaming_writes_the_same_files(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quark.commands import quantize_torch
+    from quark.commands.folders import quantize as quantize_folders
 
     line = ("quantize", places["llama"], "--scheme", "int8", "--calib", places["text"])
     assert quark(*line, "-o", tmp_path / "memory").code == 0
     assert quark(*line, "-o", tmp_path / "stream", "--stream").code == 0
-    monkeypatch.setattr(quantize_torch, "fits_memory", lambda size: size < 1000)
+    monkeypatch.setattr(quantize_folders, "fits_memory", lambda size: size < 1000)
     assert quark(*line, "-o", tmp_path / "small").code == 0
     for file in (tmp_path / "memory").iterdir():
         for other in ("stream", "small"):
@@ -179,7 +179,7 @@ def test_force_replaces_the_output(places: dict[str, Path], tmp_path: Path) -> N
 def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     from transformers import AutoTokenizer
 
-    from quark.commands.models import load_model
+    from quark.commands.folders.models import load_model
     from quark.torch.llm.text import perplexity, token_windows
 
     line = "evaluate {llama} {quantized} --text {text} --length 64 --windows 3 --layers 2"

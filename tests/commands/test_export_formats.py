@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from quark.commands.export_torch import Export
+from quark.commands.folders.export import Export
 from quark.errors import OutputExistsError
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
@@ -165,7 +165,7 @@ def test_a_file_may_be_written_beside_the_data(form: str, tmp_path: Path) -> Non
 FRESH = """
 import sys
 from pathlib import Path
-from quark.commands.models import load_model
+from quark.commands.folders.models import load_model
 assert "quark.torch.writers.safetensors" not in sys.modules
 model = load_model(Path(sys.argv[1]))
 model.save_pretrained(sys.argv[2])

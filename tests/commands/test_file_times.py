@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from quark.commands.file_times import file_times
+from quark.commands.onnx_files.file_times import file_times
 from quark.errors import CalibrationError
 from quark.onnx import ModelQuantizer
 from tests.onnx.latency.test_measure import FEED, Clock, config, model_of_convolutions

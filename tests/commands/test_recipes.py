@@ -20,9 +20,9 @@ import quark as quark_package
 from quark.command_line import program
 from quark.commands.evaluate import evaluate
 from quark.commands.quantize import quantize
-from quark.commands.recipe import NAMES, NOT_IN_A_RECIPE, RECIPE, data_digest, option_words
-from quark.commands.recipe_file import LARGEST
-from quark.commands.recipe_schema import recipe_model
+from quark.commands.recipes.recipe import NAMES, NOT_IN_A_RECIPE, RECIPE, data_digest, option_words
+from quark.commands.recipes.recipe_file import LARGEST
+from quark.commands.recipes.recipe_schema import recipe_model
 from quark.goals.efforts import DEFAULT_TEXT
 from tests.commands.program import quark
 from tests.models.onnx_zoo import cnn, images

@@ -13,8 +13,8 @@ import onnx
 import pytest
 import torch
 
-from quark.commands.models import load_model
-from quark.commands.report_torch import input_range
+from quark.commands.folders.models import load_model
+from quark.commands.folders.report import input_range
 from quark.core.metrics import kl, kl_by_row
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.text import token_windows

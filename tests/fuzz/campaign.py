@@ -121,11 +121,11 @@ def preload() -> None:
     import torch
     import transformers
 
-    import quark.commands.evaluate_torch
+    import quark.commands.folders.evaluate
+    import quark.commands.folders.model_inputs
+    import quark.commands.folders.quantize
     import quark.commands.inspect
-    import quark.commands.model_inputs
-    import quark.commands.quantize_onnx
-    import quark.commands.quantize_torch
+    import quark.commands.onnx_files.quantize
     import quark.onnx.quantizer
     import quark.torch.checkpoint.importer
     import quark.torch.flows.from_disk

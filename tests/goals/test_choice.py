@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quark.commands.words import FILE_FORMS, FOLDER_FORMS, onnx_algorithms, scheme_names, torch_algorithms
+from quark.commands.options.words import FILE_FORMS, FOLDER_FORMS, onnx_algorithms, scheme_names, torch_algorithms
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.goals import EFFORTS, GOALS, choose

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from quark.commands.evaluate import Length, Samples, Threads, Windows
-from quark.commands.kinds import check_options, is_onnx, require, require_model
+from quark.commands.options.kinds import check_options, is_onnx, require, require_model
+from quark.commands.options.words import check_words, usage
 from quark.commands.quantize import (
     BatchSize,
     Device,
@@ -20,7 +21,6 @@ from quark.commands.quantize import (
     Std,
     TrustRemoteCode,
 )
-from quark.commands.words import check_words, usage
 from quark.errors import UsageError
 from quark.report.page import check_page
 
@@ -66,13 +66,13 @@ def compare(
     words = f"measured on {measured}" if data else f"measured on {measured}, the calibration data"
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
-        from quark.commands.compare_onnx import compare_presets
-        from quark.commands.quantize_onnx import calibration_reader
+        from quark.commands.onnx_files.compare import compare_presets
+        from quark.commands.onnx_files.quantize import calibration_reader
 
         readers = [calibration_reader(model, each, batch_size, mean, std) for each in (calib, measured)]
         compare_presets(model, names, readers[0], require(readers[1], "--data", model), samples, threads, words, report)
         return
-    from quark.commands.compare_torch import compare_schemes
+    from quark.commands.folders.compare import compare_schemes
 
     load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
     load_as = {"device": device, "dtype": dtype, **load}

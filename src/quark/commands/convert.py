@@ -33,7 +33,7 @@ def convert(
     """
     (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.export_torch import ONNX, Export
+    from quark.commands.folders.export import ONNX, Export
     from quark.files import scratch_folder
 
     if format == ONNX:
@@ -52,7 +52,7 @@ def convert(
 
 def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
     """The model, and the folder with its tokenizer."""
-    from quark.commands.models import load_model
+    from quark.commands.folders.models import load_model
     from quark.torch.model.model_folder import read_config
     from quark.torch.writers.gguf.model_of_file import model_of_gguf
 
@@ -66,7 +66,7 @@ def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
 
 def _requantized(model: Any, scheme: str, form: str) -> Any:
     """The model with its values rounded to another scheme; what was float before stays so, unless a mix has a type."""
-    from quark.commands.quantize_torch import is_mix, scheme_config
+    from quark.commands.folders.quantize import is_mix, scheme_config
     from quark.core.schemes import scheme_of
     from quark.torch import ModelQuantizer, gguf_config
     from quark.torch.checkpoint.dequantize import dequantize_layers

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require
+from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require
 from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, ReportFile, Std, TrustRemoteCode
 from quark.errors import ConfigError
 from quark.report.page import check_page
@@ -61,14 +61,14 @@ def evaluate(
     check_page(report, float_model, quantized, data, text)
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(float_model):
-        from quark.commands.evaluate_onnx import evaluate_onnx
-        from quark.commands.quantize_onnx import calibration_reader
+        from quark.commands.onnx_files.evaluate import evaluate_onnx
+        from quark.commands.onnx_files.quantize import calibration_reader
 
         reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
         reader = require(reader, "--data", float_model)
         evaluate_onnx(float_model, quantized, reader, samples, layers, threads, report)
         return
-    from quark.commands.evaluate_torch import evaluate_folders
+    from quark.commands.folders.evaluate import evaluate_folders
 
     if data and text:
         raise ConfigError("--data and --text are the same option; give one of them.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quark.command_line import new_table, results
-from quark.commands.counted import counted
-from quark.commands.words import FILE_FORMS, FOLDER_FORMS
+from quark.commands.options.words import FILE_FORMS, FOLDER_FORMS
+from quark.commands.results.counted import counted
 from quark.goals.facts import FACTS, Answer
 
 

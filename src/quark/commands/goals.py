@@ -11,11 +11,11 @@ import typer
 from rich.table import Table
 
 from quark.command_line import new_table
-from quark.commands.bit_budget import bytes_of
-from quark.commands.calibration import Calibration
-from quark.commands.kinds import require_model
-from quark.commands.recipe import Recipe
-from quark.commands.words import onnx_algorithms, torch_algorithms
+from quark.commands.folders.bit_budget import bytes_of
+from quark.commands.folders.calibration import Calibration
+from quark.commands.options.kinds import require_model
+from quark.commands.options.words import onnx_algorithms, torch_algorithms
+from quark.commands.recipes.recipe import Recipe
 from quark.errors import ConfigError
 from quark.goals import GOALS, GoalChoice, choose
 from quark.goals.efforts import FAST, check_effort
@@ -63,9 +63,9 @@ def asked_choice(
 def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
-    from quark.commands.models import load_meta_model
-    from quark.commands.predicted_size import planned
-    from quark.commands.quantize_torch import config_of
+    from quark.commands.folders.models import load_meta_model
+    from quark.commands.folders.predicted_size import planned
+    from quark.commands.folders.quantize import config_of
 
     offer = GOALS[goal].folder
     if offer is None:
@@ -123,8 +123,8 @@ def quantize_path(
     """Quantize a folder or an ONNX file as was chosen; `algorithms` were asked for. Returns what a program opens."""
     require_model(model)
     if choice.form == ONNX_FILE:
-        from quark.commands.quantize_onnx import calibration_reader, quantize_onnx
-        from quark.commands.recover_onnx import recovery_of
+        from quark.commands.onnx_files.quantize import calibration_reader, quantize_onnx
+        from quark.commands.onnx_files.recover import recovery_of
 
         is_path = isinstance(data, (str, os.PathLike))
         reader = calibration_reader(model, Path(data), None, None, None) if is_path else data
@@ -134,9 +134,9 @@ def quantize_path(
             quick=choice.effort != FAST,
         )  # fmt: skip
         return Path(output)
-    from quark.commands.export_torch import Export
-    from quark.commands.imatrix import Imatrices
-    from quark.commands.quantize_torch import quantize_folder
+    from quark.commands.folders.export import Export
+    from quark.commands.folders.imatrix import Imatrices
+    from quark.commands.folders.quantize import quantize_folder
 
     asked = {
         "model": model, "output": output, "goal": choice.goal.name, "effort": choice.effort, "calib": data,

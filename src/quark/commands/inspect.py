@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from quark.command_line import Results, new_table, results
-from quark.commands.kinds import check_options, is_onnx, onnx_option
+from quark.commands.options.kinds import check_options, is_onnx, onnx_option
 from quark.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def inspect(
 
 def _print_times(model: Path, data: Path | None, console: Results) -> None:
     """The times of the quantized nodes, and what the file gains in all."""
-    from quark.commands.file_times import file_times
+    from quark.commands.onnx_files.file_times import file_times
     from quark.onnx.calibration.data.path_reader import PathDataReader
 
     found = file_times(model, None if data is None else PathDataReader(model, data, batch_size=1))

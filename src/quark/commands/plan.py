@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quark.command_line import results
-from quark.commands.bit_budget import (
+from quark.commands.folders.bit_budget import (
     BITS_HELP,
     CANDIDATES_HELP,
     SENSITIVITY_HELP,
@@ -17,10 +17,10 @@ from quark.commands.bit_budget import (
     choice_table,
     choose_for_budget,
 )
-from quark.commands.calibration import Calibration, LengthOption, PackingOption, SeedOption
+from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, serve_line
-from quark.commands.kinds import is_onnx, require, require_model
-from quark.commands.words import check_words, layer_schemes, torch_algorithms, usage
+from quark.commands.options.kinds import is_onnx, require, require_model
+from quark.commands.options.words import check_words, layer_schemes, torch_algorithms, usage
 from quark.errors import UsageError
 
 
@@ -74,9 +74,9 @@ def plan(
             console.print(serve_line(choice, "OUT.onnx"), highlight=False, soft_wrap=True)
             return
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.commands.models import inputs_of, load_meta_model
-    from quark.commands.predicted_size import planned
-    from quark.commands.quantize_torch import any_scheme, config_of, scheme_config, with_default
+    from quark.commands.folders.models import inputs_of, load_meta_model
+    from quark.commands.folders.predicted_size import planned
+    from quark.commands.folders.quantize import any_scheme, config_of, scheme_config, with_default
     from quark.torch.checkpoint.shards import predicted_bytes
 
     calibration = Calibration(calib, samples, length, packing, seed)

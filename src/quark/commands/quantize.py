@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from quark.command_line import results
-from quark.commands.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
-from quark.commands.calibration import Calibration, LengthOption, PackingOption, SeedOption
+from quark.commands.folders.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
+from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
-from quark.commands.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
-from quark.commands.log_file import LogFileOption, check_log_file, say_first
-from quark.commands.quantize_report import check_report
-from quark.commands.recipe import Recipe, check_recipe, save_recipe
-from quark.commands.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
+from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
+from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
+from quark.commands.options.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
+from quark.commands.recipes.recipe import Recipe, check_recipe, save_recipe
+from quark.commands.results.quantized import check_report
 from quark.errors import OutputError
 from quark.goals.efforts import FAST
 from quark.log import logger
@@ -222,8 +222,8 @@ def quantize(
     with log_to(log_file):
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         if onnx:
-            from quark.commands.quantize_onnx import Timing, calibration_reader, quantize_onnx
-            from quark.commands.recover_onnx import asked, recovery_of, split_targets
+            from quark.commands.onnx_files.quantize import Timing, calibration_reader, quantize_onnx
+            from quark.commands.onnx_files.recover import asked, recovery_of, split_targets
 
             reader = calibration_reader(model, calib, batch_size, mean, std)
             runtime, least = split_targets(target or [])
@@ -242,9 +242,9 @@ def quantize(
             if choice is not None:
                 results().print(serve_line(choice, output), highlight=False, soft_wrap=True)
             return
-        from quark.commands.export_torch import Export
-        from quark.commands.imatrix import Imatrices
-        from quark.commands.quantize_torch import quantize_folder
+        from quark.commands.folders.export import Export
+        from quark.commands.folders.imatrix import Imatrices
+        from quark.commands.folders.quantize import quantize_folder
 
         named = choice.scheme if choice is not None else None
         bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)

@@ -13,7 +13,7 @@ from quark.__version__ import __version__
 from quark.command_line import program
 from quark.commands.evaluate import evaluate
 from quark.commands.quantize import quantize
-from quark.commands.recipe import NAMES, Recipe, data_digest, model_digest, option_words
+from quark.commands.recipes.recipe import NAMES, Recipe, data_digest, model_digest, option_words
 from quark.errors import CalibrationError, ConfigError, FormatError, UsageError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.log import logger
@@ -27,7 +27,7 @@ ONE_OF = ("scheme", "bits", "size")
 
 def _print_schema(asked: bool) -> None:
     if asked:
-        from quark.commands.recipe_schema import recipe_model  # pydantic is slow to import
+        from quark.commands.recipes.recipe_schema import recipe_model  # pydantic is slow to import
 
         typer.echo(json.dumps(recipe_model(quantize, evaluate).model_json_schema(), indent=2))
         raise typer.Exit
@@ -50,8 +50,8 @@ def run(
 
     Example: quark run ./llama-uint4/quark_recipe.yaml --scheme int8 --samples 8 -o ./llama-int8
     """
-    from quark.commands.recipe_file import read_recipe
-    from quark.commands.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
+    from quark.commands.recipes.recipe_file import read_recipe
+    from quark.commands.recipes.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
 
     content = checked_recipe(read_recipe(recipe), recipe, recipe_model(quantize, evaluate))
     command: Any = typer.main.get_command(program(quantize))

@@ -8,7 +8,7 @@ import typer
 
 from quark.command_line import new_table, results
 from quark.commands.goals import facts_table
-from quark.commands.words import usage
+from quark.commands.options.words import usage
 from quark.core.schemes import SCHEMES
 from quark.goals import GOALS
 

@@ -10,7 +10,7 @@ import quark.torch  # noqa: F401 - first: where torch is absent, it says how to 
 # isort: split
 import torch
 
-from quark.commands.model_inputs import ModelInputs
+from quark.commands.folders.model_inputs import ModelInputs
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas

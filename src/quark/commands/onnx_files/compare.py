@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quark.commands.compare_results import SchemeResult, show
-from quark.commands.quantize_onnx import named_config
+from quark.commands.onnx_files.quantize import named_config
+from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
 from quark.log import severity
 from quark.onnx import ModelQuantizer, PathDataReader

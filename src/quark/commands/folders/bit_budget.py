@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from quark.command_line import new_table
-from quark.commands.calibration import Calibration
+from quark.commands.folders.calibration import Calibration
 from quark.errors import CalibrationError, UsageError
 from quark.files import check_file
 
@@ -126,7 +126,7 @@ def choose_for_budget(
 
 
 def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, device: str) -> SensitivityTable:
-    from quark.commands.models import inputs_of, load_meta_model
+    from quark.commands.folders.models import inputs_of, load_meta_model
     from quark.torch.bit_budget.measure import measure_sensitivity, settings_of_folder
     from quark.torch.bit_budget.sensitivity import SensitivityTable
 

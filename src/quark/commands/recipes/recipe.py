@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from quark.__version__ import __version__
-from quark.commands.words import split_algorithm
+from quark.commands.options.words import split_algorithm
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.files import atomic_file, check_apart, check_file, digest_of, require_regular
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.table import Table
 
 from quark.command_line import new_table, results
-from quark.commands.counted import counted
-from quark.commands.report_onnx import onnx_sections
+from quark.commands.onnx_files.report import onnx_sections
+from quark.commands.results.counted import counted
 from quark.core.metrics import Comparison
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.calibration.data.path_reader import PathDataReader

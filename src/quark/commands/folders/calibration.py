@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quark.commands.kinds import folder_option
+from quark.commands.options.kinds import folder_option
 from quark.errors import CalibrationError, ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.log import logger
 
 if TYPE_CHECKING:
-    from quark.commands.model_inputs import ModelInputs
+    from quark.commands.folders.model_inputs import ModelInputs
 
 SAMPLES, LENGTH = 128, 512
 """Most samples, and tokens in one of text, where nothing else is asked for."""

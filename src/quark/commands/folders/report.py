@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from quark.commands.counted import counted
-from quark.commands.measure_torch import MeasuredFolders
+from quark.commands.folders.measure import MeasuredFolders
+from quark.commands.results.counted import counted
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
 from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
@@ -25,7 +25,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import forward_batch, input_device
 
 if TYPE_CHECKING:
-    from quark.commands.model_inputs import ModelInputs
+    from quark.commands.folders.model_inputs import ModelInputs
 
 MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
 HUGE = 1e30

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from quark.commands.recipe import FORMAT, NAMES, NOT_IN_A_RECIPE
+from quark.commands.recipes.recipe import FORMAT, NAMES, NOT_IN_A_RECIPE
 from quark.errors import ConfigError, did_you_mean
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

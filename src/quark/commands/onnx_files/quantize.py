@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quark.command_line import results
-from quark.commands.quantize_report import page_of_file, size_line
-from quark.commands.recover_onnx import QUICK, Recovering
+from quark.commands.onnx_files.quantized_page import page_of_file
+from quark.commands.onnx_files.recover import QUICK, Recovering
+from quark.commands.results.quantized import size_line
 from quark.errors import ConfigError, NothingToQuantizeError, SlowerThanFloatError
 from quark.files import check_file
 from quark.log import logger

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quark.commands.counted import counted
+from quark.commands.results.counted import counted
 from quark.onnx.calibration.data.inputs import Feed, file_bytes, model_inputs
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.evaluation.compare_models import ComparedLayer, Report

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from quark.command_line import new_table, results
-from quark.commands.counted import counted
-from quark.commands.measure_torch import ALL, Output, measure_folders
+from quark.commands.folders.measure import ALL, Output, measure_folders
+from quark.commands.results.counted import counted
 from quark.errors import ConfigError
 from quark.files import require_regular
 
@@ -31,7 +31,7 @@ def evaluate_folders(
 ) -> None:
     """Compare outputs, perplexity, size, latency and the damage of each layer."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.models import inputs_of, load_model
+    from quark.commands.folders.models import inputs_of, load_model
     from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.model_folder import read_config
 
@@ -54,7 +54,7 @@ def evaluate_folders(
     console.print(_outputs(found.comparison.outputs, len(batches)))
     console.print(_worst_layers(found.damage, layers))
     if page is not None:
-        from quark.commands.report_torch import folder_sections
+        from quark.commands.folders.report import folder_sections
         from quark.report.page import write_page
 
         sections = folder_sections(float_model, quantized, found, inputs)

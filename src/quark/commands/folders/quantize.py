@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.command_line import results
-from quark.commands.bit_budget import Budget, choice_table, choose_for_budget
-from quark.commands.calibration import Calibration
-from quark.commands.export_torch import GGUF, Export
-from quark.commands.quantize_report import page_of_folder, size_line
-from quark.commands.recipe import RECIPE, Recipe
+from quark.commands.folders.bit_budget import Budget, choice_table, choose_for_budget
+from quark.commands.folders.calibration import Calibration
+from quark.commands.folders.export import GGUF, Export
+from quark.commands.folders.quantized_page import page_of_folder
+from quark.commands.recipes.recipe import RECIPE, Recipe
+from quark.commands.results.quantized import size_line
 from quark.errors import ConfigError, NotSupportedError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.memory_and_disk import available_memory
@@ -23,8 +24,8 @@ Samples = Callable[["ModelInputs"], list[Any] | None]
 """The calibration data for a model that takes these inputs."""
 
 if TYPE_CHECKING:
-    from quark.commands.imatrix import Imatrices
-    from quark.commands.model_inputs import ModelInputs
+    from quark.commands.folders.imatrix import Imatrices
+    from quark.commands.folders.model_inputs import ModelInputs
 
 MIX_ALGORITHM = "qronos"
 """What rounds a mix of block types where there is calibration data, and no --algorithm."""
@@ -53,7 +54,7 @@ def quantize_folder(
 ) -> Recipe | None:
     """Load (with `load` for `load_model`), quantize, export, say what it took; return the recipe with what was read."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.models import folder_bytes
+    from quark.commands.folders.models import folder_bytes
     from quark.torch.model.model_folder import read_config
 
     calib = calibration.path
@@ -140,8 +141,8 @@ def _in_memory(
     before: Callable[[Any, list[Any] | None], None],
 ) -> int:
     """Write the quantized model, after `before` has had the float one; return the bytes of its weights on disk."""
-    from quark.commands.models import check_loading, inputs_of, load_model
-    from quark.commands.preflight_torch import preflight_data
+    from quark.commands.folders.models import check_loading, inputs_of, load_model
+    from quark.commands.folders.preflight import preflight_data
     from quark.torch import ModelQuantizer
     from quark.torch.model.model_folder import read_config
 
@@ -158,7 +159,7 @@ def _in_memory(
 
 def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export) -> int:
     """The same without a model in memory."""
-    from quark.commands.models import folder_bytes, inputs_of, load_meta_model
+    from quark.commands.folders.models import folder_bytes, inputs_of, load_meta_model
     from quark.torch.flows.from_disk import stream
 
     if dtype != "auto":
@@ -170,7 +171,7 @@ def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: st
 
 def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
     """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
-    from quark.commands.models import folder_bytes
+    from quark.commands.folders.models import folder_bytes
 
     if export.form != STREAMED and stream:
         raise ConfigError(
@@ -264,7 +265,7 @@ def mix_config(
     imatrix: Path | None = None,
 ) -> Any:
     """The config of a mix of block types for the model of a folder."""
-    from quark.commands.models import load_meta_model
+    from quark.commands.folders.models import load_meta_model
     from quark.torch import gguf_config
 
     skeleton = load_meta_model(model, trust_remote_code)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.commands.export_torch import Export
+from quark.commands.folders.export import Export
 
 if TYPE_CHECKING:
-    from quark.commands.model_inputs import ModelInputs
+    from quark.commands.folders.model_inputs import ModelInputs
 
 STORED_FLOAT = "fake_quantized"
 """The weight format that is as large as the float model."""
@@ -40,8 +40,8 @@ def preflight_data(
     """
     import torch
 
-    from quark.commands.models import inputs_of, load_meta_model
-    from quark.commands.predicted_size import planned
+    from quark.commands.folders.models import inputs_of, load_meta_model
+    from quark.commands.folders.predicted_size import planned
     from quark.torch.algorithms import algorithms_of
     from quark.torch.checkpoint.shards import predicted_bytes
     from quark.torch.flows.preflight import estimate, preflight

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from quark.commands.calibration import Calibration
-from quark.commands.compare_results import SchemeResult, show
-from quark.commands.measure_torch import ALL, FolderComparison, compare
-from quark.commands.models import inputs_of, load_meta_model, load_model
-from quark.commands.quantize_torch import scheme_config
+from quark.commands.folders.calibration import Calibration
+from quark.commands.folders.measure import ALL, FolderComparison, compare
+from quark.commands.folders.models import inputs_of, load_meta_model, load_model
+from quark.commands.folders.quantize import scheme_config
+from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
 from quark.log import severity
 from quark.torch import ModelQuantizer

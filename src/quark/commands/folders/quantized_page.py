@@ -1,0 +1,90 @@
+"""`quark quantize --report` of a model folder: the page of what was quantized, measured on its calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.commands.results.quantized import write_quantized_page
+from quark.errors import ConfigError
+from quark.report.page import Figure, PageTable, Section
+
+if TYPE_CHECKING:
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+
+WINDOWS, LENGTH = 16, 256
+"""Of a calibration text: how many windows are measured, and their tokens."""
+BUDGETS = 24
+"""Points on the line of what budgets give."""
+
+
+def page_of_folder(
+    page: Path | None,
+    model: Path,
+    output: Path,
+    calib: Path | None,
+    load: Mapping[str, Any],
+    words: str,
+    budget: tuple[SensitivityTable, BudgetChoice] | None,
+) -> None:
+    """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
+    if page is None or calib is None:
+        return
+    from quark.commands.folders.measure import measure_folders
+    from quark.commands.folders.models import inputs_of, load_model
+    from quark.commands.folders.report import folder_sections
+    from quark.torch.writers.model_card import add_figures
+
+    before, after = (load_model(folder, **load) for folder in (model, output))
+    inputs = inputs_of(model, before)
+    found = measure_folders(model, output, before, after, inputs.read(calib, WINDOWS, LENGTH))
+    sections = folder_sections(model, output, found, inputs, f"{words}\nMeasured on the calibration data.")
+    if budget is not None:
+        sections.insert(2, budget_section(*budget))
+    write_quantized_page(page, output, model, sections)
+    add_figures(output, _figures(found))
+
+
+def _figures(found: Any) -> dict[str, str]:
+    """What a model card says of the measurement."""
+    lines = {f"SQNR of {name}": f"{output.comparison.sqnr:.2f} dB" for name, output in found.comparison.outputs.items()}
+    if found.comparison.perplexity:
+        first, second = found.comparison.perplexity
+        lines["Perplexity, float and quantized"] = f"{first:.3f}, {second:.3f}"
+    if found.comparison.divergence:
+        import torch
+
+        lines["Mean KL divergence of a token"] = (
+            f"{float(torch.cat(list(found.comparison.divergence)).mean()):.4g} nats"
+        )
+    return {name: f"{value} (calibration data)" for name, value in lines.items()}
+
+
+def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:
+    """What the budget chose, among what one scheme for all, and other budgets, would give."""
+    from quark.report.figures import scatter
+
+    alike = {name: found for name in table.candidates if (found := table.uniform(name)) is not None}
+    low, high = (pick(found.bits for found in alike.values()) for pick in (min, max))
+    line = []
+    for i in range(BUDGETS + 1):
+        with suppress(ConfigError):  # less than the smallest choice takes
+            other = table.choose(bits=low + (high - low) * i / BUDGETS)
+            line.append((other.size / 1e6, other.loss))
+    points = [(name, found.size / 1e6, found.loss) for name, found in alike.items()]
+    points.append(("chosen", choice.size / 1e6, choice.loss))
+    rows = [
+        (group.layers[0], str(len(group.layers)), choice.schemes[group.layers[0]],
+         f"{group.sizes[choice.schemes[group.layers[0]]] / 1e6:.3f}",
+         f"{group.losses[choice.schemes[group.layers[0]]]:.3g}")
+        for group in table.groups
+    ]  # fmt: skip
+    words = (
+        f"Chosen: {choice.bits:.3f} bits for each weight, {choice.size / 1e6:.2f} MB. The loss is predicted: the KL "
+        "divergence of the outputs to second order. The line is what other budgets would give."
+    )
+    headers = ("first layer", "layers", "scheme", "MB", "loss")
+    drawn = scatter(points, "size, MB", "predicted loss, nats", log=True, line=line, marked="chosen")
+    return Section("Bit budget", words, [PageTable(headers, rows, "What each group got", folded=True)], [Figure(drawn)])

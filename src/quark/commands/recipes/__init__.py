@@ -1,0 +1,1 @@
+"""Recipes: what a command was told, as a file that makes the same again."""

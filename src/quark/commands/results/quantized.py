@@ -1,0 +1,42 @@
+"""What `quark quantize` says at its end of what it quantized: a line, and a page when one was asked for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from quark.command_line import results
+from quark.errors import ConfigError
+from quark.files import check_apart
+from quark.report.page import Section, check_page, write_page
+
+
+def check_report(page: Path | None, model: Path, output: str, calib: Path | None, form: str, force: bool) -> None:
+    """Find what would stop the page before anything is quantized.
+
+    Raises:
+        ConfigError: There are no data to measure on, or what is written cannot be loaded again.
+        MissingDependencyError, OutputExistsError, OutputError: See `check_page`.
+    """
+    if page is None:
+        return
+    if calib is None:
+        raise ConfigError(
+            "--report measures outputs on calibration data, and there are none. Possible: --calib, or afterwards "
+            "`quark evaluate FLOAT QUANTIZED --data DATA --report FILE`."
+        )
+    if form in ("gguf", "onnx"):
+        raise ConfigError(f"--report compares folders, and --export-format {form} is a file. Possible: no --report.")
+    check_page(page, model, calib, overwrite=force)
+    check_apart(page, output)
+
+
+def size_line(title: str, before: int, after: int, start: float, rest: str = "") -> str:
+    """What the command says at its end: bytes before and after, and the time since `start` of perf_counter."""
+    return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{rest}"
+
+
+def write_quantized_page(page: Path, output: Path, model: Path, sections: list[Section]) -> None:
+    """Write the page of what was quantized, in place of one that is there, and say where it is."""
+    written = write_page(page, f"{output.name}, made of {model.name}", sections, overwrite=True)
+    results().print(f"Report: {written}", highlight=False)
