@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from quark.core.metrics import sqnr
 from quark.errors import ConfigError, NothingToQuantizeError
 from quark.onnx import Config, ModelQuantizer, get_default_config
-from tests.models.onnx_bodies import identity_if, in_branches, rows, sums
+from tests.models.onnx_bodies import BODIES, identity_if, in_branches, rows, sums
 from tests.models.onnx_zoo import Array, Builder, Reader, branches, cnn, images, mlp, run, vectors
 
 PRESETS = ("A8W8", "XINT8", "U8S8_AAWS", "UINT8_DYNAMIC_QUANT", "MATMUL_NBITS", "BF16")
@@ -259,3 +259,29 @@ def test_the_result_runs_without_optimisation_too() -> None:
         # Integer kernels round once more, by one code of the output at most.
         step = arrays(result.graph)["y_scale"]
         np.testing.assert_allclose(session.run(None, feed)[0], run(result, feed), rtol=0, atol=float(1.001 * step))
+
+
+def test_what_only_a_body_read_goes_when_the_body_has_folded_it() -> None:
+    """A body joins halves of a constant around it and quantizes the result: the constant is stored once, as codes."""
+    b, size = Builder(), 64
+    b.node("MatMul", ["x", b.constant("v", b.random.normal(0, 1, (size, size)))], "h")
+    b.constant("w", b.random.normal(0, 1, (size, size)))
+    for name, cut in {"start": 0, "middle": size // 2, "stop": size}.items():
+        b.integers(name, [cut])
+    branches = {}
+    for name in BODIES:
+        info = helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, [None, size])
+        nodes = [
+            helper.make_node("Slice", ["w", "middle", "stop"], [f"{name}_low"]),
+            helper.make_node("Slice", ["w", "start", "middle"], [f"{name}_high"]),
+            helper.make_node("Concat", [f"{name}_low", f"{name}_high"], [f"{name}_turned"], axis=0),
+            helper.make_node("MatMul", ["h", f"{name}_turned"], [f"{name}_y"]),
+        ]
+        branches[name] = helper.make_graph(nodes, name, [], [info])
+    b.node("Greater", [b.node("ReduceMean", ["x"], "mean", keepdims=0), b.constant("zero", np.array(0.0))], "yes")
+    model = b.model({"x": ["n", size]}, {b.node("If", ["yes"], "y", **branches): ["n", size]})
+    made = quantized(model, None, "INT8_CPU_WEIGHTS")
+    # Two matrices of codes, and their scales; without it a third of float16.
+    assert sum(entry.ByteSize() for part in graphs(made.graph).values() for entry in part.initializer) < 2.5 * size**2
+    feed = {"x": np.random.default_rng(1).normal(size=(3, size)).astype(np.float32)}
+    assert sqnr(run(model, feed), run(made, feed)) > 40

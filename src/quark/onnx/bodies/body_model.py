@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import is_op, replace_output
+from quark.onnx.graph.edit import is_op, prune, replace_output
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.reserved_names import rename
 from quark.onnx_ops.graph_writer import add_constant, free_name
@@ -137,6 +137,11 @@ def put_back(body: Body, twin: Body, changed: BodyModel, model: ir.Model) -> Non
     for node in old.all_nodes():
         for index in range(len(node.inputs)):
             node.replace_input_with(index, None)
+    # What decodes a stored constant around the body may have no reader but the body, which has folded it since.
+    for read in reads.values():
+        producer = read.producer() if read is not None else None
+        if producer is not None:
+            prune(producer)
     body.node.attributes[body.attribute] = ir.AttrGraph(body.attribute, graph)
     for key, function in changed.model.functions.items():
         model.functions.setdefault(key, function)
