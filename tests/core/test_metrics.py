@@ -41,6 +41,7 @@ def test_edges(library: object) -> None:
     assert cosine(x, -x) == pytest.approx(-1)
     assert kl(x, x) == 0 and kl(x * 1e4, x * 1e4 + 7) == pytest.approx(0, abs=1e-9)
     assert decibel(100, 1) == 20 and decibel(0, 0) == math.inf and decibel(0, 1) == -math.inf
+    assert decibel(1, math.inf) == -math.inf and decibel(math.inf, 1) == math.inf and math.isnan(decibel(math.nan, 1))
 
 
 def test_sums_are_wide() -> None:

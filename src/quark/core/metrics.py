@@ -192,10 +192,11 @@ class ChannelFit:
 
 
 def decibel(signal: float, noise: float) -> float:
-    """10 log10(signal / noise): inf without noise, -inf without signal."""
+    """10 log10(signal / noise): inf without noise, -inf without signal or with infinite noise, NaN where either is."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    ratio = signal / noise
+    return -math.inf if ratio <= 0 else 10 * math.log10(ratio)
 
 
 def sqnr(x: Array, y: Array) -> float:

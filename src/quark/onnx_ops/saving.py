@@ -10,8 +10,8 @@ import filecmp
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import onnx_ir as ir
 from quark.errors import FormatError, one_line
 from quark.files import check_file, digest_of, replace_file, temporary_folder
 from quark.onnx_ops.custom_libraries import session_options
+from quark.onnx_ops.graph_writer import fixed_shape
 
 SMALL = 1024
 """Bytes below which a weight stays inside the model."""
@@ -80,21 +81,34 @@ def weight_bytes(model: ir.Model) -> int:
 
 def message_without_weights(model: ir.Model) -> onnx.ModelProto:
     """The model as a message that names its large weights as external: for what looks at the graph alone."""
-    large = {
-        value: tensor
-        for value in model.graph.initializers.values()
-        if (tensor := value.const_value) is not None and tensor.nbytes >= SMALL
-    }
-    try:
-        for value, tensor in large.items():
-            shape = ir.Shape(tensor.shape.numpy())
-            value.const_value = ir.ExternalTensor(
-                "memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=tensor.name or ""
-            )
+    values = model.graph.initializers.values()
+    with named_as_external(model, [v for v in values if v.const_value is not None and v.const_value.nbytes >= SMALL]):
         return ir.to_proto(model)
+
+
+@contextmanager
+def named_as_external(model: ir.Model, weights: Sequence[ir.Value]) -> Iterator[None]:
+    """Within, a message of the model names these initializers as weights outside, in no file that there is."""
+    others = set(model.graph.initializers.values()) - set(weights)
+    # Codes are computed from their weights when they are read: the small ones must be while these are in place.
+    stand_ins = {v: _read(v.const_value) for v in others if isinstance(v.const_value, ir.LazyTensor)}
+    for value in weights:
+        tensor = value.const_value
+        assert tensor is not None
+        shape, name = ir.Shape(tensor.shape.numpy()), value.name or ""
+        stand_ins[value] = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+    tensors = {value: value.const_value for value in stand_ins}
+    try:
+        for value, stand_in in stand_ins.items():
+            value.const_value = stand_in
+        yield
     finally:
-        for value, tensor in large.items():
+        for value, tensor in tensors.items():
             value.const_value = tensor
+
+
+def _read(tensor: ir.LazyTensor) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, shape=fixed_shape(tensor), name=tensor.name)
 
 
 def files_read(model: ir.Model) -> set[Path]:

@@ -22,7 +22,7 @@ from quark.onnx.graph.check_tensors import LinkedTensor
 from quark.onnx.graph.proto_file import check_message, read_header, reason
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.graph_writer import free_name
-from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, check_valid, files_read, weight_bytes
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, check_valid, files_read, named_as_external, weight_bytes
 
 QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
@@ -265,17 +265,8 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
         and (value.const_value.nbytes >= SMALL or isinstance(value.const_value, ir.ExternalTensor))
     }
     tensors = {name: value.const_value for name, value in values.items()}
-    try:
-        for name, value in values.items():
-            tensor = tensors[name]
-            assert tensor is not None
-            value.const_value = ir.ExternalTensor(
-                "memory", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
-            )
+    with named_as_external(model, list(values.values())):
         proto = to_proto(model)
-    finally:
-        for name, value in values.items():
-            value.const_value = tensors[name]
     return proto, {
         name: np.asarray(tensor.numpy(), order="C") for name, tensor in tensors.items() if tensor is not None
     }

@@ -1,0 +1,30 @@
+"""Models apart from their weights, as sessions take them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx import numpy_helper
+
+from quark.onnx.graph.model_file import SMALL, load, split_weights
+from quark.onnx_ops.saving import message_without_weights
+from tests.models.onnx_zoo import Builder
+
+
+def test_codes_computed_when_read_see_their_weight_while_it_is_split_off() -> None:
+    """A weight that one node reads in float and another as codes, which are small enough to stay in the message."""
+    b, size = Builder(), SMALL // 4
+    w = b.constant("w", b.random.normal(0, 1, (1, size)))
+    b.constant("codes", np.zeros((1, size), np.float32))
+    sums = b.node("Add", ["x", b.node("Mul", [w, "codes"], "decoded")], "y")
+    model = load(b.model({"x": [1, size]}, {sums: [1, size]}))
+    weight, codes = (model.graph.initializers[name] for name in ("w", "codes"))
+    lazy = ir.LazyTensor(lambda: ir.tensor(weight.const_value.numpy().astype(np.int8)), dtype=ir.DataType.INT8,
+                         shape=ir.Shape([1, size]), name="codes")  # fmt: skip
+    codes.const_value = lazy
+    proto, weights = split_weights(model)
+    inside = {tensor.name: tensor for tensor in proto.graph.initializer}
+    assert list(weights) == ["w"] and codes.const_value is lazy and weight.const_value.nbytes == SMALL
+    plain = {tensor.name: tensor for tensor in message_without_weights(model).graph.initializer}
+    for message in (inside, plain):
+        np.testing.assert_array_equal(numpy_helper.to_array(message["codes"]), weights["w"].astype(np.int8))
