@@ -350,6 +350,15 @@ def rows_that_are_empty() -> onnx.ModelProto:
     return b.finish(ROW, {"y": ["n", 8]})
 
 
+def a_cache_that_is_empty_at_first() -> onnx.ModelProto:
+    """Keys of no token yet, as the first call of a language model has them: no values, and so no range."""
+    b = Odd()
+    past = b.node("ConstantOfShape", [b.integers("none", [0, 8])], "past")
+    b.node("Concat", [b.node("Mul", [past, b.constant("one", np.ones(1))], "kept"), "x"], "all", axis=0)
+    b.node("MatMul", ["all", b.weight("w", 8, 8)], "y")
+    return b.finish(ROW, {"y": ["n", 8]})
+
+
 def input_as_output() -> onnx.ModelProto:
     return linear(x=["n", 8])
 
@@ -360,6 +369,8 @@ def initializer_as_output() -> onnx.ModelProto:
 
 RIGHT: tuple[Make, ...] = (
     long_names, names_that_quantizing_gives, an_unused_initializer, three_outputs_of_one_tensor, nodes_out_of_order,
+    rows_that_are_empty,
+    a_cache_that_is_empty_at_first,
     input_as_output, initializer_as_output, a_loop, a_scan, branches_that_only_pass_on, a_local_function,
     another_domain, strings, sequences, integers_in_elementwise_nodes, a_part_in_float64, recurrent,
     one_matrix_read_three_times, a_kernel_that_is_gathered_too, embedding_and_head, matrices_of_other_ranks,

@@ -5,7 +5,7 @@ The model runs in slices, and the activations of one are reduced while the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -96,9 +96,9 @@ def activation_params(
         for root, free in _from_zero(observers, placement).items():
             known = statistics is not None and root in classes
             observers[root] = _again(observers[root], free, settings, classes[root] if known else [], statistics)
+    observers = _with_values(observers, placement)
     masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
-    for value in [value for value in placement.activations if placement.root(value) in masks]:
-        del placement.activations[value]
+    _leave_in_float(masks, placement)
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
     if range_file is not None and not Path(range_file).exists():
         ranges = {root.name or "": _final_range(seen, root in masks) for root, seen in observers.items()}
@@ -107,6 +107,29 @@ def activation_params(
         files = save_figures({root.name or "": observer for root, observer in observers.items()})
         logger.info(f"{len(files)} histograms are in {FOLDER}.")
     return params
+
+
+def _with_values(observers: Mapping[ir.Value, Observer], placement: Placement) -> dict[ir.Value, Observer]:
+    """The observers of tensors that have values in some sample; others stay in float, as no range is theirs.
+
+    A cache of keys and values before the first token is such a tensor, and has values later.
+
+    Raises:
+        CalibrationError: None has any.
+    """
+    empty = {root for root, observer in observers.items() if observer.low is None}
+    if len(empty) == len(observers):
+        raise CalibrationError("No calibration sample has values: every tensor of a static scale is empty in all.")
+    if empty:
+        _leave_in_float(empty, placement)
+        names = ", ".join(sorted(root.name or "" for root in empty))
+        logger.info("These tensors have no values in any calibration sample, and stay in float: %s.", names)
+    return {root: observer for root, observer in observers.items() if root not in empty}
+
+
+def _leave_in_float(roots: Collection[ir.Value], placement: Placement) -> None:
+    for value in [value for value in placement.activations if placement.root(value) in roots]:
+        del placement.activations[value]
 
 
 def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:

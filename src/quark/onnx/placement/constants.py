@@ -27,6 +27,8 @@ def has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
     index = rule_of(node.op_type).weight
     if index is None or index >= len(node.inputs) or not is_constant(node.inputs[index]) or layer.weight is None:
         return False
+    if not constant(node.inputs[index]).size:
+        return False  # no scale is its own
     return settings.qdq.matmul_nbits is None or fits_nbits(node, weight_spec(node, layer.weight, settings))
 
 
@@ -38,7 +40,7 @@ def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placeme
     weight = () if rule.weight is None else (rule.weight,)
     for index in {*rule.inputs(node), *weight}:
         value = node.inputs[index] if index < len(node.inputs) else None
-        if value is None or not is_constant(value) or not placement.is_float(value):
+        if value is None or not is_constant(value) or not placement.is_float(value) or not constant(value).size:
             continue
         if index == rule.weight and layer.weight is not None:
             placement.weights[node, index] = weight_spec(node, layer.weight, settings)

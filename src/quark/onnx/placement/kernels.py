@@ -17,8 +17,10 @@ PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def fits_dynamic(node: ir.Node) -> bool:
-    """Whether a node has an integer kernel for its form: constant weight, a Gemm without factors."""
+    """Whether a node has an integer kernel for its form: constant weight that is not empty, a Gemm without factors."""
     if node.op_type not in DYNAMIC_KERNELS or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
+        return False
+    if not constant(node.inputs[1]).size:
         return False
     if node.op_type == "Gemm":
         given = {name: node.attributes[name].value for name in PLAIN_GEMM if name in node.attributes}
