@@ -14,7 +14,7 @@ from quark.onnx import CLEConfig
 from quark.onnx.config.preset_rows import QROWS
 from tests.commands.program import Done, quark
 from tests.commands.test_onnx_commands import cells
-from tests.models.onnx_zoo import cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import Builder, cnn, images, mlp, run, vectors
 
 INT8 = onnx.TensorProto.INT8
 LINE = "quantize {0}/cnn.onnx --config A8W8 --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"
@@ -104,6 +104,25 @@ def test_where_no_integers_are_faster_weights_alone_are_stored(folder: Path, mon
     assert "Cast" in kinds and not {"QuantizeLinear", "DequantizeLinear"} & kinds
     refused = command(folder, "--config INT8_CPU --recover --measure", line)
     assert refused.code == 1 and "is faster than float" in refused.err
+
+
+@pytest.mark.slow
+def test_where_integer_activations_lose_the_task_weights_alone_are_stored(tmp_path: Path) -> None:
+    """A logarithm asks for the small values of a spectrum, of which one scale for all leaves nothing."""
+    b, size = Builder(), 32
+    power = b.node("MatMul", ["x", b.constant("w", b.random.uniform(0.1, 1, (size, size)))], "power")
+    floor = b.node("Max", [power, b.constant("least", np.array(1e-10))], "floor")
+    onnx.save(b.model({"x": ["n", size]}, {b.node("Log", [floor], "y"): ["n", size]}), tmp_path / "log.onnx")
+    loudness = b.random.normal(0, 8, (16, 1)) + b.random.normal(0, 1, (16, size))
+    np.savez(tmp_path / "x.npz", x=np.exp(loudness).astype(np.float32))
+    line = f"quantize {tmp_path}/log.onnx --calib {tmp_path}/x.npz --batch-size 16 -o {tmp_path}/out.onnx"
+    refused = quark(*f"{line} --config INT8_CPU".split())
+    assert refused.code == 1 and "has lost its outputs" in refused.err
+    done = quark(*f"{line} --no-measure".split())
+    assert done.code == 0 and "INT8_CPU_WEIGHTS: " in done.out and "has lost its outputs" in done.log
+    feed = {"x": np.load(tmp_path / "x.npz")["x"]}
+    x, y = (run(str(tmp_path / name), feed) for name in ("log.onnx", "out.onnx"))
+    assert np.sum(x**2) > 1000 * np.sum((x - y) ** 2)
 
 
 @pytest.mark.slow

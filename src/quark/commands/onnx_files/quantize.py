@@ -13,7 +13,7 @@ from quark.command_line import results
 from quark.commands.onnx_files.quantized_page import page_of_file
 from quark.commands.onnx_files.recover import QUICK, Recovering
 from quark.commands.results.quantized import size_line
-from quark.errors import ConfigError, NothingToQuantizeError, SlowerThanFloatError
+from quark.errors import ConfigError, DamageError, NothingToQuantizeError, SlowerThanFloatError
 from quark.files import check_file
 from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
@@ -107,8 +107,9 @@ def quantize_onnx(
             timing = timing.by_default(target)
     try:
         written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
-    except (SlowerThanFloatError, NothingToQuantizeError) as error:
+    except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
         # Kernels of bodies (If, Loop, Scan) are not timed: where all is in them, weights are what is never slower.
+        # Where no range serves an activation (spectra before their logarithm), weights are what loses least.
         if config is not None:
             raise
         logger.info("%s Weights alone are stored as integers.", error)
