@@ -23,6 +23,10 @@ from quark.onnx.latency.profile_file import open_profile
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
 
+LEAST_GAIN = 0.01
+"""Share of the time of the float kernels: less is within what two measurements of one kernel differ by, and integers
+cost accuracy, and the size of all that then stays in float."""
+
 
 LEAST_GAIN = 0.01
 """Share of the time of the float kernels: less is within what two measurements of one kernel differ by, and integers
