@@ -108,8 +108,7 @@ def quantize_onnx(
     try:
         written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
     except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
-        # Kernels of bodies (If, Loop, Scan) are not timed: where all is in them, weights are what is never slower.
-        # Where no range serves an activation (spectra before their logarithm), weights are what loses least.
+        # Weights alone are never slower where all is in bodies, which are not timed, and lose least in spectra.
         if config is not None:
             raise
         logger.info("%s Weights alone are stored as integers.", error)

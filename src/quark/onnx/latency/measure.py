@@ -28,11 +28,6 @@ LEAST_GAIN = 0.01
 cost accuracy, and the size of all that then stays in float."""
 
 
-LEAST_GAIN = 0.01
-"""Share of the time of the float kernels: less is within what two measurements of one kernel differ by, and integers
-cost accuracy, and the size of all that then stays in float."""
-
-
 @dataclass(frozen=True)
 class Measured:
     """What was found.
