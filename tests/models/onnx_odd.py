@@ -359,6 +359,26 @@ def a_cache_that_is_empty_at_first() -> onnx.ModelProto:
     return b.finish(ROW, {"y": ["n", 8]})
 
 
+def a_mask_of_minus_infinity() -> onnx.ModelProto:
+    """What a causal mask puts before a Softmax."""
+    b = Odd()
+    scores = b.node("MatMul", ["x", b.weight("w", 8, 8)], "scores")
+    b.constant("least", np.array(-np.inf))
+    masked = b.node(
+        "Where", [b.node("Less", ["gate", b.constant("half", np.array(0.5))], "open"), scores, "least"], "m"
+    )
+    b.constant("gate", np.arange(8) / 8)
+    b.node("MatMul", [b.node("Softmax", [masked], "p"), b.weight("v", 8, 8)], "y")
+    return b.finish(ROW, {"y": ["n", 8]})
+
+
+def initializers_that_are_no_inputs() -> onnx.ModelProto:
+    """Of IR version 3, which asks for that; runtimes do not."""
+    model = linear(8, 8)
+    model.ir_version, model.opset_import[0].version = 3, 9
+    return model
+
+
 def input_as_output() -> onnx.ModelProto:
     return linear(x=["n", 8])
 
@@ -371,6 +391,8 @@ RIGHT: tuple[Make, ...] = (
     long_names, names_that_quantizing_gives, an_unused_initializer, three_outputs_of_one_tensor, nodes_out_of_order,
     rows_that_are_empty,
     a_cache_that_is_empty_at_first,
+    a_mask_of_minus_infinity,
+    initializers_that_are_no_inputs,
     input_as_output, initializer_as_output, a_loop, a_scan, branches_that_only_pass_on, a_local_function,
     another_domain, strings, sequences, integers_in_elementwise_nodes, a_part_in_float64, recurrent,
     one_matrix_read_three_times, a_kernel_that_is_gathered_too, embedding_and_head, matrices_of_other_ranks,

@@ -5,7 +5,7 @@ The model runs in slices, and the activations of one are reduced while the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,12 +30,12 @@ from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
+from quark.onnx.calibration.left_in_float import carries_mask, final_range, leave_in_float, with_values
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.calibration.statistics import EverythingObserver, SolvedObserver, Statistics, load_or_start
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.masks import limit
 from quark.onnx.graph.model_file import is_constant, split_weights
 from quark.onnx.graph.proto_file import reason
 from quark.onnx.graph.sessions import run_sample, session_over
@@ -96,40 +96,17 @@ def activation_params(
         for root, free in _from_zero(observers, placement).items():
             known = statistics is not None and root in classes
             observers[root] = _again(observers[root], free, settings, classes[root] if known else [], statistics)
-    observers = _with_values(observers, placement)
-    masks = {root for root, observer in observers.items() if _is_mask(observer, placement.half)}
-    _leave_in_float(masks, placement)
+    observers = with_values(observers, placement)
+    masks = {root for root, observer in observers.items() if carries_mask(observer, placement.half)}
+    leave_in_float(masks, placement)
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
     if range_file is not None and not Path(range_file).exists():
-        ranges = {root.name or "": _final_range(seen, root in masks) for root, seen in observers.items()}
+        ranges = {root.name or "": final_range(seen, root in masks) for root, seen in observers.items()}
         write_ranges(range_file, ranges)
     if settings.calibration.figures:
         files = save_figures({root.name or "": observer for root, observer in observers.items()})
         logger.info(f"{len(files)} histograms are in {FOLDER}.")
     return params
-
-
-def _with_values(observers: Mapping[ir.Value, Observer], placement: Placement) -> dict[ir.Value, Observer]:
-    """The observers of tensors that have values in some sample; others stay in float, as no range is theirs.
-
-    A cache of keys and values before the first token is such a tensor, and has values later.
-
-    Raises:
-        CalibrationError: None has any.
-    """
-    empty = {root for root, observer in observers.items() if observer.low is None}
-    if len(empty) == len(observers):
-        raise CalibrationError("No calibration sample has values: every tensor of a static scale is empty in all.")
-    if empty:
-        _leave_in_float(empty, placement)
-        names = ", ".join(sorted(root.name or "" for root in empty))
-        logger.info("These tensors have no values in any calibration sample, and stay in float: %s.", names)
-    return {root: observer for root, observer in observers.items() if root not in empty}
-
-
-def _leave_in_float(roots: Collection[ir.Value], placement: Placement) -> None:
-    for value in [value for value in placement.activations if placement.root(value) in roots]:
-        del placement.activations[value]
 
 
 def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
@@ -209,19 +186,6 @@ def _again(
     found = make_observer(asked, settings)
     found.restore(observer.state())
     return found
-
-
-def _final_range(observer: Observer, is_mask: bool) -> tuple[float, float]:
-    """The range that a scale is made of; of a mask, the one that shows that it is none of a scale."""
-    low, high = observer.extremes() if is_mask else observer.range()
-    return float(low), float(high)
-
-
-def _is_mask(observer: Observer, half: bool) -> bool:
-    """Whether a tensor carries an attention mask: no scale serves both -3e38 and its other values."""
-    largest = limit("float16" if half else "float32")
-    extremes = [np.asarray(side) for side in (observer.low, observer.high) if side is not None]
-    return any(bool(np.isfinite(side).all() and (abs(side) > largest).any()) for side in extremes)
 
 
 def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:

@@ -1,4 +1,4 @@
-"""Attention masks: tensors that carry the most negative float beside other values.
+"""Attention masks: tensors that carry the most negative float, or -inf, beside other values.
 
 No scale serves both, and in a block format one such value takes the exponent of its block: the others become 0. Where
 data is seen, calibration finds them by their range. Block formats see none; there they are found by where they come

@@ -95,6 +95,8 @@ def _is_large(value: ir.Value) -> bool:
 def _without(model: ir.Model, weights: dict[str, ir.Value]) -> onnx.ModelProto:
     """The model with inputs in the place of the weights."""
     bare = model.clone()
+    # Before version 4 every initializer is an input too, which runtimes do not ask for and the converter does.
+    bare.ir_version = max(bare.ir_version or 0, 4)
     for value in bare.graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor) and value.name not in weights:
             value.const_value = ir.tensor(value.const_value.numpy().copy(), name=value.name)

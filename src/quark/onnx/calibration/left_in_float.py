@@ -1,0 +1,60 @@
+"""Tensors that stay in float for what calibration saw of them: masks, and what is empty in every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.core.observers import Observer
+from quark.errors import CalibrationError
+from quark.log import logger
+from quark.onnx.graph.masks import limit
+from quark.onnx.placement.placement import Placement
+
+
+def with_values(observers: Mapping[ir.Value, Observer], placement: Placement) -> dict[ir.Value, Observer]:
+    """The observers of tensors that have values in some sample; others stay in float, as no range is theirs.
+
+    A cache of keys and values before the first token is such a tensor, and has values later.
+
+    Raises:
+        CalibrationError: None has any.
+    """
+    empty = {root for root, observer in observers.items() if observer.low is None}
+    if len(empty) == len(observers):
+        raise CalibrationError("No calibration sample has values: every tensor of a static scale is empty in all.")
+    if empty:
+        leave_in_float(empty, placement)
+        names = ", ".join(sorted(root.name or "" for root in empty))
+        logger.info("These tensors have no values in any calibration sample, and stay in float: %s.", names)
+    return {root: observer for root, observer in observers.items() if root not in empty}
+
+
+def leave_in_float(roots: Collection[ir.Value], placement: Placement) -> None:
+    """Take the classes of these tensors out of a placement."""
+    for value in [value for value in placement.activations if placement.root(value) in roots]:
+        del placement.activations[value]
+
+
+def carries_mask(observer: Observer, half: bool) -> bool:
+    """Whether a tensor carries an attention mask: no scale serves both -3e38, or -inf, and its other values.
+
+    NaN and +inf are no mask: an observer refuses them.
+    """
+    low, high = np.asarray(observer.low), np.asarray(observer.high)
+    if np.isnan(low).any() or np.isnan(high).any() or (high == np.inf).any():
+        return False
+    largest = limit("float16" if half else "float32")
+    return bool((abs(low) > largest).any() or (abs(high) > largest).any())
+
+
+def final_range(observer: Observer, mask: bool) -> tuple[float, float]:
+    """The range that a scale is made of; of a mask, the one that shows that it is none of a scale."""
+    if not mask:
+        low, high = observer.range()
+        return float(low), float(high)
+    largest = float(np.finfo(np.float32).max)
+    low, high = np.clip(np.asarray([observer.low, observer.high], np.float64).reshape(2), -largest, largest)
+    return float(low), float(high)
