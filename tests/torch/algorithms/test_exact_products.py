@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from quark.torch.algorithms import exact_products
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
 from quark.torch.algorithms.input_group import InputGroup
 
@@ -25,7 +26,8 @@ def precision() -> str | None:
     return getattr(matmul, "fp32_precision", None)
 
 
-def test_the_setting_of_the_process_is_left_as_it_was() -> None:
+def test_the_setting_of_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_products, "_has_tiles", lambda: True)
     before = precision()
     half, single = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2)
     with exact_in_bfloat16(half, single):
@@ -34,3 +36,18 @@ def test_the_setting_of_the_process_is_left_as_it_was() -> None:
         assert precision() in ("bf16", None)
         _ = single @ torch.zeros(3, 3)
     assert precision() == before
+
+
+def test_without_tiles_products_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There bfloat16 takes longer."""
+    monkeypatch.setattr(exact_products, "_has_tiles", lambda: False)
+    half, before = torch.zeros(2, 2, dtype=torch.bfloat16), precision()
+    with exact_in_bfloat16(half, half):
+        assert precision() == before
+
+
+def test_the_processor_says_whether_it_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    assert exact_products._has_tiles()
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert not exact_products._has_tiles()
