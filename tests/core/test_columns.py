@@ -171,6 +171,17 @@ def test_errors_of_candidates_are_those_of_fake_quantize(
     columns.candidate_errors(wrap(weight.reshape(-1, size)), wrap(scale), zero, rule, wrap(errors))
     assert (errors == np.stack([error.reshape(-1, size) for _, error in expected], 1)).all()
 
+    other = np.random.default_rng(6).standard_normal((len(scale), size), np.float32)
+    wanted = (np.float64(errors) * other[:, None]).sum(-1)
+    # A product is off by half a unit of float32, and so is each of `size` sums.
+    most = 2.0**-24 * (size + 1) * (np.abs(np.float64(errors)) * np.abs(other[:, None])).sum(-1)
+    for library in (columns._library, lambda: None):
+        monkeypatch.setattr(columns, "_library", library)
+        found = columns.candidate_dots(wrap(weight.reshape(-1, size)), wrap(scale), zero, rule, wrap(other))
+        assert (np.abs(np.asarray(found) - wanted) <= most).all()
+        found = columns.row_dots(wrap(errors), wrap(np.repeat(other[:, None], 3, 1)))
+        assert (np.abs(np.asarray(found) - wanted) <= most).all()
+
 
 @WRAPS
 def test_the_search_finds_the_scales_that_it_finds_without_a_compiler(

@@ -12,6 +12,7 @@ from quark.core.array import to_numpy
 from quark.core.granularity import PerGroup
 from quark.core.quantize import fake_quantize, range_of
 from quark.core.scales import qparams_from_range
+from quark.core.solvers import smooth
 from quark.core.solvers.smooth import FACTORS, STEPS, best_scale, best_steps, gram_loss, salience_scale, search
 from quark.core.solvers.smooth import smoothing_scale as smoothing
 from quark.core.spec import spec
@@ -43,7 +44,9 @@ def test_the_smoothing_scale_is_the_papers() -> None:
     assert np.allclose(smoothing(act, w, 1.0), [4, 1, 1, 1e-3])
 
 
-def test_the_loss_is_the_mean_squared_error_of_the_output() -> None:
+@pytest.mark.parametrize("block", [512, 5])
+def test_the_loss_is_the_mean_squared_error_of_the_output(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smooth, "BLOCK", block)
     x, e = data(), weight()
     assert np.allclose(gram_loss(e, moments(x)), ((x @ e.T) ** 2).mean(0), rtol=1e-4)
 

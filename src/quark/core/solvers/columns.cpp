@@ -120,6 +120,20 @@ FOR_EACH_CPU float weighted_square(const float* x, const float* y, const float* 
     return total;
 }
 
+// Likewise in 64 sums.
+FOR_EACH_CPU float dot(const float* x, const float* y, int64_t n) {
+    constexpr int64_t kLanes = 64;
+    float sums[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += x[i + lane] * y[i + lane];
+    }
+    for (; i < n; ++i) sums[i % kLanes] += x[i] * y[i];
+    float total = 0;
+    for (float sum : sums) total += sum;
+    return total;
+}
+
 FOR_EACH_CPU void quantize_part(const Grid& grid, const float* x, const float* scale, const float* zero, float* y,
                                 int64_t n) {
     // Copies, which no result can overlap: the compiler may keep them.
@@ -201,4 +215,25 @@ EXPORT void candidate_errors(const float* x, const float* scale, const float* ze
         quantize_part(*grid, run, scale + i, zero ? zero + i : nullptr, error, size);
         subtract(error, run, error, size);
     }
+}
+
+// dots_rc = sum_i (Q_rc(x_ri) - x_ri) other_ri: of the errors above, none of which is kept.
+EXPORT void candidate_dots(const float* x, const float* other, const float* scale, const float* zero, int64_t runs,
+                           int64_t candidates, int64_t size, float* dots, const Grid* grid) {
+    float error[kRows];
+    for (int64_t i = 0; i < runs * candidates; ++i) {
+        float total = 0;
+        for (int64_t start = 0; start < size; start += kRows) {
+            const int64_t n = std::min(kRows, size - start), at = i / candidates * size + start;
+            quantize_part(*grid, x + at, scale + i, zero ? zero + i : nullptr, error, n);
+            subtract(error, x + at, error, n);
+            total += dot(error, other + at, n);
+        }
+        dots[i] = total;
+    }
+}
+
+// dots_r = sum_i x_ri y_ri.
+EXPORT void row_dots(const float* x, const float* y, int64_t rows, int64_t size, float* dots) {
+    for (int64_t row = 0; row < rows; ++row) dots[row] = dot(x + row * size, y + row * size, size);
 }

@@ -8,6 +8,7 @@ in another order than a matrix product sums it, so a value within float32 of a t
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quark import native
-from quark.core.array import Array, dtype_name, is_torch, namespace
+from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace
 from quark.core.block_types import BlockType
 from quark.core.quantize import quantize_elements
 from quark.core.rounding import RoundType
@@ -210,6 +211,59 @@ def candidate_errors(values: Array, scale: Array, zero: Array | None, spec: Tens
     _in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
 
 
+def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: TensorSpec, other: Array) -> Array:
+    """sum_i (Q(x_i) - x_i) other_i of runs of values, each under several scales: (runs, candidates).
+
+    Args:
+        values, other: (runs, size), float32.
+        scale, zero: (runs, candidates), float32.
+        spec: The element type and the rules.
+    """
+    (runs, count), size, rule = scale.shape, values.shape[-1], _Rule.of(spec)
+    arrays = [values, scale, other, *([] if zero is None else [zero])]
+    fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
+    if rule is None or not fits or _library() is None:
+        return _dots_of_errors(values, scale, zero, spec, other)
+    dots = namespace(scale).empty_like(scale)
+
+    def part(start: int, rows: int) -> None:
+        _library().candidate_dots(
+            _address(values, start * size), _address(other, start * size), _address(scale, start * count),
+            _address(zero, start * count), rows, count, size, _address(dots, start * count), rule,
+        )  # fmt: skip
+
+    _in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
+    return dots
+
+
+def _dots_of_errors(values: Array, scale: Array, zero: Array | None, spec: TensorSpec, other: Array) -> Array:
+    """The same from errors that are made, of a few runs at a time."""
+    xp, parts = namespace(values), []
+    step = max(1, chunk_bytes_for(values) // (4 * values.shape[-1] * scale.shape[-1]))
+    for start in range(0, len(values), step):
+        here = slice(start, start + step)
+        errors = xp.stack([values[here]] * scale.shape[-1], 1)
+        candidate_errors(values[here], scale[here], None if zero is None else zero[here], spec, errors)
+        parts.append((errors @ other[here][..., None])[..., 0])
+    return xp.concatenate(parts)
+
+
+def row_dots(left: Array, right: Array) -> Array:
+    """sum_i x_i y_i along the last axis."""
+    rows, size = math.prod(left.shape[:-1]), left.shape[-1]
+    fits = rows * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in (left, right))
+    if not fits or _library() is None:
+        return (left * right).sum(-1)
+    dots = namespace(left).empty_like(left[..., 0])
+
+    def part(start: int, count: int) -> None:
+        at = start * size
+        _library().row_dots(_address(left, at), _address(right, at), count, size, _address(dots, start))
+
+    _in_threads(rows, max(1, WORTH_CALLING // size), part)
+    return dots
+
+
 def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any], int, int], None]) -> None:
     """Run `part` on the arrays of each problem, rows over threads."""
     lead = arrays[0].shape[:-2] if arrays[0] is not None else ()
@@ -276,6 +330,8 @@ def _library() -> Any:
     found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
     found.part_errors.argtypes = [pointer, pointer, count, pointer, pointer, count, count, pointer, rule]
     found.candidate_errors.argtypes = [pointer] * 3 + [count] * 3 + [pointer, rule]
-    for name in ("solve_columns", "refine_columns", "part_errors", "candidate_errors"):
+    found.candidate_dots.argtypes = [pointer] * 4 + [count] * 3 + [pointer, rule]
+    found.row_dots.argtypes = [pointer, pointer, count, count, pointer]
+    for name in ("solve_columns", "refine_columns", "part_errors", "candidate_errors", "candidate_dots", "row_dots"):
         getattr(found, name).restype = None
     return found
