@@ -38,7 +38,7 @@ from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
 from quark.torch.checkpoint.loading import empty_params
-from quark.torch.config.algo_configs import ALGO_CONFIGS
+from quark.torch.config.algo_configs import ALGO_CONFIGS, RotationConfig
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.observer_classes import OBSERVER_CLASSES
 from quark.torch.config.selectors import SELECTORS
@@ -48,7 +48,7 @@ from quark.torch.formats.quark.layout import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS
 from quark.torch.quantization.config import config as config_address
 from tests.commands.program import quark
-from tests.models.torch_zoo import mlp
+from tests.models.torch_zoo import mlp, tiny_llama
 
 ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide" / "pytorch.md"
@@ -321,11 +321,9 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
     calls: list[Callable[[], object]] = [
         lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
     ]
-    missing = {name: cls for name, cls in ALGO_CONFIGS.items() if not issubclass(cls, tuple(TORCH_ALGORITHMS))}
-    assert missing
-    for name in missing:
-        assert name in listed
-        calls.append(lambda name=name: ModelQuantizer(template.get_config("int8", name)))  # type: ignore[misc]
+    assert "learned rotations" in listed
+    learned = replace(template.get_config("int8"), algo_config=[RotationConfig(trainable=True)])
+    calls.append(lambda: ModelQuantizer(learned).quantize_model(tiny_llama()))
     for call in calls:
         with pytest.raises(NotSupportedError):
             call()

@@ -280,10 +280,10 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
         quantize(model, LayerSpec(weight=INT8))
     with pytest.raises(ConfigError, match="freeze needs a model from quantize_model"):
         ModelQuantizer.freeze(mlp())
-    from quark.torch.config.algo_configs import SVDQuantConfig
+    from quark.torch.config.algo_configs import UnknownAlgoConfig
 
-    with pytest.raises(NotSupportedError, match="SVDQuantConfig"):
-        ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[SVDQuantConfig()]))
+    with pytest.raises(NotSupportedError, match="UnknownAlgoConfig"):
+        ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[UnknownAlgoConfig("of another version")]))
     with pytest.raises(NotSupportedError, match="keep_prequantized_layers=False"):
         ModelQuantizer(config(LayerSpec(weight=INT8), keep_prequantized_layers=False))
     with pytest.raises(ConfigError, match="Unknown scheme 'int9'"):

@@ -20,8 +20,7 @@ def algorithms() -> None:
     from quark.torch.config import algo_configs as of_torch
 
     console = results()
-    here = {n: kind for n, kind in of_torch.ALGO_CONFIGS.items() if n not in of_torch.NOT_IN_THIS_VERSION}
-    console.print(_table(here, "Of a model folder"))
+    console.print(_table(of_torch.ALGO_CONFIGS, "Of a model folder"))
     console.print(_table(of_onnx.ALGO_CONFIGS, "Of an ONNX file"))
 
 

@@ -12,6 +12,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import quantize_attention
 from quark.torch.layers.kv_cache import cached_after_rope
+from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.online_rotation import undo_input_rotation
 from quark.torch.layers.replace import replace_layer, set_submodule
 from quark.torch.model.passes import prepare, undo
@@ -40,6 +41,7 @@ def replaced(model: nn.Module, plan: Plan) -> Iterator[dict[str, QuantLayer]]:
         yield layers
     except BaseException:
         for name, module in originals.items():
+            undo_branch(layers[name])
             undo_input_rotation(layers[name])
             module._parameters = layers[name]._parameters
             set_submodule(model, name, module)

@@ -264,7 +264,7 @@ def test_what_streaming_cannot_do(tmp_path: Path) -> None:
         streamed(scheme("uint4_wo_32", [GPTQ]), source, tmp_path / "b")
     with pytest.raises(NotSupportedError, match=r"lm_head\.input has a static scale and lies outside the blocks"):
         streamed(scheme("int8", exclude_layers=[]), source, tmp_path / "c", token_batches())
-    with pytest.raises(NotSupportedError, match="RotationConfig changes the whole model"):
+    with pytest.raises(NotSupportedError, match="RotationConfig needs the whole model"):
         streamed(scheme("uint4_wo_32", [RotationConfig()]), source, tmp_path / "e", token_batches())
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
     (tmp_path / "there").mkdir()

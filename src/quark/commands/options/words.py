@@ -60,15 +60,12 @@ def scheme_names() -> list[str]:
 
 def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
     """The configs of --algorithm for a model folder; a name alone stays one, which a template may know better."""
-    from quark.torch.config.algo_configs import ALGO_CONFIGS, NOT_IN_THIS_VERSION
+    from quark.torch.config.algo_configs import ALGO_CONFIGS
 
     found: list[Any] = []
     for word in words or []:
         name, parameters = split_algorithm(word)
         kind = ALGO_CONFIGS[name]
-        if name in NOT_IN_THIS_VERSION:
-            possible = ", ".join(known for known in ALGO_CONFIGS if known not in NOT_IN_THIS_VERSION)
-            raise ConfigError(f"The algorithm {name!r} is not part of this version. Possible: {possible}.")
         found.append(made(kind, name, {"keep_better": True, **parameters}) if parameters else name)
     return found
 

@@ -81,7 +81,8 @@ class Algorithm:
         config: The settings.
         errors: What it did to each block, in running order.
         reads_inputs: Whether it reads inputs of layers; else no forward is run for it.
-        needs_whole: Whether `prepare` reads or changes weights of the whole model, which must then be in memory.
+        needs_whole: Whether the whole model must be in memory: `prepare` reads or changes its weights, or it adds
+            tensors to layers, for which a folder that is filled block by block has no place.
         needs_float: Whether input groups and blocks carry the float model's inputs too.
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
         rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.

@@ -29,6 +29,7 @@ from quark.torch.calibration.calibrate import calibrate_tensor, share_scales
 from quark.torch.calibration.distributed import summed
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.blocks import Call
 from quark.torch.model.short_call import short_call
@@ -66,6 +67,7 @@ class BlockJudge:
         return Before(
             [(parameter, parameter.detach().clone()) for parameter in self.block.module.parameters()],
             [(quantizer, quantizer.params, quantizer.mode) for quantizer in quantizers],
+            [(layer, branch_of(layer)) for layer in self.layers.values()],
         )
 
     def judge(self, algorithm: Algorithm, before: Before | None, start: float) -> bool:
@@ -126,10 +128,11 @@ class BlockJudge:
 
 @dataclass
 class Before:
-    """A block as it was: its parameters with their values, and its quantizers with theirs."""
+    """A block as it was: its parameters with their values, its quantizers with theirs, and its low-rank branches."""
 
     parameters: list[_Params]
     quantizers: list[_State]
+    branches: list[tuple[QuantLayer, LowRankBranch | None]]
 
     def restore(self) -> None:
         """Give the block all of it back, bit by bit."""
@@ -138,6 +141,8 @@ class Before:
                 parameter.copy_(values)
         for state in self.quantizers:
             _put_back(*state)
+        for layer, branch in self.branches:
+            put_branch(layer, branch)
 
 
 def _picked(count: int) -> list[int]:

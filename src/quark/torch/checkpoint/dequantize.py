@@ -11,6 +11,7 @@ from torch import nn
 from quark.errors import NotSupportedError
 from quark.torch.layers import ROLES
 from quark.torch.layers.base import EXTRA_SUFFIXES
+from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.replace import quantized_layers, set_submodule
 
 NOTED = ("quant_config", "quant_plan", "quark_quantized", "quant_format", "save_pretrained", "hf_quantizer")
@@ -41,6 +42,7 @@ def dequantize_layers(model: nn.Module) -> nn.Module:
             module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
             if bias is not None:
                 module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
+            undo_branch(module)
             set_submodule(model, name, module)
     for noted in NOTED:
         model.__dict__.pop(noted, None)

@@ -21,6 +21,7 @@ from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
+from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import CodedLayout, Layout, Tensors
@@ -28,6 +29,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import probability_quantizers, quantize_attention
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.kv_cache import cached_after_rope
+from quark.torch.layers.low_rank import hold_branches
 from quark.torch.layers.online_rotation import hold_rotations
 from quark.torch.layers.replace import quantized_layers, replace_layer
 from quark.torch.model.passes import prepare, undo
@@ -150,6 +152,9 @@ def map_to_stored(
         rotation = config.get_rotation_config()
         if rotation is not None:
             hold_rotations(model, rotation)
+        for algorithm in config.algo_config or []:
+            if isinstance(algorithm, SVDQuantConfig):
+                hold_branches(model, algorithm)
     except BaseException:
         undo(model, originals)
         raise

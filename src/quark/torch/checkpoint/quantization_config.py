@@ -12,6 +12,7 @@ from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder
 from quark.torch.layers.kv_cache import feeds_cache
+from quark.torch.layers.low_rank import branches, record_branches
 from quark.torch.layers.online_rotation import input_rotations, record_rotations
 from quark.torch.model.published_names import published_names
 from quark.torch.plan import Plan
@@ -35,8 +36,9 @@ def folder_of(
         # As the module and as checkpoints call them.
         list(dict.fromkeys(form for name in plan.to_exclude for form in (name, publish(name)))),
         config,
-        record_rotations(config.to_dict(), model),
+        record_branches(record_rotations(config.to_dict(), model), model),
         tuple(name for name, _ in input_rotations(model)),
+        tuple(name for name, _ in branches(model)),
         cache,
         published,
         pack_method,

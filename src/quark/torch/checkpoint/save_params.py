@@ -20,6 +20,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.enums import QuantizationMode
 from quark.torch.formats import FORMATS
 from quark.torch.graph.saving import load_graph, save_graph
+from quark.torch.layers.low_rank import record_branches
 from quark.torch.layers.online_rotation import record_rotations
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import regular_file
@@ -69,9 +70,10 @@ def save_params(
         for suffix, tensor in make().items()
     }
     plan: Plan = model.quant_plan  # type: ignore[assignment]
+    written = record_branches(record_rotations(config.to_dict(), model), model)
     description: dict[str, Any] = {
         # Resolved: a model to load into has no data, by which layers are found that have to stay in float.
-        "config": {**record_rotations(config.to_dict(), model), "exclude": list(plan.to_exclude)},
+        "config": {**written, "exclude": list(plan.to_exclude)},
         "export": {"pack_method": pack_method, "weight_format": REAL_QUANTIZED if compressed else FAKE_QUANTIZED},
         "structure": _structure(model),
     }

@@ -259,7 +259,13 @@ class AutoRoundConfig(AlgoConfig):
 
 @checked_dataclass
 class SVDQuantConfig(AlgoConfig):
-    """SVDQuant (Li et al. 2024): a low-rank branch in high precision carries the outliers."""
+    """SVDQuant (Li et al. 2024): a low-rank branch in high precision carries the outliers.
+
+    Beside the documented fields: `correction_layers` lists the only layers that may have a branch, in a checkpoint
+    those that have one; `refine_passes` is how often the branch is fitted again to what rounding the rest has lost.
+    `gptq_n_bits`, `gptq_symmetric` and `gptq_group_size` (-1: the scheme's) must be those of the scheme;
+    `gptq_blocksize` is a step of another implementation and changes nothing here.
+    """
 
     name: str = "svdquant"
     svd_rank: int = 32
@@ -278,6 +284,19 @@ class SVDQuantConfig(AlgoConfig):
     gptq_blocksize: int = 128
     gptq_percdamp: float = 0.01
     gptq_actorder: bool = False
+    correction_layers: list[str] | None = None
+    refine_passes: int = 8
+
+    def _check(self) -> None:
+        least = {"svd_rank": 1, "alpha_search_max_samples": 1, "min_layer_size": 1, "refine_passes": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{type(self).__name__}.{name}: {getattr(self, name)} is below {lowest}.")
+        for alpha in (self.smooth_alpha, *(self.alpha_candidates or ())):
+            if not 0 <= alpha <= 1:
+                raise ConfigError(f"{type(self).__name__}: alpha={alpha} is not between 0 and 1.")
+        if self.alpha_candidates == []:
+            raise ConfigError(f"{type(self).__name__}.alpha_candidates is empty. Possible: None, or some of 0 to 1.")
 
 
 @dataclass
@@ -310,9 +329,6 @@ for _name, _class in {
 }.items():
     ALGO_CONFIGS.register(_name, _class)
 
-
-NOT_IN_THIS_VERSION = ("svdquant",)
-"""Documented names whose algorithm does not exist here; the configs are read and written all the same."""
 
 SEARCHED = {"smooth": "autosmoothquant", "smoothquant": "autosmoothquant"}
 """Algorithms that are searched for what suits a model when they are asked for by name alone. SmoothQuant's one alpha

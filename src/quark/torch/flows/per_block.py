@@ -147,8 +147,8 @@ def refuse_whole(algorithms: Sequence[Algorithm]) -> None:
     for algorithm in algorithms:
         if algorithm.needs_whole:
             raise NotSupportedError(
-                f"{_name_of(algorithm)} changes the whole model before the first block, which block by block "
-                "is never in memory. Possible: quantize_model on the model in memory."
+                f"{_name_of(algorithm)} needs the whole model, which block by block is never in memory. Possible: "
+                "quantize_model on the model in memory."
             )
 
 

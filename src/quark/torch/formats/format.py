@@ -34,6 +34,7 @@ class Folder:
         config: What the user asked for.
         written: The config as a checkpoint holds it.
         rotated: Names of the layers whose inputs are rotated.
+        branched: Names of the layers with a low-rank branch.
         cache_specs: Name of each layer whose output is the KV cache -> what is quantized there.
         published: Name of each of these layers -> its name in a checkpoint.
         pack_method, weight_format: The options of the export.
@@ -44,6 +45,7 @@ class Folder:
     config: QConfig
     written: dict[str, Any]
     rotated: tuple[str, ...] = ()
+    branched: tuple[str, ...] = ()
     cache_specs: Mapping[str, LayerSpec] = field(default_factory=dict)
     published: Mapping[str, str] = field(default_factory=dict)
     pack_method: str = "reorder"
@@ -144,6 +146,11 @@ class Format(ABC):
             raise NotSupportedError(
                 f"The {self.name} format has no place for the rotation of inputs ({folder.rotated[0]}). Possible: the "
                 "quark format, or rotations that fold into weights (r1 and r2)."
+            )
+        if folder.branched:
+            raise NotSupportedError(
+                f"The {self.name} format has no place for low-rank branches ({folder.branched[0]}, of SVDQuant). "
+                "Possible: the quark format, or another algorithm."
             )
         unnamed = [name for name in folder.cache_specs if name.rpartition(".")[2] not in KV_SCALES]
         probabilities = folder.config.softmax_quant_spec is not None

@@ -14,6 +14,7 @@ from quark.errors import NotSupportedError
 from quark.torch.kernels.kernel import CodedWeight, Kernel
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
+from quark.torch.layers.low_rank import with_branch
 
 ROWS = (1, 8, 64)
 """Numbers of rows (tokens) that are measured. A call takes the way that was fastest at the first that is not smaller
@@ -63,6 +64,7 @@ class PackedLinear(nn.Module):
         y = y.reshape(*input.shape[:-1], self.shape[0])
         if self.bias is not None:
             y = y + (self.bias if self.bias_quantizer is None else self.bias_quantizer(self.bias)).detach()
+        y = with_branch(self, input.detach(), y)
         if self.output_quantizer is not None:
             y = self.output_quantizer(y)
         if torch.is_grad_enabled() and input.requires_grad:

@@ -1,4 +1,4 @@
-"""QuantLinear: y = Q(x) Q(W)^T + Q(b)."""
+"""QuantLinear: y = Q(x) Q(W)^T + Q(b), plus what a low-rank branch gives where there is one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quark.torch.layers.base import QuantLayer
+from quark.torch.layers.low_rank import with_branch
 
 
 class QuantLinear(QuantLayer, nn.Linear):
@@ -16,4 +17,5 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.quantized("input", input)
-        return self.quantized("output", F.linear(x, self.quantized("weight", self.weight), self.quantized_bias()))
+        y = F.linear(x, self.quantized("weight", self.weight), self.quantized_bias())
+        return self.quantized("output", with_branch(self, input, y))

@@ -1,0 +1,224 @@
+"""SVDQuant: a low-rank branch in the precision of the model takes the outliers; what is left is quantized.
+
+    s = max|X|^alpha / max|W|^(1 - alpha)              of each input channel; alpha is searched
+    L2 L1 diag(s) = nearest matrix of rank r to W diag(s)
+    R = W - L2 L1                                      y = Q(X) Q(R)^T + X (L2 L1)^T
+    error         || X R^T - Q(X) Q(R)^T ||^2          by which alpha is chosen
+    refined       L2 L1 C = nearest matrix of rank r to (W - Q(R)) C,  X^T X = C C^T; kept while the error falls
+
+Li et al. 2024 (arXiv:2411.05007). The refinement is that of the authors' own program, with the inputs' second moments
+as the norm, under which the best branch for a given Q(R) is known (Zhang et al. 2024, arXiv:2410.06040).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from quark.core.patterns import matches_any
+from quark.core.quantize import fake_quantize
+from quark.core.solvers.gptq import damped
+from quark.core.solvers.low_rank import nearest_of_rank
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.layer_weights import float_weight, weight_quantizer, weight_spec
+from quark.torch.algorithms.rounding.column_problem import as_read
+from quark.torch.algorithms.rounding.gptq import GPTQ
+from quark.torch.algorithms.rounding.grids import dynamic_group
+from quark.torch.calibration.calibrate import naming, tensor_qparams
+from quark.torch.config.algo_configs import GPTQConfig, SVDQuantConfig
+from quark.torch.layers import QuantLayer
+from quark.torch.layers.fake_quant import Mode
+from quark.torch.layers.low_rank import LowRankBranch, put_branch
+
+CANDIDATES = tuple(step / 20 for step in range(1, 20))
+"""alpha, where the config lists none."""
+DAMPING = 0.01
+"""Share of the mean second moment that is added to each before their root is taken."""
+SCALES = (1e-5, 1e5)
+"""Range of s."""
+
+
+class SVDQuant(Algorithm):
+    """A low-rank branch beside each large linear layer of a block; see `SVDQuantConfig`."""
+
+    needs_whole = True
+    sums = False
+
+    def __init__(self, config: SVDQuantConfig) -> None:
+        super().__init__(config)
+        solver = GPTQConfig(damp_percent=config.gptq_percdamp, desc_act=config.gptq_actorder)
+        self.solver = GPTQ(solver) if config.use_gptq else None
+        self.rounds = config.use_gptq  # type: ignore[misc]
+
+    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        able = [name for name, layer in layers.items() if self._can_take(name, layer)]
+        if not able:
+            raise ConfigError(
+                "SVDQuantConfig chooses no quantized linear layer: all are excluded, or have a side under "
+                f"min_layer_size={self.config.min_layer_size}. Possible: a smaller min_layer_size."
+            )
+        missing = [name for name in self.config.correction_layers or [] if name not in able]
+        if missing:
+            raise ConfigError(f"SVDQuantConfig.correction_layers: {missing[0]!r} is none of the layers it can take.")
+        chosen = [name for name in able if self._takes(name, layers[name])]
+        for name in chosen if self.config.use_gptq else ():
+            _check_grid(name, weight_spec(layers[name]), self.config)
+
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        layers = {n: cast(QuantLayer, m) for n, m in group.layers.items() if self._takes(n, cast(QuantLayer, m))}
+        if not layers:
+            return
+        some = InputGroup(group.layers, group.inputs[: self.config.alpha_search_max_samples], [])
+        inputs = _Inputs.of(some, as_read(some, layers))
+        for name, layer in layers.items():
+            if weight_quantizer(layer).mode is Mode.frozen:
+                raise ConfigError(f"{name} was solved before SVDQuant; name SVDQuant first in algo_config.")
+            with naming(name):
+                self._split(layer, group.max_abs, inputs)
+        if self.solver is not None:
+            self.solver.on_inputs(InputGroup(layers, group.inputs, []), block)  # type: ignore[arg-type]
+
+    def _takes(self, name: str, layer: QuantLayer) -> bool:
+        listed = self.config.correction_layers
+        return self._can_take(name, layer) and (listed is None or name in listed)
+
+    def _can_take(self, name: str, layer: QuantLayer) -> bool:
+        return (
+            isinstance(layer, nn.Linear)
+            and layer.spec.weight is not None
+            and not layer.spec.weight.is_cast
+            and min(layer.in_features, layer.out_features) >= self.config.min_layer_size
+            and not matches_any(name, self.config.exclude_patterns)
+        )
+
+    def _split(self, layer: QuantLayer, largest: torch.Tensor, inputs: _Inputs) -> None:
+        """Give a layer its branch, and the weight that is left."""
+        weight, spec, dtype = float_weight(layer), weight_spec(layer), cast(torch.Tensor, layer.weight).dtype
+        best: _Split | None = None
+        for alpha in self._alphas():
+            scale = smoothing_scale(largest, weight, alpha)
+            tried = _Split.of(weight, *_nearest(weight, scale, self.config.svd_rank), dtype, spec, inputs)
+            best = tried if best is None or tried.error < best.error else best
+        assert best is not None
+        for _ in range(self.config.refine_passes):
+            pair = inputs.nearest(weight - best.rounded, self.config.svd_rank)
+            tried = _Split.of(weight, *pair, dtype, spec, inputs)
+            if not tried.error < best.error:
+                break
+            best = tried
+        cast(nn.Parameter, layer.weight).data.copy_(best.rest)
+        put_branch(layer, LowRankBranch(best.l1, best.l2))
+
+    def _alphas(self) -> Sequence[float]:
+        if not self.config.search_alpha:
+            return (self.config.smooth_alpha,)
+        return self.config.alpha_candidates or CANDIDATES
+
+
+def smoothing_scale(largest: torch.Tensor, weight: torch.Tensor, alpha: float) -> torch.Tensor:
+    """S of each input channel, (in,).
+
+    Args:
+        largest: max|X|, (in,).
+        weight: (out, in).
+        alpha: Between 0 and 1.
+    """
+    of_weight = weight.abs().amax(0).clamp(min=SCALES[0])
+    return (largest.clamp(min=1e-8) ** alpha / of_weight ** (1 - alpha)).clamp(*SCALES)
+
+
+def _nearest(weight: torch.Tensor, scale: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """L1 and L2 of the smoothed weight."""
+    left, right = nearest_of_rank(weight * scale, rank)
+    return right / scale, left
+
+
+@dataclass
+class _Split:
+    """A weight as a branch and a rest, as they are stored.
+
+    Attributes:
+        l1, l2: The branch.
+        rest: R, in the dtype of the weight.
+        rounded: Q(R), float32.
+        error: Of the outputs.
+    """
+
+    l1: torch.Tensor
+    l2: torch.Tensor
+    rest: torch.Tensor
+    rounded: torch.Tensor
+    error: float
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        l1: torch.Tensor,
+        l2: torch.Tensor,
+        dtype: torch.dtype,
+        spec: TensorSpec,
+        inputs: _Inputs,
+    ) -> _Split:
+        l1, l2 = l1.to(dtype).contiguous(), l2.to(dtype).contiguous()
+        rest = (weight - l2.float() @ l1.float()).to(dtype)
+        rounded = fake_quantize(rest, tensor_qparams(rest, spec), spec).float()
+        return cls(l1, l2, rest, rounded, inputs.error(rest.float(), rounded))
+
+
+@dataclass
+class _Inputs:
+    """Second moments of what a layer reads, X, and of what rounding changes of it, D = X - Q(X).
+
+    Attributes:
+        gram: X^T X / count.
+        mixed, changes: X^T D and D^T D likewise; None where inputs are not rounded, or it is not known how.
+        root: C.
+    """
+
+    gram: torch.Tensor
+    mixed: torch.Tensor | None
+    changes: torch.Tensor | None
+    root: torch.Tensor
+
+    @classmethod
+    def of(cls, group: InputGroup, rounded: InputGroup) -> _Inputs:
+        root = torch.linalg.cholesky(damped(group.gram, DAMPING)).float()
+        if rounded is group:
+            return cls(group.gram, None, None, root)
+        changes = [x - y for x, y in zip(group.inputs, rounded.inputs, strict=True)]
+        both = InputGroup(group.layers, group.inputs, changes)
+        return cls(group.gram, both.cross, InputGroup(group.layers, changes, []).gram, root)
+
+    def error(self, rest: torch.Tensor, rounded: torch.Tensor) -> float:
+        """Mean square of X R^T - Q(X) Q(R)^T = X (R - Q(R))^T + D Q(R)^T, summed over outputs."""
+        lost = rest - rounded
+        total = ((lost @ self.gram) * lost).sum()
+        if self.mixed is not None and self.changes is not None:
+            total += 2 * ((lost @ self.mixed) * rounded).sum() + ((rounded @ self.changes) * rounded).sum()
+        return float(total)
+
+    def nearest(self, missing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """L1 and L2 that leave least of X missing^T."""
+        left, right = nearest_of_rank(missing @ self.root, rank)
+        return torch.linalg.solve_triangular(self.root, right, upper=False, left=False), left
+
+
+def _check_grid(name: str, spec: TensorSpec, config: SVDQuantConfig) -> None:
+    """Raise ConfigError where the grid that the config describes for GPTQ is not that of a layer."""
+    asked = (config.gptq_n_bits, config.gptq_symmetric)
+    found = (spec.dtype.bits, spec.symmetric or not spec.has_zero_point)
+    size = dynamic_group(spec)
+    if asked != found or config.gptq_group_size not in (-1, size):
+        raise ConfigError(
+            f"SVDQuantConfig: gptq_n_bits={asked[0]}, gptq_symmetric={asked[1]}, gptq_group_size="
+            f"{config.gptq_group_size} is not how {name} is quantized ({spec}). Possible: gptq_n_bits={found[0]}, "
+            f"gptq_symmetric={found[1]}, gptq_group_size=-1 (that of the scheme)."
+        )

@@ -1,0 +1,112 @@
+"""A low-rank branch beside a quantized linear layer (SVDQuant, Li et al. 2024, arXiv:2411.05007).
+
+    y = Q(x) Q(R)^T + (x L1^T) L2^T + b        R = W - L2 L1, L1 (rank, in), L2 (out, rank)
+
+The branch computes in the dtype of the model and reads x before it is quantized. In a checkpoint its matrices are
+`<layer>.correction.l1.weight` and `<layer>.correction.l2.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.errors import ConfigError
+from quark.torch.config.algo_configs import SVDQuantConfig
+
+BRANCH = "correction"
+"""Name of the branch, a module of the layer."""
+
+
+class LowRankBranch(nn.Module):
+    """x L1^T L2^T.
+
+    Args:
+        l1: (rank, in_features).
+        l2: (out_features, rank).
+    """
+
+    def __init__(self, l1: torch.Tensor, l2: torch.Tensor) -> None:
+        super().__init__()
+        self.l1, self.l2 = _linear(l1), _linear(l2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.l2(self.l1(x))
+        return out
+
+    def product(self) -> torch.Tensor:
+        """L2 L1, (out_features, in_features), float64."""
+        return self.l2.weight.double() @ self.l1.weight.double()
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    """A layer that holds the matrix; nothing is initialised."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def branch_of(layer: nn.Module) -> LowRankBranch | None:
+    """The branch of a layer, or None."""
+    branch = layer._modules.get(BRANCH)
+    return branch if isinstance(branch, LowRankBranch) else None
+
+
+def with_branch(layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What the branch of a layer, if there is one, gives for x is added to y."""
+    branch = branch_of(layer)
+    return y if branch is None else y + branch(x)
+
+
+def put_branch(layer: nn.Module, branch: LowRankBranch | None) -> None:
+    """Let a layer have this branch, or none."""
+    layer._modules.pop(BRANCH, None)
+    if branch is not None:
+        layer.add_module(BRANCH, branch)
+
+
+def undo_branch(layer: nn.Module) -> None:
+    """Add the branch of a layer to its float weight, and take it away; nothing happens to a layer without one."""
+    branch = branch_of(layer)
+    if branch is not None:
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        with torch.no_grad():
+            weight.copy_(weight.double() + branch.product())
+        put_branch(layer, None)
+
+
+def branches(model: nn.Module) -> Iterator[tuple[str, LowRankBranch]]:
+    """Full name of every layer that has a branch, and the branch."""
+    for name, module in model.named_modules():
+        branch = branch_of(module)
+        if branch is not None:
+            yield name, branch
+
+
+def hold_branches(model: nn.Module, config: SVDQuantConfig) -> None:
+    """Make room for the branches of a checkpoint, on the layers that its config lists."""
+    modules = dict(model.named_modules())
+    for name in config.correction_layers or []:
+        layer = modules.get(name)
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(f"correction_layers: {name!r} is no linear layer of this model.")
+        rank = min(config.svd_rank, layer.in_features, layer.out_features)
+        quantizer: Any = layer._modules.get("weight_quantizer")
+        like: torch.Tensor = getattr(quantizer, "float_like", layer.weight)
+        l1, l2 = (
+            torch.empty(shape, dtype=like.dtype, device=layer.weight.device)
+            for shape in ((rank, layer.in_features), (layer.out_features, rank))
+        )
+        put_branch(layer, LowRankBranch(l1, l2))
+
+
+def record_branches(stored: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A `QConfig.to_dict()` whose SVDQuant lists the layers of this model that have a branch."""
+    names = [name for name, _ in branches(model)]
+    for algo in stored.get("algo_config") or []:
+        if algo.get("name") == "svdquant":
+            algo["correction_layers"] = names
+    return stored
