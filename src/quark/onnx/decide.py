@@ -64,11 +64,11 @@ def decide(
     override_specs(placement, settings)
     activations = activation_params(model, placement, settings, reader, identity, statistics)
     widen_softmax(placement, activations)
-    qparams = ModelQParams(activations, weight_params(placement, settings))
+    qparams = ModelQParams(activations, weight_params(placement, settings, statistics))
     if settings.specs.weights_apart and settings.specs.refine_weight_scales:
         finer = refine_scales(placement, settings, qparams.weights)
         placement.weights |= finer
-        qparams.weights |= weight_params(replace(placement, weights=finer), settings)
+        qparams.weights |= weight_params(replace(placement, weights=finer), settings, statistics)
     override_params(placement, qparams, settings)
     if fold and (settings.qdq.fold_relu or TARGETS[settings.qdq.target].folds_relu):
         fold_relu(model, placement, qparams.activations)

@@ -129,8 +129,7 @@ def solved_observer(names: list[str], spec: TensorSpec, settings: Settings, stat
     if settings.calibration.figures:
         return observer_of(names, spec, settings, statistics)
     present = tuple(name for name in names if name in statistics.states)
-    # What is known of other tensors changes nothing about these.
-    key = (present, spec, replace(settings.calibration, ranges=()))
+    key = (present, spec, settings.calibration.of_one_tensor)
     if key not in statistics.solved:
         # The counts of all tensors would take more memory than all else: each is looked at as its range is solved.
         extremes = _merged(names, statistics, lambda: Observer(spec))

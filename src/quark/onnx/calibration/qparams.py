@@ -26,6 +26,7 @@ from quark.core.scales import TINY, QParams, nearest_fraction
 from quark.core.solvers import hqq
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import constant
@@ -69,42 +70,53 @@ def make_observer(spec: TensorSpec, settings: Settings, *, weight: bool = False)
     return OBSERVERS[spec.observer](spec)
 
 
-def weight_params(placement: Placement, settings: Settings) -> dict[tuple[ir.Node, int], QParams]:
+def weight_params(
+    placement: Placement, settings: Settings, statistics: Statistics | None = None
+) -> dict[tuple[ir.Node, int], QParams]:
     """Scale and zero point of every weight that has one; a constant that several nodes read is looked at once.
+
+    Args:
+        placement: Which weights, with which spec.
+        settings: How ranges are found.
+        statistics: Statistics in memory: what one decision found of a constant, the next need not.
 
     Raises:
         NonFiniteError: A weight holds NaN or Inf.
         CalibrationError: All values of a weight, which is not zero, are below the normal float32.
     """
+    known = {} if statistics is None else statistics.weights
     found: dict[tuple[ir.Node, int], QParams] = {}
-    seen: dict[tuple[int, TensorSpec], QParams] = {}
     for (node, index), spec in placement.weights.items():
         value = node.inputs[index]
-        if spec.is_cast or spec.is_block:
-            array = np.asarray(constant(value), np.float32)
-            if not np.isfinite(array).all():
-                raise NonFiniteError(f"The weight {value.name if value else index} of {node.name} holds NaN or Inf.")
-            name = value.name if value is not None else index
-            refuse_subnormal(float(abs(array).max(initial=0)), f"The values of the weight {name} of {node.name}")
-            found[node, index] = CAST
-            continue
-        key = (id(value), spec)
-        if key not in seen:
-            observer = make_observer(spec, settings, weight=True)
-            observer.update(np.asarray(constant(value), np.float32))
-            try:
-                refuse_subnormal(largest(observer), "its values")
-                found_params = observer.qparams()
-                # Float zero points are those of MatMulNBits nodes that HQQ solves.
-                array = np.asarray(constant(value), np.float32)
-                seen[key] = hqq.solve(array, found_params, spec) if spec.float_zero_point else found_params
-            except NonFiniteError:
-                name = value.name if value is not None else index
-                raise NonFiniteError(f"The weight {name} of {node.name} holds NaN or Inf.") from None
-            except QuarkError as error:
-                raise type(error)(f"The weight {value.name if value else index} of {node.name}: {error}") from None
-        found[node, index] = seen[key]
+        # Clones of a model share these; the entry keeps it, so that no other gets its id.
+        tensor = value.const_value if value is not None and value.const_value is not None else value
+        key = (id(tensor), spec, settings.calibration.of_one_tensor)
+        if key not in known:
+            name = f"The weight {value.name if value is not None else index} of {node.name}"
+            known[key] = tensor, _weight_qparams(constant(value), spec, settings, name)
+        found[node, index] = known[key][1]
     return found
+
+
+def _weight_qparams(weight: NumpyArray, spec: TensorSpec, settings: Settings, name: str) -> QParams:
+    """Scale and zero point of one weight; `name` is for errors."""
+    array = np.asarray(weight, np.float32)
+    if spec.is_cast or spec.is_block:
+        if not np.isfinite(array).all():
+            raise NonFiniteError(f"{name} holds NaN or Inf.")
+        refuse_subnormal(float(abs(array).max(initial=0)), f"The values of {name[0].lower()}{name[1:]}")
+        return CAST
+    observer = make_observer(spec, settings, weight=True)
+    observer.update(array)
+    try:
+        refuse_subnormal(largest(observer), "its values")
+        found = observer.qparams()
+        # Float zero points are those of MatMulNBits nodes that HQQ solves.
+        return hqq.solve(array, found, spec) if spec.float_zero_point else found
+    except NonFiniteError:
+        raise NonFiniteError(f"{name} holds NaN or Inf.") from None
+    except QuarkError as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def largest(observer: Observer) -> float | None:

@@ -18,6 +18,7 @@ from quark.core.array import Array, NumpyArray
 from quark.core.observers.base import Observer
 from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.moving_average import MovingAverageObserver
+from quark.core.scales import QParams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError
 from quark.files import atomic_file, require_regular
@@ -50,6 +51,12 @@ class SolvedObserver(Observer):
         self.merge(extremes)
         self._observer = observer
         self._range: tuple[Array, Array] | None = None
+        self._qparams: QParams | None = None
+
+    def qparams(self) -> QParams:
+        if self._qparams is None:
+            self._qparams = super().qparams()
+        return self._qparams
 
     def range(self) -> tuple[Array, Array]:
         if self._range is None:
@@ -66,12 +73,15 @@ class Statistics:
 
     Attributes:
         solved: (tensors, spec, calibration settings) -> the range of these, once one decision has asked for it.
+        weights: (id of a constant, spec, calibration settings) -> that constant, which clones of a model share, and
+            its scale and zero point, once one decision has asked for them.
     """
 
     def __init__(self, fingerprint: str, states: Mapping[str, Mapping[str, NumpyArray]] | None = None) -> None:
         self.fingerprint = fingerprint
         self.states = dict(states or {})
         self.solved: dict[Hashable, Observer] = {}
+        self.weights: dict[Hashable, tuple[object, QParams]] = {}
 
     def add(self, observers: Mapping[str, EverythingObserver]) -> None:
         """Take over what observers saw; a tensor that was always empty has nothing to keep."""

@@ -190,6 +190,16 @@ class CalibrationSettings:
     random_ranges: tuple[tuple[str, tuple[float, ...]], ...] = ()
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
 
+    @property
+    def files(self) -> list[str]:
+        """The files that ranges are read from, or written to."""
+        return [path for path in (self.statistics, self.range_file) if path is not None]
+
+    @property
+    def of_one_tensor(self) -> CalibrationSettings:
+        """The same without what is known of tensors by name: what the range of one depends on, beside its values."""
+        return replace(self, ranges=()) if self.ranges else self
+
 
 @dataclass(frozen=True)
 class NPUSettings:
