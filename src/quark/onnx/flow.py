@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from quark.errors import NothingToQuantizeError
 from quark.log import logger
-from quark.onnx.algorithms import run_after, run_before, run_precision
+from quark.onnx.algorithms import PRECISION, run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain
 from quark.onnx.bodies.float_bodies import FloatBodies
@@ -102,14 +102,17 @@ def _convert_graph(
     if (simulate(model, settings) or changed) and identity:
         # Statistics of simulated operators, or rescaled layers, are not those of the float model.
         identity = fingerprint(model)
-    settings = run_precision(model, settings, data)
-    if settings.measurement.enabled:
-        reader = repeatable(reader, model, settings)
-        settings = leave_slower_in_float(model, settings, reader)
     statistics = None
     if known is not None:
         identity = fingerprint(model)
         statistics = known.setdefault(identity, Statistics(identity))
+    elif any(type(one) in PRECISION for one in settings.algorithms) and not settings.calibration.files:
+        # Its trials calibrate once for the result too.
+        statistics = Statistics(identity)
+    settings = run_precision(model, settings, data, statistics or Statistics(identity))
+    if settings.measurement.enabled:
+        reader = repeatable(reader, model, settings)
+        settings = leave_slower_in_float(model, settings, reader)
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
     quantized = QuantizedLayers(decide(model, settings, reader, identity, statistics), reference, data)

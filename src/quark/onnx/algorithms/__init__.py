@@ -24,6 +24,7 @@ from quark.onnx.algorithms.rounding.fast_finetune import finetune_layers
 from quark.onnx.algorithms.rounding.gptq import solve_weights
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers, improve_worst
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -42,7 +43,7 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
     QuarotConfig: rotate,
     BiasCorrectionConfig: add_biases,
 }
-PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], Settings]] = {
+PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None, Statistics], Settings]] = {
     AutoMixprecisionConfig: mix_precision,
 }
 AFTER: dict[type[Any], Callable[[QuantizedLayers, Any], int]] = {
@@ -78,12 +79,16 @@ def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int
     return changed
 
 
-def run_precision(model: ir.Model, settings: Settings, data: Samples | None) -> Settings:
-    """The settings with the layers at the precision that was found for them. Raises NothingQualifiesError."""
+def run_precision(model: ir.Model, settings: Settings, data: Samples | None, statistics: Statistics) -> Settings:
+    """The settings with the layers at the precision that was found for them; statistics are read, and completed.
+
+    Raises:
+        NothingQualifiesError: No layer takes part, and the settings do not allow that.
+    """
     for algorithm in settings.algorithms:
         if type(algorithm) in PRECISION:
             try:
-                settings = PRECISION[type(algorithm)](model, algorithm, settings, data)
+                settings = PRECISION[type(algorithm)](model, algorithm, settings, data, statistics)
             except NothingQualifiesError as error:
                 if not settings.allow_noop:
                     raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import onnx_ir as ir
@@ -49,7 +49,11 @@ class FloatOutputs:
 
     def beside(self, model: ir.Model, count: int | None = None) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
         """Of each sample, or of the first ones, for each output, the float one and that of another model."""
-        for sample, arrays in enumerate(self._run(model, count)):
+        yield from self.paired(self._run(model, count))
+
+    def paired(self, outputs: Iterable[Sequence[NumpyArray]]) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
+        """The same for what was run elsewhere: the outputs of the first samples, one after another."""
+        for sample, arrays in enumerate(outputs):
             yield [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
 
     def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:

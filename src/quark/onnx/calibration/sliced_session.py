@@ -70,7 +70,7 @@ class SlicedSession:
 
     def __init__(self, model: ir.Model, wanted: Sequence[str], feed: Feed, open_session: OpenSession) -> None:
         proto, weights = split_weights(model)
-        parts = _cut_proto(proto, model, cut(model, tensor_bytes(proto, wanted, feed)))
+        parts = cut_proto(proto, model, cut(model, tensor_bytes(proto, wanted, feed)))
         later = set[str]()
         self.slices: list[Slice] = []
         for part in reversed(parts):
@@ -138,15 +138,16 @@ def tensor_bytes(proto: onnx.ModelProto, names: Sequence[str], feed: Feed) -> di
     return {name: sizes.get(name, most) for name in names}
 
 
-def cut(model: ir.Model, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+def cut(model: ir.Model, sizes: Mapping[str, int], limit: int | None = None) -> list[tuple[int, int]]:
     """Where the nodes of a model are cut: the start and the stop of each slice.
 
     Args:
         model: The model, its nodes in order.
         sizes: The tensors that may cross, with their bytes.
+        limit: Most bytes of these that a slice makes, where they allow it; None for what memory bears.
     """
     nodes = list(model.graph)
-    limit = max(SLICE_BYTES, sum(sizes.values()) // MOST_SLICES)
+    limit = limit or max(SLICE_BYTES, sum(sizes.values()) // MOST_SLICES)
     crossing, constants = set[ir.Value](), set[ir.Value]()
     for node in nodes:
         if all(_is_fixed(value) or value in constants for value in reads_of(node)):
@@ -191,7 +192,7 @@ def _is_fixed(value: ir.Value) -> bool:
     return value.const_value is not None and value.producer() is None and not value.is_graph_input()
 
 
-def _cut_proto(proto: onnx.ModelProto, model: ir.Model, ranges: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
+def cut_proto(proto: onnx.ModelProto, model: ir.Model, ranges: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
     """The nodes of each range as a model of its own, which reads and gives what they do."""
     if len(ranges) == 1:
         return [proto]

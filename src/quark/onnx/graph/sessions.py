@@ -24,6 +24,7 @@ def open_session(
     threads: int = 1,
     optimized: Path | None = None,
     in_float: bool = False,
+    weights: Mapping[str, Any] | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session on the CPU with all graph optimisation.
 
@@ -33,6 +34,7 @@ def open_session(
         threads: Threads within an operator.
         optimized: Where to write the optimised graph, weights beside it.
         in_float: Compute with the decoded values, as Q/DQ define it, not in integer kernels; weights are decoded once.
+        weights: Arrays of a model of `split_weights`.
 
     Raises:
         FormatError: ONNX Runtime does not load it.
@@ -49,9 +51,11 @@ def open_session(
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.data")
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
     name = model if isinstance(model, Path) else "The model"
     try:
+        if not isinstance(model, Path) and weights is not None:
+            return session_over(model, weights, options)
+        source = str(model) if isinstance(model, Path) else model.SerializeToString()
         return onnxruntime.InferenceSession(source, options, providers=list(PROVIDERS))
     except Exception as error:
         raise FormatError(f"{name} does not load in ONNX Runtime: {error}") from error

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.dtypes import DTYPES
+from quark.core.dtypes import DTYPES, Dtype
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
@@ -125,25 +125,15 @@ class ConstantStore:
         """
         node, index = operand
         source, data_scale = _source(operand), np.asarray(data.scale, np.float64)
-        dtype = DTYPES["int16" if self.settings.qdq.int16_bias else "int32"]
+        dtype = bias_type(self.settings)
 
         def bias_and_scale() -> tuple[NumpyArray, NumpyArray]:
-            bias, scale = channel_bias(constant(source), self.qparams[weight].scale)
-            scale = np.asarray(data_scale * scale, np.float32)
-            if self.settings.qdq.int16_bias:
-                # The scale of the accumulator where the bias fits, else the finest at which it does.
-                scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / dtype.max), np.float32)
-            return bias, scale
-
-        def codes() -> NumpyArray:
-            bias, scale = bias_and_scale()
-            rounded = np.rint(bias.astype(np.float64) / scale)
-            return np.asarray(np.clip(rounded, dtype.min, dtype.max), dtype.name)
+            return bias_scale(constant(source), self.qparams[weight].scale, data_scale, dtype)
 
         bias, scale = bias_and_scale()
         name, kind = f"{node.name}_{source.name}_quantized", ir.DataType[code_type(dtype)]
         inputs = [
-            self.writer.shared(name, codes, kind, bias.shape),
+            self.writer.shared(name, lambda: bias_codes(*bias_and_scale(), dtype), kind, bias.shape),
             self.writer.shared(f"{name}_scale", lambda: bias_and_scale()[1], ir.DataType.FLOAT, scale.shape),
             self.writer.shared(f"{name}_zero_point", np.zeros(scale.shape, dtype.name)),
         ]
@@ -152,6 +142,35 @@ class ConstantStore:
         decoded = nodes.standard("DequantizeLinear", inputs, replace(weight_spec, dtype=dtype), axis)
         self.writer.insert_before(node)
         node.replace_input_with(index, decoded)
+
+
+def bias_type(settings: Settings) -> Dtype:
+    """The type of the codes of a bias whose scale follows from others."""
+    return DTYPES["int16" if settings.qdq.int16_bias else "int32"]
+
+
+def bias_scale(
+    bias: NumpyArray, weight_scale: NumpyArray, data_scale: NumpyArray, dtype: Dtype
+) -> tuple[NumpyArray, NumpyArray]:
+    """A bias (..., channels) and its scale, float32: that of the accumulator.
+
+    Args:
+        bias: The float values, (channels,); repeated where they are one for all channels.
+        weight_scale: (channels,) or ().
+        data_scale: Of what the node reads, ().
+        dtype: Of the codes. With int16 the finest scale at which they fit, where that of the accumulator is finer.
+    """
+    bias, scale = channel_bias(bias, weight_scale)
+    scale = np.asarray(np.asarray(data_scale, np.float64) * scale, np.float32)
+    if dtype.name == "int16":
+        scale = np.asarray(np.maximum(scale, largest_bias(bias, scale) / dtype.max), np.float32)
+    return bias, scale
+
+
+def bias_codes(bias: NumpyArray, scale: NumpyArray, dtype: Dtype) -> NumpyArray:
+    """The codes of a bias under its scale."""
+    rounded = np.rint(bias.astype(np.float64) / scale)
+    return np.asarray(np.clip(rounded, dtype.min, dtype.max), dtype.name)
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,33 +19,47 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from quark.errors import ConfigError
 from quark.log import logger
-from quark.onnx.algorithms.mixed_precision.candidates import Option, find_candidates, with_options
+from quark.onnx.algorithms.mixed_precision.candidates import Candidate, Option, find_candidates, with_options
 from quark.onnx.algorithms.mixed_precision.sensitivity import Cache, Sensitivity, analyse, cache_key, table
 from quark.onnx.algorithms.mixed_precision.trials import Trials, distance_of, stored_bytes
 from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx_ops.saving import weight_bytes
 
 RANKED_SAMPLES = 2
 """Samples that an order is found with, where all of them decide how much of it is taken."""
+Score = Callable[..., float]
+"""(options that change, how many samples; all by default) -> distance."""
 EXCHANGES = 4
-"""Trials that look for a better choice beside the prefix."""
+"""Trials that look for a better choice beside the prefix; twice as many where few samples tell what to try on all."""
 MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
 """Parameters that scores depend on, beside the settings."""
 
 
 def mix_precision(
-    model: ir.Model, config: AutoMixprecisionConfig, settings: Settings, data: Samples | None
+    model: ir.Model,
+    config: AutoMixprecisionConfig,
+    settings: Settings,
+    data: Samples | None,
+    statistics: Statistics,
 ) -> Settings:
     """Settings with the layers that may change at their targets; those that came, where it is only measured.
+
+    Args:
+        model: The float model.
+        config: What may change, and how far.
+        settings: Of the others.
+        data: Calibration data.
+        statistics: Of calibration; read, and completed.
 
     Raises:
         ConfigError: No layer qualifies, or the limit is out of reach: says by how much.
@@ -61,8 +75,7 @@ def mix_precision(
     candidates = find_candidates(model, config, base)
     path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
-    trials = _trials(model, config, data)
-    few = _few(config)
+    trials = _trials(model, config, data, statistics)
 
     scores: dict[tuple[frozenset[Option], int | None], float] = {}
 
@@ -75,11 +88,11 @@ def mix_precision(
     def size(options: Sequence[Option]) -> float:
         return stored_bytes(model, with_options(base, options))
 
-    start = score([])
     # Every statistic that some candidate needs is there before workers share them.
-    full = score([candidate.options[0] for candidate in candidates])
+    trials.share([with_options(base, options) for options in ([], *_wholes(candidates))])
+    start, full = score([]), score(_wholes(candidates)[0])
     trials.threads = max(1, (os.cpu_count() or 1) // config.worker_num)
-    ranked = analyse(candidates, lambda option: score([option], few), cache, config.worker_num)
+    ranked = analyse(candidates, lambda option: score([option], _few(config)), cache, config.worker_num)
     trials.threads = os.cpu_count() or 1
     logger.info("Distance with no layer changed: %.6g; with all of them: %.6g.\n%s", start, full, table(ranked))
     if config.metric_threshold is None:
@@ -94,6 +107,12 @@ def mix_precision(
     return with_options(base, found.options)
 
 
+def _wholes(candidates: Sequence[Candidate]) -> list[list[Option]]:
+    """All candidates at their first option, at their second, ..."""
+    most = max(len(candidate.options) for candidate in candidates)
+    return [[candidate.options[min(i, len(candidate.options) - 1)] for candidate in candidates] for i in range(most)]
+
+
 def _few(config: AutoMixprecisionConfig) -> int | None:
     """How many samples an order is found with: few, where it is no more than an order; None for all.
 
@@ -104,7 +123,7 @@ def _few(config: AutoMixprecisionConfig) -> int | None:
     return None if own or read else RANKED_SAMPLES
 
 
-def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> Trials:
+def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples, statistics: Statistics) -> Trials:
     outputs = [output.name or "" for output in model.graph.outputs]
     if config.metric_output_index >= len(outputs):
         raise ConfigError(
@@ -113,7 +132,7 @@ def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples) -> T
         )
     distance = distance_of(config.metric_distance_fn, config.metric_evaluate_fn, config.metric_default)
     count = min(config.data_size or len(data), len(data))
-    return Trials(model, data, count, outputs[config.metric_output_index], distance)
+    return Trials(model, data, count, outputs[config.metric_output_index], distance, statistics)
 
 
 def _orders(
@@ -146,7 +165,7 @@ class _Prefix:
 def _promote(
     ranked: Sequence[Sensitivity],
     config: AutoMixprecisionConfig,
-    score: Callable[[Sequence[Option]], float],
+    score: Score,
     size: Callable[[Sequence[Option]], float],
     float_size: float,
 ) -> _Prefix:
@@ -162,9 +181,12 @@ def _promote(
     budget = config.size_budget or math.inf
     budget *= float_size if budget <= 1 else 1
     prefixes = _prefixes([found for found in ranked if found.enabled], size, budget)
-    now = _within(prefixes, threshold, config.metric_optimize_object, score) if threshold else prefixes[-1]
-    if threshold and budget == math.inf and now.found:
-        now = _exchanged(now, prefixes, threshold, config.metric_optimize_object == "speed", score)
+    now, speed = prefixes[-1], config.metric_optimize_object == "speed"
+    if threshold:
+        limits = _limits(prefixes, config, score)
+        now = _within(prefixes, limits, speed, score)
+        if budget == math.inf and now.found:
+            now = _exchanged(now, prefixes, limits, speed, score)
     now.distance = score(now.options)
     _require_limits(now, config, budget)
     if not now.found:
@@ -198,34 +220,81 @@ def _prefixes(ranked: Sequence[Sensitivity], size: Callable[[Sequence[Option]], 
     return found
 
 
-def _within(
-    prefixes: Sequence[_Prefix], threshold: float, wanted: str, score: Callable[[Sequence[Option]], float]
-) -> _Prefix:
-    """The longest prefix whose distance the threshold allows ("speed"), or the shortest that reaches it ("quality")."""
-    speed = wanted == "speed"
+def _within(prefixes: Sequence[_Prefix], limits: Mapping[int | None, float], speed: bool, score: Score) -> _Prefix:
+    """The longest prefix whose distance the threshold allows ("speed"), or the shortest that reaches it ("quality").
 
-    def ends(index: int) -> bool:
-        return (score(prefixes[index].options) > threshold) == speed
+    Args:
+        prefixes: All.
+        limits: How many samples -> the threshold on them, the fewest first: these tell about where to look.
+        speed: Which of the two.
+        score: The distance.
+    """
+    end: int | None = None
+    for count, limit in limits.items():
 
-    end = bisect_left(range(len(prefixes)), True, key=ends)
+        def ends(index: int, count: int | None = count, limit: float = limit) -> bool:
+            return (score(prefixes[index].options, count) > limit) == speed
+
+        end = _first(len(prefixes), ends, end)
+    assert end is not None
     return prefixes[max(0, end - 1) if speed else min(end, len(prefixes) - 1)]
 
 
+def _limits(prefixes: Sequence[_Prefix], config: AutoMixprecisionConfig, score: Score) -> dict[int | None, float]:
+    """How many samples, None for all -> the threshold on them.
+
+    On few it lies as far between the distances of none and of all candidates as it does on all samples.
+    """
+    few, threshold = _few(config), config.metric_threshold or 0.0
+    if few is None:
+        return {None: threshold}
+    (start, end), (few_start, few_end) = (
+        (score(prefixes[0].options, count), score(prefixes[-1].options, count)) for count in (None, few)
+    )
+    moved = few_start + (threshold - start) * (few_end - few_start) / (end - start) if end != start else math.nan
+    return ({few: moved} if math.isfinite(moved) else {}) | {None: threshold}
+
+
+def _first(count: int, ends: Callable[[int], bool], guess: int | None = None) -> int:
+    """The first index at which something ends, `count` if at none: by halving, around a guess if there is one."""
+    low, high = 0, count
+    if guess is not None and guess < count:
+        # Away from the guess by 1, 2, 4, ... until the end is passed.
+        down, step = ends(guess), 1
+        low, high = (0, guess) if down else (guess + 1, count)
+        while low < high:
+            probe = max(low, high - step) if down else min(high - 1, low + step - 1)
+            ended, step = ends(probe), 2 * step
+            low, high = (low, probe) if ended else (probe + 1, high)
+            if ended != down:
+                break
+    return bisect_left(range(count), True, low, high, key=ends)
+
+
 def _exchanged(
-    now: _Prefix,
-    prefixes: Sequence[_Prefix],
-    threshold: float,
-    speed: bool,
-    score: Callable[[Sequence[Option]], float],
+    now: _Prefix, prefixes: Sequence[_Prefix], limits: Mapping[int | None, float], speed: bool, score: Score
 ) -> _Prefix:
     """With some of the candidates behind the first that is too much ("speed"), or without some before the last, while
     the threshold holds: the order is near to that of what they do together, and not the same.
+
+    Args:
+        now: The choice so far.
+        prefixes: All.
+        limits: How many samples -> the threshold on them, the fewest first: what these refuse is measured on no more.
+        speed: Which of the two.
+        score: The distance.
     """
     tried = prefixes[-1].found[len(now.found) + 1 :] if speed else now.found[-2::-1]
-    for found in tried[:EXCHANGES]:
-        other = _Prefix([*now.found, found] if speed else [one for one in now.found if one is not found])
-        now = other if other.found and score(other.options) <= threshold else now
-    return now
+    (few, least), (every, limit) = next(iter(limits.items())), list(limits.items())[-1]
+    chain = [now]
+    for found in tried[: EXCHANGES * len(limits)]:
+        before = chain[-1].found
+        other = _Prefix([*before, found] if speed else [one for one in before if one is not found])
+        if other.found and score(other.options, few) <= least:
+            chain.append(other)
+    # As far along the chain as all samples allow.
+    end = _first(len(chain), lambda index: index > 0 and score(chain[index].options, every) > limit, len(chain) - 1)
+    return chain[end - 1]
 
 
 def _needed(now: _Prefix, size: Callable[[Sequence[Option]], float], budget: float) -> _Prefix:

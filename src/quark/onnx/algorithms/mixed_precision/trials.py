@@ -1,19 +1,21 @@
 """Trials: what one choice of settings does to the outputs of a model, and to the bytes of its weights.
 
-A trial quantizes a copy of the float model. All share one pass of calibration and one run of the float model.
+A trial is a run of one model that all share, which is fed with what was decided; where more than numbers differ, it
+quantizes a copy of the float model. All share one pass of calibration and one run of the float model.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 
@@ -23,11 +25,12 @@ from quark.core.granularity import PerGroup
 from quark.core.metrics import Comparison, Metric, kl
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
+from quark.onnx.algorithms.mixed_precision.switched import SwitchedModel, state_of, switchable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
-from quark.onnx.decide import decide, write
+from quark.onnx.decide import Decision, decide, write
 from quark.onnx.graph.model_file import constant, to_proto
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.placement.place import place
@@ -62,7 +65,8 @@ class Trials:
         count: How many of them outputs are compared on.
         output: Name of the output that is compared.
         distance: Of the quantized outputs from the float ones.
-        threads: Threads of each run.
+        statistics: Of calibration; read, and completed.
+        threads: Threads of each trial.
     """
 
     model: ir.Model
@@ -70,8 +74,9 @@ class Trials:
     count: int
     output: str
     distance: Distance
+    statistics: Statistics = field(default_factory=lambda: Statistics(""))
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
-    _statistics: Statistics = field(default_factory=lambda: Statistics(""))
+    _switched: SwitchedModel | None = None
 
     def __post_init__(self) -> None:
         self._expected = FloatOutputs(self.model, [self.output], self.data, self._open_session, self.count)
@@ -86,14 +91,46 @@ class Trials:
         Raises:
             ConfigError: The distance is something else.
         """
-        model = self.model.clone()
-        write(decide(model, settings, self.data, statistics=self._statistics))
-        distance = self.distance(pair for (pair,) in self._expected.beside(model, count))
+        count = self.count if count is None else min(count, self.count)
+        distance = self.distance(pair for (pair,) in self._expected.paired(self._outputs(settings, count)))
         try:
             score = float(distance)
         except (TypeError, ValueError):
             raise ConfigError(f"The metric of the outputs gave {distance!r}, and must give one number.") from None
         return math.inf if math.isnan(score) else score
+
+    def share(self, settings: Sequence[Settings]) -> None:
+        """Build the model that trials share, if they can.
+
+        Args:
+            settings: Of which the trials will take some tensors as the first has them, and the others as another has.
+        """
+        if not all(switchable(self.model, each) for each in settings):
+            return
+        first, *others = [self._decide(each) for each in settings]
+        states = [state_of(other) for other in others]
+        state = state_of(first)
+        if state is not None and all(other is not None and other.keys() == state.keys() for other in states):
+            found = [other for other in states if other is not None]
+            self._switched = SwitchedModel(first, state, found, self.output, self.data, self._open_part)
+
+    def _decide(self, settings: Settings) -> Decision:
+        return decide(self.model, settings, self.data, statistics=self.statistics, fold=False)
+
+    def _outputs(self, settings: Settings, count: int) -> Iterator[list[NumpyArray]]:
+        """The output of the quantized model for each sample."""
+        if self._switched is not None:
+            decision = self._decide(settings)
+            state = state_of(decision)
+            if state is not None and self._switched.fits(decision, state):
+                return self._switched.run(decision, state, count, self.threads)
+        model = self.model.clone()
+        write(decide(model, settings, self.data, statistics=self.statistics))
+        return ([array] for ((_, array),) in self._expected.beside(model, count))
+
+    def _open_part(self, proto: onnx.ModelProto, weights: Mapping[str, NumpyArray]) -> onnxruntime.InferenceSession:
+        # Samples run beside each other instead.
+        return open_session(proto, threads=1, in_float=True, weights=weights)
 
     def _open_session(self, model: ir.Model) -> AbstractContextManager[onnxruntime.InferenceSession]:
         return nullcontext(open_session(to_proto(model), threads=self.threads, in_float=True))
