@@ -158,6 +158,49 @@ def test_gemm_whose_bias_is_scaled_keeps_its_batch_norm() -> None:
     assert types(passed(proto, "fold_batch_norm")) == ["Gemm", "BatchNormalization"]
 
 
+@pytest.mark.parametrize("layer", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize(
+    ("op_type", "shape", "first", "folded"),
+    [
+        *((name, shape, False, True) for name in ("Mul", "Div", "Add", "Sub") for shape in ([], [1], [3, 1, 1])),
+        *((name, [1, 3, 1, 1], True, True) for name in ("Mul", "Add", "Sub")),
+        ("Div", [3, 1, 1], True, False),
+        ("Mul", [3], False, False),
+        ("Add", [1, 1, 3, 3], False, False),
+        ("Add", [1, 1, 3, 1, 1], False, False),
+        ("Sub", [2, 3, 1, 1], False, False),
+    ],
+)
+def test_constants_of_each_channel_fold_into_the_convolution(
+    layer: str, op_type: str, shape: list[int], first: bool, folded: bool
+) -> None:
+    b = Builder()
+    size = (3, 4, 1, 1) if layer == "Conv" else (4, 3, 1, 1)
+    inputs = ["x", b.constant("w", b.random.normal(size=size)), b.constant("bias", b.random.normal(size=3))]
+    pair = [b.node(layer, inputs, "sum"), b.constant("c", b.random.uniform(0.5, 2, shape))]
+    b.node("Relu", [b.node(op_type, pair[::-1] if first else pair, "moved")], "y")
+    proto = b.model({"x": [2, 4, 3, 3]}, {"y": [None] * max(4, len(shape))})
+    changed = passed(proto, "fold_batch_norm")
+    assert types(changed) == ([layer, "Relu"] if folded else types(proto))
+    assert changed.graph.node[-1].input[0] == "moved"
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(changed, sample)[0], outputs(proto, sample)[0], atol=1e-5)
+
+
+def test_a_convolution_that_two_read_keeps_its_constants_and_a_chain_folds_whole() -> None:
+    b = Builder()
+    weight, parameters = b.constant("w", b.random.normal(size=(3, 4, 1, 1))), b.random.uniform(0.5, 1.5, (4, 3))
+    shifted = b.node("Add", [b.node("Conv", ["x", weight], "sum"), b.constant("c", [[[1.0]], [[2.0]], [[3.0]]])], "a")
+    normed = b.node("BatchNormalization", [shifted, *(b.constant(f"p{i}", p) for i, p in enumerate(parameters))], "n")
+    scaled = b.node("Mul", [b.constant("two", np.array(2.0)), normed], "scaled")
+    b.node("Mul", [b.node("Sub", [scaled, b.constant("one", np.array(1.0))], "gate"), scaled], "y")
+    proto = b.model({"x": ["n", 4, 5, 5]}, {"y": ["n", 3, 5, 5]})
+    changed = passed(proto, "fold_batch_norm")
+    assert types(changed) == ["Conv", "Sub", "Mul"]
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(changed, sample)[0], outputs(proto, sample)[0], atol=1e-4)
+
+
 def test_a_weight_that_two_nodes_read_keeps_its_batch_norm() -> None:
     b = Builder()
     weight = b.constant("w", b.random.normal(size=(4, 4, 1, 1)))

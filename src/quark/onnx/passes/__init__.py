@@ -109,7 +109,7 @@ ROWS = [
         fold_batch_norm,
         "FoldBatchNorm",
         True,
-        "fold BatchNormalization into the Conv, ConvTranspose or Gemm before it",
+        "fold BatchNormalization, and what multiplies or adds a constant to each channel, into the layer before it",
         default_option="OptimizeModel",
     ),
     Pass(replace_clip6_relu, "ReplaceClip6Relu", False, "Clip(0, 6) becomes Relu, which changes values over 6"),

@@ -1,11 +1,17 @@
-"""Folds BatchNormalization into the Conv, ConvTranspose or Gemm before it, or into all those before a Concat before it.
+"""Folds what multiplies or adds a constant to each channel into the Conv, ConvTranspose or Gemm before it.
 
-    f = gamma / sqrt(var + eps)        W' = W * f        b' = (b - mean) * f + beta
+    W' = W * f        b' = b * f + s
+    BatchNormalization      f = gamma / sqrt(var + eps)     s = beta - mean * f
+    Mul, Div, Add, Sub      x * c    x / c    x + c    x - c, and the same with x second but for Div
 
-Not folded: a convolution whose output or whose weight anything else reads (its float values would change there).
+The last four behind convolutions only, for one constant, or one for each channel. A BatchNormalization behind a Concat
+is folded into all that the Concat joins. Not folded: a convolution whose output or whose weight anything else reads
+(its float values would change there).
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import onnx_ir as ir
@@ -13,22 +19,26 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.onnx.graph.channels import output_channels, weight_by_output
 from quark.onnx.graph.edit import is_op, prune, read_once, set_initializer
-from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
 Affine = tuple[NumpyArray, NumpyArray]
 """Factor and shift of each channel, in float64."""
 
+ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 FOLDS_INTO = ("Conv", "ConvTranspose", "Gemm")
 
 
 def fold_batch_norm(model: ir.Model) -> int:
-    """Fold every BatchNormalization that can be; return how many were."""
+    """Fold every BatchNormalization, and every constant that is multiplied or added, that can be; return how many."""
     count = 0
-    for norm in [node for node in model.graph if is_op(node, "BatchNormalization")]:
-        affine, source = affine_of(norm), norm.inputs[0]
+    for norm in [node for node in model.graph if is_op(node, "BatchNormalization", *ARITHMETIC)]:
+        source = norm.inputs[1] if is_op(norm, *ARITHMETIC) and is_constant(norm.inputs[0]) else norm.inputs[0]
         producer = source.producer() if source is not None else None
-        if affine is None or source is None or producer is None or not read_once(source):
+        if source is None or producer is None or not read_once(source):
+            continue
+        affine = affine_of(norm) if is_op(norm, "BatchNormalization") else _arithmetic(norm, producer)
+        if affine is None:
             continue
         members, name = _members(producer, affine), norm.outputs[0].name
         if members is None or not redirect(norm.outputs[0], source):
@@ -52,6 +62,32 @@ def affine_of(norm: ir.Node) -> Affine | None:
     gamma, beta, mean, variance = (p.astype(np.float64) for p in parameters)
     factor = gamma / np.sqrt(variance + norm.attributes.get_float("epsilon", 1e-5))
     return factor, beta - mean * factor
+
+
+def _arithmetic(node: ir.Node, layer: ir.Node) -> Affine | None:
+    """What a Mul, Div, Add or Sub does to each channel of a convolution; None where that is not linear, or no constant.
+
+    A constant with more axes than the convolution's output, or with several values along another axis, is none.
+    """
+    index = 0 if is_constant(node.inputs[0]) else 1
+    if not is_op(layer, "Conv", "ConvTranspose") or not _can_fold(layer) or not is_constant(node.inputs[index]):
+        return None
+    if index == 0 and is_op(node, "Div"):
+        return None
+    array, channels, rank = constant(node.inputs[index]), output_channels(layer), constant(layer.inputs[1]).ndim
+    padded = (1,) * (rank - array.ndim) + array.shape
+    if array.ndim > rank or padded[0] != 1 or padded[1] not in (1, channels) or math.prod(padded[2:]) != 1:
+        return None
+    if array.dtype != constant(layer.inputs[1]).dtype:
+        return None
+    values = np.broadcast_to(array.astype(np.float64).reshape(-1), channels)
+    if is_op(node, "Add"):
+        return np.ones(channels), values
+    if is_op(node, "Sub"):
+        return np.full(channels, 1.0 if index else -1.0), -values if index else values
+    if is_op(node, "Div"):
+        return (1 / values, np.zeros(channels)) if values.all() else None
+    return values, np.zeros(channels)
 
 
 def _members(producer: ir.Node, affine: Affine) -> list[tuple[ir.Node, Affine]] | None:
