@@ -134,7 +134,7 @@ def a_local_function() -> onnx.ModelProto:
     b.node("MatMul", ["x", w], "h")
     b.raw("Twice", ["h", w], ["k"], domain="mine")
     b.node("MatMul", ["k", w], "y")
-    steps = [helper.make_node("MatMul", ["a", "m"], ["t"]), helper.make_node("MatMul", ["t", "m"], ["c"])]
+    steps = [helper.make_node("Neg", ["a"], ["t"]), helper.make_node("MatMul", ["t", "m"], ["c"])]
     model = b.finish(ROW, {"y": ["n", 8]}, more=["mine"])
     model.functions.append(helper.make_function("mine", "Twice", ["a", "m"], ["c"], steps, model.opset_import[:1]))
     return model

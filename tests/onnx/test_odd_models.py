@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 
 from quark.core.metrics import sqnr
-from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, QuarkError
+from quark.errors import CalibrationError, ConfigError, FormatError, QuarkError
 from quark.onnx import (
     BFloat16Spec,
     CalibMethod,
@@ -64,10 +64,8 @@ def test_a_right_result(make: odd.Make, scheme: str, tmp_path: Path) -> None:
     model, target = make(), tmp_path / "out.onnx"
     before = model.SerializeToString()
     feeds = [odd.sample(model), odd.sample(model, seed=2, size=5)]
-    # Models with functions cannot be raised to opset 21; some have no weight at all.
-    refused = NotSupportedError if (make.__name__, scheme) == ("a_local_function", "int4 weights") else ConfigError
-    if make.__name__ in LEFT.get(scheme, ()) or refused is NotSupportedError:
-        with pytest.raises(refused, match=NOTHING if refused is ConfigError else "local functions"):
+    if make.__name__ in LEFT.get(scheme, ()):
+        with pytest.raises(ConfigError, match=NOTHING):
             ModelQuantizer(config).quantize_model(model, target, Reader(feeds))
         assert not list(tmp_path.iterdir())
         return
@@ -276,3 +274,16 @@ def test_a_size_of_minus_one_is_an_open_one(tmp_path: Path) -> None:
     assert done is not None and not done.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value")
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == -1
     assert np.allclose(outputs(done, feeds[0])[0], outputs(model, feeds[0])[0], atol=0.1)
+
+
+@pytest.mark.parametrize(("version", "inlined"), [(17, True), (16, False)])
+def test_what_functions_hold_is_quantized(version: int, inlined: bool) -> None:
+    """But where a function has another opset than the model, in which its nodes may mean something else."""
+    model = odd.a_local_function()
+    model.functions[0].opset_import[0].version = version
+    made = ModelQuantizer(SCHEMES["A8W8"][0]).quantize_model(model, None, Reader([odd.sample(model)]))
+    assert made is not None and bool(made.functions) == (not inlined)
+    assert sum(node.op_type == "MatMul" for node in made.graph.node) == 2 + inlined
+    sources = {name: node.op_type for node in made.graph.node for name in node.output}
+    products = [node for node in made.graph.node if node.op_type == "MatMul"]
+    assert {sources[name] for node in products for name in node.input} == {"DequantizeLinear"}

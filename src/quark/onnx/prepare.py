@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
 
 from quark.core.granularity import PerGroup
 from quark.core.patterns import Scope, require_matches
@@ -13,7 +14,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import STANDS_FOR, is_op
-from quark.onnx.graph.model_file import infer_shapes, opset
+from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
 from quark.onnx.graph.scopes import nodes_of, outside
 from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.passes import run_passes
@@ -35,6 +36,7 @@ def prepare(model: ir.Model, settings: Settings) -> Settings:
     """Run the passes on a float model; the settings are then those of the model as it is, in ONNX's ranges."""
     _refuse_unsupported(settings)
     settings = _with_onnx_ranges(settings)
+    _inline_functions(model)
     settings = _pin_scopes(settings, model)
     _require_tensors(settings, model)
     infer_shapes(model)
@@ -42,6 +44,19 @@ def prepare(model: ir.Model, settings: Settings) -> Settings:
     _join_weights(model, settings)
     check_float_type(model, settings)
     return _drop_removed(settings, model)
+
+
+def _inline_functions(model: ir.Model) -> None:
+    """Write functions out where they are called, as runtimes do at load: what they hold is then quantized too.
+
+    Functions stay where one has other opsets than the model: there the same nodes mean something else.
+    """
+    imports = model.opset_imports
+    functions = model.functions.values()
+    alike = all(imports.get(domain, v) == v for function in functions for domain, v in function.opset_imports.items())
+    if functions and alike:
+        InlinePass()(model)
+        name_nodes(model)
 
 
 def prepare_body(model: ir.Model, settings: Settings) -> None:
