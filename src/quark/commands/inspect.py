@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 from quark.command_line import Results, new_table, results
 from quark.commands.options.kinds import check_options, is_onnx, onnx_option
 from quark.errors import ConfigError, FormatError
+from quark.json_objects import plain_json
 
 if TYPE_CHECKING:
     import onnx
@@ -158,7 +158,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():  # a pipe would be waited for
             raise FileNotFoundError
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = plain_json(file.read_text(encoding="utf-8"))
     except OSError:
         raise FormatError(
             f"{file.parent} is neither an .onnx file nor a model folder: it has no config.json."

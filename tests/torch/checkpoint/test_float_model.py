@@ -190,3 +190,23 @@ def test_buffers_of_old_checkpoints_come_along(in_memory: bool, folders: dict[st
         quantizer = ModelQuantizer(replace(quantizer.config, quant_flow=QuantFlow.file2file))
         quantizer.direct_quantize_checkpoint(folder, out)
     assert torch.equal(load_file(out / "model.safetensors")["bert.embeddings.position_ids"], ids)
+
+
+class Runs:
+    """What a pickle of it does when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_a_pickle_of_more_than_tensors_is_refused_in_two_lines(tmp_path: Path) -> None:
+    """What torch says of it is a page with escape codes, and advises to read it all the same."""
+    marker = tmp_path / "ran"
+    torch.save({"a": Runs(marker)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(FormatError, match=r"bin is a pickle of more than tensors.*model\.safetensors") as caught:
+        stored_metas(tmp_path)
+    assert len(str(caught.value)) < 120 + len(str(tmp_path)) + 60
+    assert not marker.exists()

@@ -168,3 +168,10 @@ def test_a_limit_may_be_infinite_and_nothing_may_be_nan(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": NaN}')
     with pytest.raises(FormatError, match="the value NaN"):
         read_config(folder)
+
+
+def test_a_name_that_occurs_twice_is_refused(folder: Path) -> None:
+    """json takes the last, other readers the first: 2 layers here could be 4 there."""
+    (folder / "config.json").write_text('{"model_type": "llama", "a": {"layers": 2, "layers": 4}}')
+    with pytest.raises(FormatError, match=r"config\.json is not JSON: the name 'layers' occurs twice"):
+        read_config(folder)

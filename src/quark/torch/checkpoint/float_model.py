@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -123,8 +124,14 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]
 def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
     for path in sorted(folder.glob("pytorch_model*.bin")):
         with as_format_error(path):
-            # Files from before torch 1.6 are no archives, and cannot be mapped.
-            yield torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
+            try:
+                # Files from before torch 1.6 are no archives, and cannot be mapped.
+                yield torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
+            except UnpicklingError:  # torch answers in a page
+                raise FormatError(
+                    f"{path} is a pickle of more than tensors, or damaged; reading it could run code. Possible: "
+                    "model.safetensors, which save_pretrained writes."
+                ) from None
 
 
 def check_metas(folder: Path, model: Any, stored: Mapping[str, torch.Tensor]) -> None:

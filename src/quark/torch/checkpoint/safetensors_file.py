@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from quark.errors import FormatError, NotSupportedError
+from quark.json_objects import without_doubles
 from quark.torch.model.folder_files import regular_file
 
 DTYPES: dict[str, torch.dtype] = {
@@ -75,7 +76,7 @@ class TensorFile:
                 self._size = handle.seek(0, 2)
                 self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
             length = struct.unpack("<Q", self._map[:8])[0]
-            header = json.loads(self._map[8 : 8 + length].decode(), object_pairs_hook=_without_doubles)
+            header = json.loads(self._map[8 : 8 + length].decode(), object_pairs_hook=without_doubles)
             self._start = 8 + length
             self._tensors = {name: self._entry(row) for name, row in header.items() if name != _METADATA}
             self._check_covered(header.get(_METADATA, {}))
@@ -136,14 +137,6 @@ class TensorFile:
             raise ValueError(f"the tensors end at byte {end} of {self._size}")
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError(f"{_METADATA} is {metadata!r:.80}, not texts by name")
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the header. Raises ValueError for a name that occurs twice: readers would differ in which counts."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return made
 
 
 def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = False) -> dict[str, ByteRange]:

@@ -6,7 +6,6 @@ Nothing here is allocated by what a config says: its numbers are compared with t
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import nn
 
 from quark.errors import FormatError, QuarkError, one_line, require_packages
 from quark.files import require_config
+from quark.json_objects import plain_json
 from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -50,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     check_files(folder)
     require_config(folder)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
+        config = plain_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -65,13 +65,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         if leaf.endswith("_implementation") and isinstance(value, str) and "/" in value:
             raise FormatError(f"{path}: {name} is {value!r}, code to be downloaded; possible: eager, sdpa.")
     return config
-
-
-def _constant(name: str) -> float:
-    """Infinity, which limits of some models are; raises ValueError for NaN, with which every output would be NaN."""
-    if name == "NaN":
-        raise ValueError("it has the value NaN")
-    return float(name)
 
 
 def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None:

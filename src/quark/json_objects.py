@@ -1,0 +1,31 @@
+"""Objects of JSON that every reader understands alike: no name occurs twice, no value is NaN."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def plain_json(text: str | bytes) -> Any:
+    """What a text of JSON says; Infinity, which limits of some models are, is allowed.
+
+    Raises:
+        ValueError: It is not JSON, an object has a name twice, or a value is NaN, with which every output would be NaN.
+    """
+    return json.loads(text, object_pairs_hook=without_doubles, parse_constant=_constant)
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its entries. Raises ValueError for a name that occurs twice: readers differ in which one counts."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {double!r:.80} occurs twice")
+    return made
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("it has the value NaN")
+    return float(name)
