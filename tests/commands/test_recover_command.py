@@ -48,7 +48,7 @@ def sqnr(folder: Path) -> float:
 def test_the_table_says_what_each_step_gave_and_the_file_is_the_best(folder: Path) -> None:
     assert command(folder, "").code == 0
     target = round(sqnr(folder) + 0.5, 2)
-    done = command(folder, f"--recover --budget 2m --target {target} --target generic")
+    done = command(folder, f"--recover --budget 2m --reach {target} --target generic")
     assert (done.code, done.err) == (0, "")
     rows = cells(done.out)
     assert rows[0][0] == "the config as it is" and rows[0][4] == "kept"
@@ -60,7 +60,7 @@ def test_the_table_says_what_each_step_gave_and_the_file_is_the_best(folder: Pat
 
 
 def test_a_target_that_the_config_reaches_ends_at_once(folder: Path) -> None:
-    done = command(folder, "--recover --metric cosine --target 0.5")
+    done = command(folder, "--recover --metric cosine --reach 0.5")
     assert done.code == 0 and len(cells(done.out)) == 1
     assert "the target of 0.5 is reached" in done.out
 
@@ -127,7 +127,7 @@ def test_where_integer_activations_lose_the_task_weights_alone_are_stored(tmp_pa
 
 @pytest.mark.slow
 def test_no_type_is_wider_than_the_config_has_and_the_last_line_says_what_there_is(folder: Path) -> None:
-    done = command(folder, "--recover --budget 1s --target 500")
+    done = command(folder, "--recover --budget 1s --reach 500")
     assert done.code == 0 and "left out: more bits" in done.out and "is not reached" in done.out
     assert "int8 activations" in done.out.splitlines()[-1] and "int16" not in done.out.splitlines()[-1]
     kinds = {t.data_type for t in onnx.load(folder / "out.onnx").graph.initializer if t.name.endswith("zero_point")}
@@ -140,9 +140,7 @@ def test_no_type_is_wider_than_the_config_has_and_the_last_line_says_what_there_
         ("--allow-wider", "--allow-wider goes with --recover"),
         ("--budget 5m", "--budget goes with --recover"),
         ("--metric sqnr", "--metric goes with --recover"),
-        ("--target 30", "--target with a number goes with --recover"),
-        ("--recover --target 30 --target 40", "one number; got 30, 40"),
-        ("--recover --target npu --target generic", "one runtime"),
+        ("--reach 30", "--reach goes with --recover"),
         ("--recover --budget soon", "as in 90s, 10m or 1h"),
         ("--recover --metric mse", "no metric 'mse'"),
         ("--recover --samples 3", "at least 4 samples are needed, and there are 3"),

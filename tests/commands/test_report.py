@@ -192,7 +192,7 @@ def test_quantize_writes_the_page_of_what_it_wrote(places: dict[str, Path], tmp_
 
 @pytest.mark.slow
 def test_quantize_shows_the_path_of_a_recovery(places: dict[str, Path], tmp_path: Path) -> None:
-    line = ("--config", "A8W8", "--calib", places["samples.npz"], "--batch-size", "4", "--recover", "--target", "20")
+    line = ("--config", "A8W8", "--calib", places["samples.npz"], "--batch-size", "4", "--recover", "--reach", "20")
     page = tmp_path / "page.html"
     done = quark("quantize", places["float.onnx"], *line, "-o", tmp_path / "out.onnx", "--report", page)
     assert (done.code, done.err) == (0, "")

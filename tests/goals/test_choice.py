@@ -11,6 +11,7 @@ from quark.goals import EFFORTS, GOALS, choose
 from quark.goals.efforts import steps_for
 from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
 from quark.onnx.config.preset_rows import ROWS
+from quark.onnx.operators.targets import TARGETS
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config.algo_configs import ALGO_CONFIGS, GPTQConfig
 from quark.torch.config.block_mixes import MIXES
@@ -120,3 +121,24 @@ def test_parameters_of_algorithms_are_typed() -> None:
 
 def test_every_scheme_has_one_name() -> None:
     assert len(scheme_names()) == len(set(scheme_names()))
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_awq_is_served_in_float16(name: str) -> None:
+    """The AWQ kernels refuse bfloat16, which most models say in their config.json."""
+    assert choose(name, False).command("out").endswith("out --dtype float16")
+    assert "dtype" not in choose(name, False, bits=8).command("out")
+
+
+def test_a_target_of_another_program_is_refused_beside_a_goal() -> None:
+    openvino, here = choose("openvino", True), choose("onnxruntime", True)
+    assert openvino.target_with(None) == openvino.target_with("openvino") == "openvino"
+    assert here.target_with(None) is None and here.target_with("ort_arm64") == "ort_arm64"
+    with pytest.raises(ConfigError, match="--target ort_x64 is not of OpenVINO, .* Possible: --target openvino"):
+        openvino.target_with("ort_x64")
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_targets_beside_a_goal_are_those_of_the_onnx_flow(name: str) -> None:
+    offer = GOALS[name].onnx
+    assert offer is None or {*offer.targets} <= {*TARGETS}

@@ -91,10 +91,9 @@ Config = Annotated[
     ),
 ]
 Target = Annotated[
-    list[str] | None,
+    str | None,
     onnx_option(
-        help="Runtime to quantize for: npu, ort_x64, ort_arm64, openvino, generic; with --recover also a number, the "
-        "metric to reach."
+        help="Layout to write: npu, ort_x64, ort_arm64, openvino, generic. --for chooses it, and the configuration too."
     ),
 ]
 Statistics = Annotated[Path | None, onnx_option(help="File of calibration statistics, written or reused.")]
@@ -118,6 +117,7 @@ Recover = Annotated[
 ]
 Budget = Annotated[str | None, onnx_option(help="Time for --recover: 90s, 10m (default), 1h ...")]
 AllowWider = Annotated[bool, onnx_option("--allow-wider", help="Of --recover: more bits than the config asks for.")]
+Reach = Annotated[float | None, onnx_option(help="Of --recover: the metric that is enough, as in 30 (dB of sqnr).")]
 Metric = Annotated[str | None, onnx_option(help="Of --recover: sqnr (default), psnr, cosine or l2.")]
 
 Measure = Annotated[
@@ -177,6 +177,7 @@ def quantize(
     recover: Recover = False,
     budget: Budget = None,
     metric: Metric = None,
+    reach: Reach = None,
     measure: Measure = None,
     profile: Profile = None,
     allow_wider: AllowWider = False,
@@ -195,7 +196,7 @@ def quantize(
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz -o model-a8w8.onnx
 
-    Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --target 30 -o best.onnx
+    Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --reach 30 -o best.onnx
     """
     # With a goal, --scheme and --bits say of either kind of model what it is to be.
     check_options(context, model, ("scheme", "bits") if goal is not None else ())
@@ -214,6 +215,8 @@ def quantize(
             algorithms=algorithm, has_data=calib is not None, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if choice is not None:
+        with usage():
+            target = choice.target_with(target)
         logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
     form = choice.form if choice is not None else export_format or "quark"
     check_report(report, model, output, calib, form, force)
@@ -223,18 +226,17 @@ def quantize(
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         if onnx:
             from quark.commands.onnx_files.quantize import Timing, calibration_reader, quantize_onnx
-            from quark.commands.onnx_files.recover import asked, recovery_of, split_targets
+            from quark.commands.onnx_files.recover import asked, recovery_of
 
             reader = calibration_reader(model, calib, batch_size, mean, std)
-            runtime, least = split_targets(target or [])
             if choice is not None:
-                config, runtime = onnx_config(choice), runtime or choice.target
-            recovery = asked(recover, budget, metric, least, allow_wider)
+                config = onnx_config(choice)
+            recovery = asked(recover, budget, metric, reach, allow_wider)
             if choice is not None:
                 recovery = recovery or recovery_of(choice.effort, reader is not None)
             timing = Timing(measure, profile)
             quantize_onnx(
-                model, output, config, reader, samples, exclude, runtime, statistics, force, allow_noop=allow_noop,
+                model, output, config, reader, samples, exclude, target, statistics, force, allow_noop=allow_noop,
                 allow_damage=allow_damage, recovery=recovery, timing=timing, algorithms=onnx_algorithms(algorithm),
                 quick=choice is None or choice.effort != FAST, page=report,
             )  # fmt: skip

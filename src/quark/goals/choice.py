@@ -26,6 +26,7 @@ class GoalChoice:
         reasons: Choice -> why.
         serve: The command that runs the result; `{out}` is its path.
         target: Of an ONNX file: a value of --target, or None.
+        targets: Values of --target that may be given beside it.
         given: Whether the scheme was asked for, and not the default.
     """
 
@@ -38,6 +39,7 @@ class GoalChoice:
     serve: str
     target: str | None = None
     given: bool = False
+    targets: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What, the choice, and the reason, for a table."""
@@ -51,6 +53,20 @@ class GoalChoice:
         form = "onnx" if self.form == ONNX_FILE else self.form
         steps = f", {', '.join(self.algorithms)}" if self.algorithms else ""
         return self.scheme, f"{form}{steps} ({self.effort})", "; ".join(self.reasons.values())
+
+    def target_with(self, asked: str | None) -> str | None:
+        """The value of --target: the one asked for beside the goal, or that of the goal.
+
+        Raises:
+            ConfigError: It is of another program than the goal.
+        """
+        if asked is not None and asked not in self.targets:
+            possible = f"--target {', '.join(self.targets)}, or --for alone" if self.targets else "--for alone"
+            raise ConfigError(
+                f"--target {asked} is not of {self.goal.program}, which --for {self.goal.name} says. Possible: "
+                f"{possible}."
+            )
+        return asked or self.target
 
     def command(self, output: str) -> str:
         """The command that runs the result.
@@ -110,7 +126,8 @@ def choose(
         steps = found.algorithms
         reasons["algorithms"] = found.why
     given = scheme is not None or bits is not None
-    return GoalChoice(goal, chosen, chosen_form, level, steps, reasons, offer.serve, offer.target, given)
+    serve = offer.serve_as(chosen_form)
+    return GoalChoice(goal, chosen, chosen_form, level, steps, reasons, serve, offer.target, given, offer.targets)
 
 
 ONNX_EFFORTS = {

@@ -18,8 +18,10 @@ class Offer:
         bits: Bits of a weight -> form and scheme.
         why: The reason for the default, a clause.
         serve: The command that runs the result; `{out}` is its path.
+        serve_options: Form -> words that the command needs behind it.
         without_data: The same as `default` where there are no calibration data; None: the same.
         target: Of an ONNX file: a value of --target; None as the configuration says.
+        targets: Values of --target that may be given beside the goal.
     """
 
     default: tuple[str, str]
@@ -27,6 +29,13 @@ class Offer:
     why: str
     serve: str
     target: str | None = None
+    serve_options: Mapping[str, str] = field(default_factory=dict)
+    targets: tuple[str, ...] = ()
+
+    def serve_as(self, form: str) -> str:
+        """The command for a form, `{out}` in the place of its path."""
+        return self.serve + self.serve_options.get(form, "")
+
     without_data: tuple[str, str] | None = None
 
 

@@ -7,6 +7,8 @@ from quark.goals.goal import GOALS, Offer, RuntimeGoal
 
 _SESSION = 'python -c "import sys, onnxruntime as o; print(o.InferenceSession(sys.argv[1]%s).get_inputs())" {out}'
 _VITIS = ", providers=['VitisAIExecutionProvider']"
+_AWQ = {"awq": " --dtype float16"}
+"""The AWQ kernels compute in float16; a config.json that says bfloat16 is refused without this."""
 
 GOALS.register("vllm", RuntimeGoal(
     "vllm", "vLLM",
@@ -15,6 +17,7 @@ GOALS.register("vllm", RuntimeGoal(
         {4: ("awq", "uint4_wo_128"), 8: ("quark", "int8_dynamic")},
         "4 bits in groups of 128, in the format whose kernels every release has",
         "vllm serve {out}",
+        serve_options=_AWQ,
     ),
 ))  # fmt: skip
 GOALS.register("sglang", RuntimeGoal(
@@ -24,6 +27,7 @@ GOALS.register("sglang", RuntimeGoal(
         {4: ("awq", "uint4_wo_128"), 8: ("quark", "ptpc_fp8")},
         "4 bits in groups of 128, in the format whose kernels every release has",
         "python -m sglang.launch_server --model-path {out}",
+        serve_options=_AWQ,
     ),
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(
@@ -60,7 +64,7 @@ GOALS.register("onnxruntime", RuntimeGoal(
         {4: (ONNX_FILE, "MATMUL_NBITS"), 8: (ONNX_FILE, "INT8_CPU")},
         "in 8-bit integers what is faster so, the rest in float",
         _SESSION % "",
-        without_data=(ONNX_FILE, "INT8_CPU_DYNAMIC"),
+        without_data=(ONNX_FILE, "INT8_CPU_DYNAMIC"), targets=("ort_x64", "ort_arm64", "generic"),
     ),
 ))  # fmt: skip
 GOALS.register("openvino", RuntimeGoal(
@@ -69,8 +73,8 @@ GOALS.register("openvino", RuntimeGoal(
         (ONNX_FILE, "INT8_OPENVINO"),
         {8: (ONNX_FILE, "INT8_OPENVINO")},
         "only what linear layers read is quantized: on a YOLOv8n 33.5 dB, with the layout for ONNX Runtime 13.4",
-        "benchmark_app -m {out}",
-        target="openvino",
+        "python -c \"import sys, openvino as o; print(o.Core().compile_model(sys.argv[1], 'CPU').inputs)\" {out}",
+        target="openvino", targets=("openvino",),
     ),
 ))  # fmt: skip
 GOALS.register("ryzen-ai", RuntimeGoal(
@@ -86,6 +90,7 @@ GOALS.register("ryzen-ai", RuntimeGoal(
         {8: (ONNX_FILE, "XINT8"), 16: (ONNX_FILE, "BF16")},
         "8-bit integers under power-of-two scales, the type of its CNN kernels",
         _SESSION % _VITIS,
+        targets=("npu",),
     ),
 ))  # fmt: skip
 GOALS.register("npu", RuntimeGoal(
@@ -95,5 +100,6 @@ GOALS.register("npu", RuntimeGoal(
         {8: (ONNX_FILE, "A8W8"), 16: (ONNX_FILE, "A16W8")},
         "8-bit integers with float scales, for compilers that take Q/DQ nodes",
         _SESSION % "",
+        targets=("npu", "generic"),
     ),
 ))  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,29 +51,16 @@ def recovery_of(effort: str, has_data: bool) -> Recovering | None:
 
 
 def asked(
-    recover: bool, budget: str | None, metric: str | None, target: float | None, allow_wider: bool = False
+    recover: bool, budget: str | None, metric: str | None, reach: float | None, allow_wider: bool = False
 ) -> Recovering | None:
     """What the options ask for; None without --recover. Raises ConfigError for an option that then says nothing."""
     if recover:
-        return Recovering(budget or "10m", metric or "sqnr", target, allow_wider=allow_wider)
-    given = {"--budget": budget, "--metric": metric, "--target with a number": target}
+        return Recovering(budget or "10m", metric or "sqnr", reach, allow_wider=allow_wider)
+    given = {"--budget": budget, "--metric": metric, "--reach": reach}
     for flag, value in (given | {"--allow-wider": allow_wider or None}).items():
         if value is not None:
             raise ConfigError(f"{flag} goes with --recover.")
     return None
-
-
-def split_targets(targets: Sequence[str]) -> tuple[str | None, float | None]:
-    """The runtime and the number among the values of --target. Raises ConfigError where there are two of a kind."""
-    numbers, names = [], []
-    for text in targets:
-        try:
-            numbers.append(float(text))
-        except ValueError:
-            names.append(text)
-    if len(numbers) > 1 or len(names) > 1:
-        raise ConfigError(f"--target takes one runtime, and with --recover one number; got {', '.join(targets)}.")
-    return next(iter(names), None), next(iter(numbers), None)
 
 
 def _table(found: Recovery) -> Table:

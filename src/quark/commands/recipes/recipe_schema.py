@@ -15,7 +15,7 @@ from quark.commands.recipes.recipe import FORMAT, NAMES, NOT_IN_A_RECIPE
 from quark.errors import ConfigError, did_you_mean
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-NUMBERS_TOO = ("mean", "std", "target")
+NUMBERS_TOO = ("mean", "std")
 """Texts of the command line that look like numbers in YAML."""
 OF_EVALUATE = (*NOT_IN_A_RECIPE, "float_model", "quantized", "text")
 """What of `quark evaluate` is no key: what is evaluated, and the second name of the data."""

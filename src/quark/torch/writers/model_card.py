@@ -16,6 +16,7 @@ from typing import Any
 
 from quark.core.spec import LayerSpec
 from quark.files import atomic_file
+from quark.goals import GOALS
 from quark.torch.model.folder_files import file_of
 
 CARD, BASE_CARD = "README.md", "README_base.md"
@@ -119,8 +120,10 @@ def _body(architecture: str, layers: Mapping[str, LayerSpec], form: str, base: s
     auto = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
     needs = "  # needs: pip install 'openquark[torch]'" if form == "quark" else ""
     load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER").eval(){needs}'
-    serve = f"\n## Serve\n\nRead by: {SERVED.get(form, form)}.\n\n```sh\nvllm serve FOLDER\n```\n"
-    serve = serve if architecture.endswith("ForCausalLM") else ""
+    serve, offer = "", GOALS["vllm"].folder
+    if offer is not None and architecture.endswith("ForCausalLM"):
+        command = offer.serve_as(form).format(out="FOLDER")
+        serve = f"\n## Serve\n\nRead by: {SERVED.get(form, form)}.\n\n```sh\n{command}\n```\n"
     return f"""# {name}, quantized
 
 `{architecture}` of {name}, quantized by quark in the format `{form}`.
