@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -46,6 +47,21 @@ def test_an_onnx_file_runs_in_onnxruntime(tmp_path: Path) -> None:
     before, after = (onnxruntime.InferenceSession(str(f)).run(None, feed)[0] for f in (tmp_path / "float.onnx", made))
     assert made == tmp_path / "int8.onnx" and made.stat().st_size < (tmp_path / "float.onnx").stat().st_size
     assert np.abs(before - after).max() < 0.1 * np.abs(before).max()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_array_of_all_samples_keeps_the_batch_axis(named: bool, tmp_path: Path) -> None:
+    """The file is that of the same samples one by one."""
+    import onnx
+
+    onnx.save(cnn(), tmp_path / "float.onnx")
+    x = np.concatenate([feed["x"] for feed in images(2)])
+    options: dict[str, Any] = {"effort": "fast", "scheme": "A8W8", "goal": "npu"}
+    data = {"x": x} if named else x
+    made = quark.quantize(tmp_path / "float.onnx", data=data, output=tmp_path / "all.onnx", **options)
+    each = [{"x": row[None]} for row in x]
+    same = quark.quantize(tmp_path / "float.onnx", data=each, output=tmp_path / "each.onnx", **options)
+    assert made.read_bytes() == same.read_bytes()
 
 
 @pytest.mark.parametrize("with_data", [False, True])

@@ -35,7 +35,7 @@ def quantize(
         scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal.
         data: Calibration data. Of a module: batches, each a tensor such as token ids (samples, tokens), a dict of
             arguments, or a tuple. Of a path: what --calib takes, a text file, a folder, or an .npz file; of an ONNX
-            file also a data reader.
+            file also a data reader, an iterable of feeds, an array of all samples, (samples, ...), or a dict of such.
         goal: A program: "vllm", "sglang", "transformers", "llama.cpp", "onnxruntime", "openvino", "ryzen-ai", "npu".
             None: "transformers" of a module or a folder, "onnxruntime" of an ONNX file.
         output: Folder or file to make. A path needs one; of a module None leaves it in memory.

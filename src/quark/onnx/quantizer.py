@@ -85,7 +85,7 @@ class ModelQuantizer:
             model_input: Path of the float model, or a ModelProto, which is not changed.
             model_output: Path to write; None returns the model instead.
             calibration_data_reader: Anything with `get_next() -> dict | None`, or an iterable of such dicts; of arrays
-                where the model has one input.
+                where the model has one input. One array, or a dict of arrays, holds all samples along the first axis.
             calibration_data_path: Instead: a folder or a file of samples, for PathDataReader.
             algorithms: Algorithm configs to run after those of the config.
 

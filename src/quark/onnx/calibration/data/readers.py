@@ -15,6 +15,7 @@ from quark.core.array import NumpyArray
 from quark.core.scales import TINY
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed
+from quark.onnx.calibration.data.sample_batches import rebatch
 from quark.onnx.graph.proto_file import reason
 
 __all__ = ["CachedDataReader", "CalibrationDataReader"]
@@ -133,14 +134,28 @@ class _Iterating(CalibrationDataReader):
         return None
 
 
+def _stacked(data: Any, inputs: Mapping[str, Input]) -> Feed | None:
+    """All samples in one array of each input; None where `data` are samples one by one."""
+    if isinstance(data, Mapping) and data and all(isinstance(value, np.ndarray) for value in data.values()):
+        return dict(data)
+    if not isinstance(data, np.ndarray) or len(inputs) != 1:
+        return None
+    entry = next(iter(inputs.values()))
+    return {entry.name: data} if entry.shape is not None and data.ndim == len(entry.shape) else None
+
+
 def as_reader(data: Any, inputs: Mapping[str, Input] | None = None) -> Any:
     """Make a reader of what was given: a reader is itself; an iterable of dicts or arrays is read once.
+
+    An array of as many dimensions as the one input, or a dict of arrays, holds all samples, as an .npz file does.
 
     Raises:
         CalibrationError: It is neither.
     """
     if callable(getattr(data, "get_next", None)):
         return data
+    if (stacked := _stacked(data, inputs or {})) is not None:
+        return _Iterating(rebatch([stacked], None, inputs or {}), inputs or {})
     if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
         raise CalibrationError(
             f"A calibration reader needs get_next(), or is an iterable of samples; {type(data).__name__} is neither."
