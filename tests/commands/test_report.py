@@ -218,3 +218,16 @@ def test_quantize_refuses_a_page_that_it_cannot_write_before_the_work(places: di
         usage = words in ("Did you mean 'int8_wo'", "names none", "Missing option --calib or --data", "does not apply")
         assert done.code == (2 if usage else 1) and words in done.err and done.err.count("\n") == 1, (words, done.err)
     assert [path.name for path in tmp_path.iterdir()] == ["there.html"]
+
+
+@pytest.mark.slow
+def test_compare_knows_families_and_mixes(places: dict[str, Path]) -> None:
+    """int4 is its usual member, and the size of a mix is that of its blocks."""
+    line = ("--calib", places["text.txt"], "--length", "32", "--windows", "2")
+    done = quark("compare", places["llama"], "--schemes", "int4_wo_32,4bit,W8A8,Q8_0", *line)
+    assert done.code == 0 and "4bit: here it is int4_wo_128" in done.log and "W8A8: here it is int8" in done.log
+    rows = {row[0].strip(): row for row in (line.split("│")[1:] for line in done.out.splitlines() if "│" in line)}
+    assert float(rows["q8_0"][1]) < float(rows["float"][1]) / 3 and float(rows["q8_0"][3]) > 30
+    assert {"int4_wo_128", "int8", "int4_wo_32"} <= set(rows)
+    onnx_file = quark("compare", places["float.onnx"], "--schemes", "W8A8", "--calib", places["samples.npz"])
+    assert onnx_file.code == 0 and "W8A8: here it is INT8_CPU" in onnx_file.log

@@ -9,7 +9,7 @@ import typer
 
 from quark.commands.evaluate import Length, Samples, Threads, Windows
 from quark.commands.options.kinds import check_options, is_onnx, require, require_model
-from quark.commands.options.words import check_words, usage
+from quark.commands.options.words import check_words, members, scheme_names, usage
 from quark.commands.quantize import (
     BatchSize,
     Device,
@@ -30,7 +30,10 @@ def compare(
     model: Model,
     schemes: Annotated[
         list[str],
-        typer.Option(help="Schemes, or named configurations of an ONNX file; with commas between them, or repeated."),
+        typer.Option(
+            help="Schemes, mixes of GGUF, or named configurations of an ONNX file, and families of them (int4); with "
+            "commas between them, or repeated."
+        ),
     ],
     calib: Annotated[Path | None, typer.Option(help="Calibration data, as of `quark quantize`.")] = None,
     data: Annotated[Path | None, typer.Option(help="Held-out data to measure on. Default: --calib.")] = None,
@@ -51,6 +54,8 @@ def compare(
 
     Example: quark compare ./llama --schemes int8_wo,uint4_wo_32 --calib heldout.txt
 
+    Example: quark compare ./llama --schemes int4,int8,Q4_K_M --calib heldout.txt
+
     Example: quark compare model.onnx --schemes A8W8,XINT8 --calib samples.npz
     """
     check_options(context, model)
@@ -59,6 +64,7 @@ def compare(
     if not names:
         raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
     if not is_onnx(model):
+        names = members(names, scheme_names())
         with usage():
             check_words(names)
     measured = require(data or calib, "--calib or --data", model)

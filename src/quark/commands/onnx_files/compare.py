@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from quark.commands.onnx_files.quantize import named_config
+from quark.commands.options.words import members
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
 from quark.log import severity
 from quark.onnx import ModelQuantizer, PathDataReader
 from quark.onnx.calibration.data.inputs import file_bytes
+from quark.onnx.config.preset_rows import QROWS, ROWS
 from quark.onnx.evaluation.compare_models import compare_models
 
 
@@ -33,6 +35,7 @@ def compare_presets(
         QuarkError: None of them can be used; says why of the last.
     """
     # What is unknown is said before the first is tried.
+    names = members(names, [*ROWS, *QROWS])
     quantizers = {name: ModelQuantizer(named_config(name)) for name in names}
     rows: list[SchemeResult] = []
     latency, failure = 0.0, None

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quark.core.scheme_families import suggestion
+from quark.core.scheme_families import family_of, named_in, suggestion
 from quark.errors import ConfigError, UsageError, did_you_mean
+from quark.log import logger
 
 FOLDER_FORMS = ("quark", "awq", "fp8", "compressed-tensors")
 FILE_FORMS = ("gguf", "onnx")
@@ -42,6 +43,17 @@ def check_words(
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
     torch_algorithms(algorithms)
+
+
+def members(words: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names that words mean, each once: a name itself, or the usual member of a family, which the log says."""
+    found = []
+    for word in words:
+        name = word if word in known else next((n for n in family_of(word) if n in known), named_in(word, known))
+        if name is not None and name != word:
+            logger.info("%s: here it is %s.", word, name)
+        found.append(name or word)
+    return list(dict.fromkeys(found))
 
 
 def layer_schemes(layers: Sequence[str] | None) -> list[str]:
