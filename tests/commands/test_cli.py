@@ -204,6 +204,9 @@ def test_inspect_shows_the_quantization_of_a_folder(places: dict[str, Path]) -> 
     out = succeed("inspect {quantized}", places)
     assert f"llama, {len(weights(places['quantized'])) / 1e6:.2f} MB" in out
     assert re.search(r"quant_method +\S quark ", out) and re.search(r"weight\.dtype +\S uint4 ", out)
+    assert re.search(
+        r"self_attn\.q_proj +\S 2 +\S weight int32, weight_scale \w+, weight_zero_point int32 +\S \d\.\d\d ", out
+    )
     assert "a float model" in succeed("inspect {llama}", places)
 
 

@@ -136,7 +136,7 @@ def _print_fusion(rows: list[Fusion], console: Results) -> None:
 
 
 def _inspect_folder(folder: Path) -> None:
-    """The quantization_config of a Hugging Face folder."""
+    """The quantization_config of a Hugging Face folder, and how its layers are stored."""
     config = _read_config(folder / "config.json")
     quantization = config.get("quantization_config")
     if not isinstance(quantization, (dict, type(None))):
@@ -150,6 +150,20 @@ def _inspect_folder(folder: Path) -> None:
     table = new_table("key", "value", title="quantization_config")
     for key, value in _flat(quantization):
         table.add_row(key, value)
+    console.print(table)
+    if size:
+        _print_layers(folder, console)
+
+
+def _print_layers(folder: Path, console: Results) -> None:
+    """How the layers of a quantized folder are stored."""
+    from quark.commands.folders.stored_layers import stored_layers  # imports torch: only for quantized folders
+
+    rows = stored_layers(folder)
+    table = new_table("layers", "", "stored as", "bits", "MB", title="Matrices, bits for a weight with its scales")
+    for row in rows:
+        bits = "" if row.bits is None else f"{row.bits:.2f}"
+        table.add_row(row.name, str(row.count), row.stored, bits, f"{row.size / 1e6:.3f}")
     console.print(table)
 
 
