@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from html import unescape
 from pathlib import Path
@@ -231,3 +232,22 @@ def test_compare_knows_families_and_mixes(places: dict[str, Path]) -> None:
     assert {"int4_wo_128", "int8", "int4_wo_32"} <= set(rows)
     onnx_file = quark("compare", places["float.onnx"], "--schemes", "W8A8", "--calib", places["samples.npz"])
     assert onnx_file.code == 0 and "W8A8: here it is INT8_CPU" in onnx_file.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "folder"])
+def test_what_is_said_after_quantize_measures_it(kind: str, places: dict[str, Path], tmp_path: Path) -> None:
+    """The line of the log is a command; HELDOUT stands for data of one's own."""
+    model, calib, out = (
+        (places["float.onnx"], places["samples.npz"], tmp_path / "my model.onnx")
+        if kind == "onnx"
+        else (places["llama"], places["text.txt"], tmp_path / "my model")
+    )
+    how = ("--config", "A8W8") if kind == "onnx" else ("--scheme", "int8", "--samples", "2", "--length", "32")
+    done = quark("quantize", model, *how, "--calib", calib, "-o", out)
+    line = done.log.partition("did not read: ")[2].splitlines()[0]
+    words = shlex.split(line.replace(f"HELDOUT{calib.suffix}", shlex.quote(str(calib))))
+    shown = quark(*words[1:])
+    assert words[0] == "quark" and shown.code == 0, (line, shown.err)
+    assert f"of {calib.name}" in " ".join(shown.out.split())
+    assert (kind == "onnx") != ("fake quantization" in shown.out)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
 BITS_HELP = "In place of --scheme: bits for each weight, scales included; layers get schemes that lose least."
-SIZE_HELP = "In place of --scheme: size of the model, as in 2.1GB; layers get schemes that lose least."
+SIZE_HELP = (
+    "In place of --scheme: size of all tensors, as in 2.1GB; a tokenizer, in GGUF files too, comes on top. Layers get "
+    "schemes that lose least."
+)
 CANDIDATES_HELP = "Schemes that --bits and --size choose from, with commas or repeated."
 SENSITIVITY_HELP = "File of what each layer loses: written, or read for another --bits or --size."
 

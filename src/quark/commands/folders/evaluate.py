@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from quark.command_line import new_table, results
-from quark.commands.folders.measure import ALL, Output, measure_folders
+from quark.commands.folders.measure import ALL, WHY_SLOW, Output, measure_folders
 from quark.commands.results.counted import counted
 from quark.errors import ConfigError
 from quark.files import require_regular
@@ -51,7 +51,8 @@ def evaluate_folders(
     found = measure_folders(float_model, quantized, before, after, batches)
     console = results()
     console.print(_summary(found.sizes, found.comparison.perplexity, found.seconds))
-    console.print(_outputs(found.comparison.outputs, len(batches)))
+    console.print(WHY_SLOW, highlight=False, soft_wrap=True)
+    console.print(_outputs(found.comparison.outputs, f"{counted(len(batches), 'sample')} of {data.name}"))
     console.print(_worst_layers(found.damage, layers))
     if page is not None:
         from quark.commands.folders.report import folder_sections
@@ -85,10 +86,8 @@ def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, secon
     return table
 
 
-def _outputs(outputs: Mapping[str, Output], samples: int) -> Table:
-    table = new_table(
-        "output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {counted(samples, 'sample')}"
-    )
+def _outputs(outputs: Mapping[str, Output], words: str) -> Table:
+    table = new_table("output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {words}")
     for name, output in outputs.items():
         agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
         table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)

@@ -17,6 +17,10 @@ from quark.progress import progress
 
 ALL = 1 << 62
 """More samples than there are."""
+WHY_SLOW = (
+    "Latency is that of PyTorch with weights that are decoded in each forward (fake quantization), so it is no faster "
+    "here; the program that the format is for multiplies codes, and so does quark.torch.accelerate."
+)
 LARGEST_PIECE = 1 << 22
 """Values of an output that are compared at once, in float64."""
 

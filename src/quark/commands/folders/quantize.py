@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from quark.command_line import results
 from quark.commands.folders.bit_budget import Budget, choice_table, choose_for_budget
 from quark.commands.folders.calibration import Calibration
-from quark.commands.folders.export import GGUF, Export
+from quark.commands.folders.export import GGUF, ONNX, Export
 from quark.commands.folders.quantized_page import page_of_folder
 from quark.commands.recipes.recipe import RECIPE, Recipe
-from quark.commands.results.quantized import size_line
+from quark.commands.results.quantized import say_how_to_evaluate, size_line
 from quark.errors import ConfigError, NotSupportedError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.memory_and_disk import available_memory
@@ -90,6 +90,8 @@ def quantize_folder(
     else:
         after = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
     console.print(size_line(str(title), before, after, start), highlight=False)
+    if export.form != ONNX:  # which evaluate compares with another ONNX file
+        say_how_to_evaluate(model, export.made(model), calib)
     load_as = {"device": device, "dtype": dtype, **load}
     page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen)
     return recipe

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from quark.commands.folders.measure import MeasuredFolders
+from quark.commands.folders.measure import WHY_SLOW, MeasuredFolders
 from quark.commands.results.counted import counted
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
@@ -92,8 +92,7 @@ def _costs(found: MeasuredFolders) -> Section:
         outputs,
         f"Outputs over {counted(len(found.batches), 'sample')}",
     )
-    words = "Latency is that of PyTorch with decoded weights, not that of a runtime which multiplies codes."
-    return Section("Size, latency, outputs", words, [PageTable(headers, rows), of_outputs])
+    return Section("Size, latency, outputs", WHY_SLOW, [PageTable(headers, rows), of_outputs])
 
 
 def _tokens(found: MeasuredFolders, inputs: ModelInputs) -> Section:

@@ -31,7 +31,7 @@ def evaluate_onnx(
     sizes = (file_bytes(float_model), file_bytes(quantized))
     console = results()
     console.print(_summary(sizes, report.latency, threads))
-    console.print(_outputs(report.outputs, report.samples))
+    console.print(_outputs(report.outputs, f"{counted(report.samples, 'sample')} of {reader.path.name}"))
     if report.unlike:
         console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
     console.print(_worst_layers(report.layers[:layers]))
@@ -50,10 +50,8 @@ def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int)
     return table
 
 
-def _outputs(outputs: Mapping[str, Comparison], samples: int) -> Table:
-    table = new_table(
-        "output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {counted(samples, 'sample')}"
-    )
+def _outputs(outputs: Mapping[str, Comparison], words: str) -> Table:
+    table = new_table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {words}")
     for name, found in outputs.items():
         table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
     return table

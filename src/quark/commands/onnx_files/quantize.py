@@ -12,7 +12,7 @@ from typing import Any
 from quark.command_line import results
 from quark.commands.onnx_files.quantized_page import page_of_file
 from quark.commands.onnx_files.recover import QUICK, Recovering
-from quark.commands.results.quantized import size_line
+from quark.commands.results.quantized import say_how_to_evaluate, size_line
 from quark.errors import ConfigError, DamageError, NothingToQuantizeError, SlowerThanFloatError
 from quark.files import check_file
 from quark.log import logger
@@ -115,6 +115,7 @@ def quantize_onnx(
         name = CPU_WEIGHTS
         _quantized(settings_of(name, Timing()), model, output, reader, None)
     results().print(size_line(name, before, file_bytes(Path(output)), start, written), highlight=False)
+    say_how_to_evaluate(model, output, getattr(reader, "path", None))
     if page is not None and reader is not None:
         page_of_file(page, model, Path(output), reader, samples, f"Quantized by {name}{written}.", found)
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from quark.command_line import new_table, results
+from quark.commands.results.counted import counted
 from quark.errors import ConfigError
 from quark.goals.efforts import BALANCED, FAST
 from quark.onnx import ModelQuantizer
@@ -74,6 +75,6 @@ def _table(found: Recovery) -> Table:
 
 def _summary(found: Recovery) -> str:
     text = f"{found.metric.name}: {found.metric.text(found.plain)} -> {found.metric.text(found.score)}"
-    if found.target is None:
-        return text
-    return f"{text}; the target of {found.metric.text(found.target)} is {'' if found.reached else 'not '}reached"
+    if found.target is not None:
+        text += f"; the target of {found.metric.text(found.target)} is {'' if found.reached else 'not '}reached"
+    return f"{text} (worst output, {counted(found.held_out, 'held-out sample')} of the calibration data)"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
 from quark.command_line import results
 from quark.errors import ConfigError
 from quark.files import check_apart
+from quark.log import logger
 from quark.report.page import Section, check_page, write_page
 
 
@@ -34,6 +36,19 @@ def check_report(page: Path | None, model: Path, output: str, calib: Path | None
 def size_line(title: str, before: int, after: int, start: float, rest: str = "") -> str:
     """What the command says at its end: bytes before and after, and the time since `start` of perf_counter."""
     return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{rest}"
+
+
+def say_how_to_evaluate(model: Path, made: Path | str, calib: Path | None) -> None:
+    """Log the command that shows what the quantization cost.
+
+    Args:
+        model: The float model.
+        made: What a program opens.
+        calib: Calibration data: held-out data have that form.
+    """
+    data = f"HELDOUT{calib.suffix if calib else ''}"
+    words = f"quark evaluate {shlex.quote(str(model))} {shlex.quote(str(made))} --data {data}"
+    logger.info("What it cost, on data of yours that calibration did not read: %s", words)
 
 
 def write_quantized_page(page: Path, output: Path, model: Path, sections: list[Section]) -> None:

@@ -66,6 +66,11 @@ class PathDataReader(CalibrationDataReader):
         self.rewind()
 
     @property
+    def path(self) -> Path:
+        """The folder or file."""
+        return self._path
+
+    @property
     def files(self) -> list[Path]:
         """What is read."""
         return [self._path, *(path for sources in self._sources for path in sources.values())]
