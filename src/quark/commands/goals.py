@@ -64,8 +64,8 @@ def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_co
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
     from quark.commands.folders.models import load_meta_model
-    from quark.commands.folders.predicted_size import planned
     from quark.commands.folders.quantize import config_of
+    from quark.torch.flows.predicted_size import planned
 
     offer = GOALS[goal].folder
     if offer is None:

@@ -75,9 +75,9 @@ def plan(
             return
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.folders.models import inputs_of, load_meta_model
-    from quark.commands.folders.predicted_size import planned
     from quark.commands.folders.quantize import any_scheme, config_of, scheme_config, with_default
     from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.flows.predicted_size import planned
 
     calibration = Calibration(calib, samples, length, packing, seed)
     budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity)

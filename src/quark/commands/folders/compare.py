@@ -12,7 +12,6 @@ from quark.commands.folders.calibration import Calibration
 from quark.commands.folders.export import GGUF
 from quark.commands.folders.measure import ALL, FolderComparison, compare
 from quark.commands.folders.models import inputs_of, load_meta_model, load_model
-from quark.commands.folders.predicted_size import planned
 from quark.commands.folders.quantize import config_of
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
@@ -20,6 +19,7 @@ from quark.log import severity
 from quark.torch import ModelQuantizer
 from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.config.block_mixes import MIXES
+from quark.torch.flows.predicted_size import planned
 
 
 def compare_schemes(

@@ -41,9 +41,9 @@ def preflight_data(
     import torch
 
     from quark.commands.folders.models import inputs_of, load_meta_model
-    from quark.commands.folders.predicted_size import planned
     from quark.torch.algorithms import algorithms_of
     from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.flows.predicted_size import planned
     from quark.torch.flows.preflight import estimate, preflight
 
     meta = load_meta_model(model, load["trust_remote_code"])

@@ -68,8 +68,7 @@ def quantize_folder(
     of_all = any_scheme() if isinstance(scheme, Budget) else scheme
     imatrix.check(mixed, calib, algorithm)
     if mixed:
-        if kv_cache or attention:
-            raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
+        _refuse_beside_mix(of_all, [kv_cache, attention])
         solver = algorithm or ([MIX_ALGORITHM] if calib else None)
         config = mix_config(model, of_all, exclude, layer, solver, load["trust_remote_code"], imatrix.read)
     else:
@@ -90,11 +89,22 @@ def quantize_folder(
     else:
         after = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
     console.print(size_line(str(title), before, after, start), highlight=False)
-    if export.form != ONNX:  # which evaluate compares with another ONNX file
-        say_how_to_evaluate(model, export.made(model), calib)
+    _say_how_to_evaluate(model, export, calib)
     load_as = {"device": device, "dtype": dtype, **load}
     page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen)
     return recipe
+
+
+def _say_how_to_evaluate(model: Path, export: Export, calib: Path | None) -> None:
+    """The line that measures what was written; an ONNX file is compared with another ONNX file, which there is not."""
+    if export.form != ONNX:
+        say_how_to_evaluate(model, export.made(model), calib)
+
+
+def _refuse_beside_mix(mix: str, schemes: list[str | None]) -> None:
+    """Raise ConfigError for schemes of a cache or of attention, which a mix of GGUF has no place for."""
+    if any(schemes):
+        raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {mix}: GGUF files hold weights.")
 
 
 def _summary(title: str, algorithm: list[Any] | None) -> str:

@@ -102,9 +102,7 @@ def quantize_onnx(
     if name is None:
         target = target or CPU_TARGET
         name = default_config(reader, target)
-        if reader is not None:
-            recovery = recovery or (QUICK if quick else None)
-            timing = timing.by_default(target)
+        recovery, timing = _by_default(reader, target, recovery, timing, quick)
     try:
         written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
     except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
@@ -118,6 +116,15 @@ def quantize_onnx(
     say_how_to_evaluate(model, output, getattr(reader, "path", None))
     if page is not None and reader is not None:
         page_of_file(page, model, Path(output), reader, samples, f"Quantized by {name}{written}.", found)
+
+
+def _by_default(
+    reader: PathDataReader | None, target: str, recovery: Recovering | None, timing: Timing, quick: bool
+) -> tuple[Recovering | None, Timing]:
+    """What is done without a config where there are data: a quick recovery, and kernels are timed."""
+    if reader is None:
+        return recovery, timing
+    return recovery or (QUICK if quick else None), timing.by_default(target)
 
 
 def _quantized(
