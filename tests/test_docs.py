@@ -321,8 +321,8 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
     calls: list[Callable[[], object]] = [
         lambda: ModelQuantizer(template.get_config("int8_wo")).quantize_model(fused),
     ]
-    assert "learned rotations" in listed
-    learned = replace(template.get_config("int8"), algo_config=[RotationConfig(trainable=True)])
+    assert "train_smooth" in listed
+    learned = replace(template.get_config("int8"), algo_config=[RotationConfig(trainable=True, train_smooth=True)])
     calls.append(lambda: ModelQuantizer(learned).quantize_model(tiny_llama()))
     for call in calls:
         with pytest.raises(NotSupportedError):

@@ -271,7 +271,7 @@ def test_parts_rotated_one_by_one_give_the_same_model() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"trainable": True}, NotSupportedError, "trainable=True"),
+        ({"trainable": True, "online_r1_rotation": True}, ConfigError, "trainable=True learns rotations that fold"),
         ({"train_smooth": True}, NotSupportedError, "train_smooth"),
         ({"smooth_positions": ["r1"]}, NotSupportedError, "smooth_positions"),
         (

@@ -239,7 +239,7 @@ def _reason_for_data(scheme: str | None, layers: list[str] | None, inside: list[
     if static:
         return f"the scheme {static[0]!r}, which has static activation scales,"
     algorithms = algorithms_of(config.algo_config or [])
-    reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs]
+    reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs or algorithm.learns]
     return f"the algorithm {reading[0]!r}" if reading else None
 
 

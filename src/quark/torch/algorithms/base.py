@@ -87,6 +87,7 @@ class Algorithm:
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
         rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
+        learns: Whether `learn` runs the whole model on the calibration data.
     """
 
     reads_inputs: ClassVar[bool] = True
@@ -95,6 +96,7 @@ class Algorithm:
     batches_experts: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     sums: ClassVar[bool] = True
+    learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -116,6 +118,9 @@ class Algorithm:
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         """Once, before the first block, on the whole float model."""
+
+    def learn(self, model: nn.Module, layers: Mapping[str, QuantLayer], data: Sequence[Any]) -> None:
+        """Once, after `prepare`, where `learns` says so: change the whole float model by what the data show."""
 
     def enter(self, block: Block) -> None:
         """Before the block runs."""

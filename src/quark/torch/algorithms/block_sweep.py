@@ -60,9 +60,11 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
+    if data is not None and any(algorithm.learns for algorithm in algorithms):
+        data = list(data)
     data, batch = (None, None) if data is None else _with_first(data)
     with quantizers_off(layers.values()):
-        names, stages = prepare_algorithms(model, layers, algorithms, batch)
+        names, stages = prepare_algorithms(model, layers, algorithms, batch, data)
     if not stages:
         return
     if data is None:
@@ -90,7 +92,11 @@ def _with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:
 
 
 def prepare_algorithms(
-    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm], batch: Any = None
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    algorithms: Sequence[Algorithm],
+    batch: Any = None,
+    data: Iterable[Any] | None = None,
 ) -> tuple[list[str], list[Algorithm]]:
     """Prepare the algorithms; names of the blocks, and the algorithms that read inputs of layers there.
 
@@ -99,12 +105,17 @@ def prepare_algorithms(
         layers: Full name -> quantized layer.
         algorithms: In the order in which they run.
         batch: Of the calibration data, by which blocks are found; see `find_blocks`.
+        data: Calibration batches, from which some learn before the first block.
     """
     _refuse_processes(algorithms)
     names = find_blocks(model, blocks_path(model, algorithms), batch)
     for algorithm in algorithms:
         _refuse_no_layer(algorithm, names, layers)
         algorithm.prepare(model, names, layers)
+        if algorithm.learns:
+            if data is None:
+                raise ConfigError(f"{type(algorithm.config).__name__} needs calibration data to learn from.")
+            algorithm.learn(model, layers, data if isinstance(data, Sequence) else list(data))
     return names, [algorithm for algorithm in algorithms if algorithm.reads_inputs]
 
 

@@ -169,10 +169,10 @@ def _rounded_activations(layers: Sequence[QuantLayer] | Any) -> Iterator[None]:
     """Within: what the layers read and give is rounded as it will be, a static scale being that of the sample."""
 
     def before(layer: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (_rounded(args[0], cast(QuantLayer, layer).spec.input), *args[1:])
+        return (rounded(args[0], cast(QuantLayer, layer).spec.input), *args[1:])
 
     def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _rounded(output, cast(QuantLayer, layer).spec.output)
+        return rounded(output, cast(QuantLayer, layer).spec.output)
 
     with ExitStack() as hooks:
         for layer in layers:
@@ -183,7 +183,8 @@ def _rounded_activations(layers: Sequence[QuantLayer] | Any) -> Iterator[None]:
         yield
 
 
-def _rounded(x: torch.Tensor, spec: TensorSpec | None) -> torch.Tensor:
+def rounded(x: torch.Tensor, spec: TensorSpec | None) -> torch.Tensor:
+    """X as a spec rounds it, with the range that it has itself; x where there is no spec."""
     if spec is None or x.numel() == 0:
         return x
     x = x.contiguous()

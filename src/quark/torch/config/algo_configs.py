@@ -200,7 +200,11 @@ class OnlineRotationConfig:
 
 @checked_dataclass
 class RotationConfig(PreQuantOptConfig):
-    """Hadamard rotations (QuaRot, SpinQuant): r1 residual, r2 heads of v/o, r3 queries and keys, r4 down."""
+    """Hadamard rotations (QuaRot, SpinQuant): r1 residual, r2 heads of v/o, r3 queries and keys, r4 down.
+
+    `trainable` learns r1 and r2 in `train_steps` steps of `train_batch_size` calibration batches, whose length falls
+    from `train_lr` of the longest one to 0; these three are quark's own.
+    """
 
     scaling_layers: dict[str, Layers] = field(default_factory=dict)
     name: str = "rotation"
@@ -222,6 +226,9 @@ class RotationConfig(PreQuantOptConfig):
     trainable: bool = False
     train_smooth: bool | None = None
     smooth_positions: list[str] | None = None
+    train_steps: int = 100
+    train_batch_size: int = 8
+    train_lr: float = 1.0
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
@@ -231,6 +238,11 @@ class RotationConfig(PreQuantOptConfig):
     def _check(self) -> None:
         if self.rotation_size is not None and self.rotation_size < 1:
             raise ConfigError(f"{type(self).__name__}.rotation_size: {self.rotation_size} is below 1.")
+        for name in ("train_steps", "train_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{type(self).__name__}.{name}: {getattr(self, name)} is below 1.")
+        if not 0 < self.train_lr <= 1:
+            raise ConfigError(f"{type(self).__name__}.train_lr: {self.train_lr} is not above 0 and at most 1.")
 
 
 @checked_dataclass

@@ -92,7 +92,7 @@ def quantize_blocks(
     refuse_attention(config)
     if not weights.whole:
         refuse_whole(algorithms)
-    names, stages = prepare_algorithms(model, layers, algorithms)
+    names, stages = prepare_algorithms(model, layers, algorithms, data=data)
     waiting = waiting_activations(layers)
     _refuse_outside(waiting, names)
     groups = sibling_groups(model, config.shared_scale_groups)

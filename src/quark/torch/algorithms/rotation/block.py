@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import CalibrationError, ConfigError, StructureError
-from quark.torch.algorithms.rotation.fold import rotate_heads, rotate_online, rotate_readers, rotate_writers
+from quark.torch.algorithms.rotation.fold import Turning, rotate_heads, rotate_online, rotate_readers, rotate_writers
 from quark.torch.algorithms.rotation.frame import block_residual
 from quark.torch.algorithms.rotation.value_heads import ValuePath, find_value_paths
 from quark.torch.algorithms.scaling.float64_forward import Exact
@@ -37,7 +37,7 @@ HEAD_SIZES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
 """Attributes of attention modules that hold the features of a value head; the proof decides."""
 
 Stage = tuple[str, Callable[[nn.Module], None]]
-HeadRotation = tuple[ValuePath, list[torch.Tensor], Rotation]
+HeadRotation = tuple[ValuePath, list[torch.Tensor], Turning]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BlockPlan:
         queries: Whether R3 is on, and with which `rotation_size`.
     """
 
-    stream: Rotation | None
+    stream: Turning | None
     residual: Residual
     heads: tuple[HeadRotation, ...]
     online: dict[str, Rotation]

@@ -13,6 +13,7 @@ All of it is computed in float64, a few rows at a time, and rounded once to the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +28,14 @@ from quark.torch.model.residual_stream import Residual, StreamNorm
 CHUNK_BYTES = 1 << 26
 
 
-def rotate_writers(part: nn.Module, residual: Residual, rotation: Rotation) -> None:
+class Turning(Protocol):
+    """Q: what rotates rows of any float array, block by block."""
+
+    def apply(self, x: Any) -> Any:
+        """Return x Q along the last axis, in the dtype of x."""
+
+
+def rotate_writers(part: nn.Module, residual: Residual, rotation: Turning) -> None:
     """Rotate what the writers of a part add to the stream."""
     for name in residual.writers:
         module = part.get_submodule(name)
@@ -37,7 +45,7 @@ def rotate_writers(part: nn.Module, residual: Residual, rotation: Rotation) -> N
             _rotate_outputs(module, rotation)
 
 
-def rotate_readers(part: nn.Module, residual: Residual, rotation: Rotation) -> None:
+def rotate_readers(part: nn.Module, residual: Residual, rotation: Turning) -> None:
     """Fold the norms of a part and rotate what their readers, and those without a norm, read."""
     for norm in residual.norms:
         _fold_norm(part, norm, rotation)
@@ -45,7 +53,7 @@ def rotate_readers(part: nn.Module, residual: Residual, rotation: Rotation) -> N
         _change(_weight(part, name), rotation.apply)
 
 
-def rotate_heads(part: nn.Module, path: ValuePath, heads: list[torch.Tensor], rotation: Rotation) -> None:
+def rotate_heads(part: nn.Module, path: ValuePath, heads: list[torch.Tensor], rotation: Turning) -> None:
     """R2: rotate each value head, and the inputs of the output projection back."""
     value = part.get_submodule(path.value)
     for rows in heads:
@@ -64,7 +72,7 @@ def _weight(part: nn.Module, name: str) -> torch.Tensor:
     return weight
 
 
-def _rotate_outputs(module: nn.Module, rotation: Rotation, rows: torch.Tensor | slice = slice(None)) -> None:
+def _rotate_outputs(module: nn.Module, rotation: Turning, rows: torch.Tensor | slice = slice(None)) -> None:
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     bias: torch.Tensor | None = getattr(module, "bias", None)
     with torch.no_grad():
@@ -77,7 +85,7 @@ def _rotate_outputs(module: nn.Module, rotation: Rotation, rows: torch.Tensor | 
             bias[rows] = rotation.apply(bias[rows].double()).to(bias.dtype)
 
 
-def _fold_norm(part: nn.Module, norm: StreamNorm, rotation: Rotation) -> None:
+def _fold_norm(part: nn.Module, norm: StreamNorm, rotation: Turning) -> None:
     module = part.get_submodule(norm.name)
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     shift: torch.Tensor | None = getattr(module, "bias", None)
@@ -91,7 +99,7 @@ def _fold_norm(part: nn.Module, norm: StreamNorm, rotation: Rotation) -> None:
 
 
 def _moved_shift(
-    part: nn.Module, norm: StreamNorm, shift: torch.Tensor, gain: torch.Tensor, rotation: Rotation
+    part: nn.Module, norm: StreamNorm, shift: torch.Tensor, gain: torch.Tensor, rotation: Turning
 ) -> torch.Tensor:
     """Move the bias of a norm into the layers that read it; return what the norm keeps."""
     readers = [part.get_submodule(name) for name in norm.readers]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from quark.errors import ConfigError, NotSupportedError, StructureError
 from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.rotation.block import R1_SEED, BlockPlan, plan_block, prove_block
-from quark.torch.algorithms.rotation.fold import rotate_readers, rotate_writers
+from quark.torch.algorithms.rotation.cayley import MatrixRotation
+from quark.torch.algorithms.rotation.fold import Turning, rotate_readers, rotate_writers
 from quark.torch.algorithms.rotation.frame import (
     FRAME,
     blocks_path,
@@ -37,6 +39,7 @@ from quark.torch.algorithms.rotation.frame import (
     given_targets,
     rerun_frame,
 )
+from quark.torch.algorithms.rotation.spinquant import learn_rotations
 from quark.torch.calibration.calibrate import naming
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.layers import QuantLayer
@@ -62,7 +65,7 @@ class ModelRotation:
             whether the norms subtract the mean: then Q keeps the mean.
 
     Raises:
-        NotSupportedError: A learned rotation.
+        NotSupportedError: Learned smoothing.
         ConfigError: A name or size does not fit the model.
         StructureError: A part of the model is not found.
     """
@@ -71,10 +74,11 @@ class ModelRotation:
         check_supported(config)
         self.model, self.config = model, config
         self.frame = find_frame(model, config)
+        self.folded: Rotation | None = None
         self.targets = _listed_targets(model, config, self.frame.blocks)
         self.given: Mapping[str, Residual] = {}
         self.residual = Residual()
-        self.stream: Rotation | None = None
+        self.stream: Turning | None = None
         if config.r1 and not config.online_r1_rotation:
             self.given = given_residuals(model, config, self.frame.blocks)
             self.residual = self.given[FRAME] if self.given else frame_residual(model, self.frame)
@@ -83,10 +87,11 @@ class ModelRotation:
                 raise ConfigError(
                     f"rotation_size={size} does not divide the {self.frame.width} features of the stream."
                 )
-            self.stream = Rotation(size, R1_SEED if config.random_r1 else None, self.residual.centred)
+            self.folded = Rotation(size, R1_SEED if config.random_r1 else None, self.residual.centred)
+            self.stream = self.folded
 
-    def rotate(self) -> None:
-        """Rotate the whole model. Everything is proved before the first weight changes.
+    def rotate(self) -> dict[str, BlockPlan]:
+        """Rotate the whole model; what was done to each block. Everything is proved before the first weight changes.
 
         Raises:
             StructureError: A part is not found, or a change would alter what the model computes; it is as it was.
@@ -99,6 +104,20 @@ class ModelRotation:
                 f"{what}=True: no linear layer that it rotates is found or quantized (fused experts hold none). "
                 f"Possible: {what}=False."
             )
+        self._apply(plans)
+        return plans
+
+    def rotate_further(self, stream: MatrixRotation | None, plans: Mapping[str, BlockPlan]) -> None:
+        """Rotate the whole model, which is rotated already, by matrices that were learned; proved likewise."""
+        given, results = rerun_frame(self.model, self.frame)
+        self.frame = replace(self.frame, given=given, results=results)
+        self.stream = stream
+        for name, plan in plans.items():
+            with naming(name):
+                prove_block(self.model.get_submodule(name), self.frame.calls[name][0], plan)
+        self._apply(plans)
+
+    def _apply(self, plans: Mapping[str, BlockPlan]) -> None:
         if self.stream is not None:
             with self._restoring():
                 self.rotate_embeddings()
@@ -130,7 +149,7 @@ class ModelRotation:
         if self.targets is not None:
             inside = [target[len(name) + 1 :] for target in self.targets if target.startswith(f"{name}.")]
         with naming(name):
-            plan = plan_block(block, calls, self.config, self.stream, self.given.get(name), inside)
+            plan = plan_block(block, calls, self.config, self.folded, self.given.get(name), inside)
             prove_block(block, calls[0], plan)
         return plan
 
@@ -179,17 +198,22 @@ class ModelRotation:
 
 
 def check_supported(config: RotationConfig) -> None:
-    """Raise NotSupportedError for a trained rotation, ConfigError for options that exclude each other."""
+    """Raise NotSupportedError for trained smoothing, ConfigError for options that exclude each other."""
     for name, value in (
-        ("trainable", config.trainable),
         ("train_smooth", config.train_smooth),
         ("smooth_positions", config.smooth_positions),
         ("online_config.use_input_prescale", config.online_config and config.online_config.use_input_prescale),
     ):
         if value:
             raise NotSupportedError(
-                f"RotationConfig({name}={value!r}): learned rotations are not part of this version."
+                f"RotationConfig({name}={value!r}): learned smoothing is not part of this version. Possible: "
+                "trainable=True alone, which learns rotations."
             )
+    if config.trainable and (config.online_r1_rotation or not (config.r1 or config.r2)):
+        raise ConfigError(
+            "RotationConfig: trainable=True learns rotations that fold into weights. Possible: r1=True or r2=True, "
+            "without online_r1_rotation."
+        )
     if config.online_r1_rotation and not config.r1:
         raise ConfigError("RotationConfig: online_r1_rotation=True has no effect with r1=False.")
     if not (config.r1 or config.r2 or config.r3 or config.r4):
@@ -214,8 +238,23 @@ class QuaRot(Algorithm):
     reads_inputs = False
     needs_whole = True
 
+    def __init__(self, config: RotationConfig) -> None:
+        super().__init__(config)
+        self.learns = config.trainable  # type: ignore[misc]
+        self.sums = not config.trainable  # type: ignore[misc]
+
     def blocks_path(self, model: nn.Module) -> str | None:
         return blocks_path(model, self.config)
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
-        ModelRotation(model, self.config).rotate()
+        self.rotation = ModelRotation(model, self.config)
+        self.plans = self.rotation.rotate()
+
+    def learn(self, model: nn.Module, layers: Mapping[str, QuantLayer], data: Sequence[Any]) -> None:
+        rotation, folded = self.rotation, self.rotation.folded
+        parts = {FRAME: rotation.residual, **{name: plan.residual for name, plan in self.plans.items()}}
+        stream = None if folded is None else (folded.size, folded.keep_mean)
+        learned = learn_rotations(model, layers, parts, self.plans, stream, self.config, data)
+        if learned is not None:
+            plans = {name: learned.plan(name, plan) for name, plan in self.plans.items()}
+            rotation.rotate_further(learned.stream(), plans)
