@@ -26,6 +26,7 @@ CHANGES: dict[str, dict[str, int]] = {
     "fuse_layer_norm": {"layer_norms": 2, "layer_norms18": 2, "gelus": 0},
     "fuse_gelu": {"gelus": 3, "gelus19": 0},
     "fold_batch_norm": {"cnn": 6, "cnn11": 6, "pools": 1, "legacy": 0},
+    "fold_factors": {"hard_swish": 2, "gelus": 0},
     "replace_clip6_relu": {"cnn": 1, "pools": 1, "legacy": 1},
     "convert_split_to_slice": {"pools": 1, "pools11": 1},
     "convert_bn_to_conv": {"pools": 2, "cnn": 6, "mlp": 0},

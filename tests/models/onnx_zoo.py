@@ -249,6 +249,18 @@ def pools(opset: int = 17) -> onnx.ModelProto:
     return b.model({"x": ["n", 3, 24, 32]}, {"y": ["n", 12]}, opset)
 
 
+def hard_swish(last: str = "Conv") -> onnx.ModelProto:
+    """x clip(x + 3, 0, 6) / 6, times 0.5, plus 0.25, and a padded layer of 4 channels behind it, or a Relu."""
+    b = Builder()
+    three, low, six = (b.constant(name, np.array(v)) for name, v in (("three", 3.0), ("low", 0.0), ("six", 6.0)))
+    gate = b.node("Clip", [b.node("Add", ["x", three], "moved"), low, six], "gate")
+    b.node("Div", [b.node("Mul", ["x", gate], "product"), six], "swish")
+    b.node("Add", [b.constant("c", [0.25]), b.node("Mul", ["swish", b.constant("a", [0.5])], "scaled")], "shifted")
+    weight = [] if last == "Relu" else [b.constant("w", b.random.normal(size=(4, 4, 3, 3)))]
+    b.node(last, ["shifted", *weight], "y", **({"pads": [1] * 4} if weight else {}))
+    return b.model({"x": [1, 4, 5, 5]}, {"y": [1, 4, 5, 5]})
+
+
 def shared() -> onnx.ModelProto:
     """Convolutions with one weight, a bias that three nodes read, and a matrix that is read twice."""
     b = Builder()
@@ -339,6 +351,7 @@ ZOO = {
     "layer_norms": layer_norms, "layer_norms18": lambda: layer_norms(18), "instance_norms": instance_norms,
     "l2_norms": l2_norms, "pools": pools, "pools11": lambda: pools(11), "shared": shared, "clutter": clutter,
     "branches": branches, "branches11": lambda: branches(11), "legacy": legacy, "half": half,
+    "hard_swish": hard_swish,
 }  # fmt: skip
 """Every model, for contracts."""
 

@@ -17,7 +17,7 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError, StructureError
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import quantize
-from quark.onnx.graph.model_file import load, opset, read, to_proto
+from quark.onnx.graph.model_file import infer_shapes, load, opset, read, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
 from quark.onnx.passes import PASSES
 from quark.onnx_ops.saving import save
@@ -31,6 +31,7 @@ from tests.models.onnx_zoo import (
     feed,
     gelus,
     half,
+    hard_swish,
     images,
     layer_norms,
     legacy,
@@ -199,6 +200,36 @@ def test_a_convolution_that_two_read_keeps_its_constants_and_a_chain_folds_whole
     assert types(changed) == ["Conv", "Sub", "Mul"]
     sample = feed(proto)
     np.testing.assert_allclose(outputs(changed, sample)[0], outputs(proto, sample)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(("last", "left"), [("Conv", []), ("ConvTranspose", []), ("Relu", ["Div", "Mul"])])
+def test_factors_of_a_hard_swish_move_into_the_layer_behind_its_shift(last: str, left: list[str]) -> None:
+    proto = hard_swish(last)
+    model = read(proto)
+    infer_shapes(model)
+    assert PASSES["fold_factors"](model) == 2 - len(left) and PASSES["fold_factors"](model) == 0
+    changed = to_proto(model)
+    assert types(changed) == ["Add", "Clip", "Mul", *left, "Add", last]
+    sample = feed(proto)
+    np.testing.assert_allclose(outputs(changed, sample)[0], outputs(proto, sample)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, np.inf, [0.5, 1.0, 2.0, 4.0]])
+def test_factors_that_lose_values_or_differ_between_places_stay(factor: Any) -> None:
+    b = Builder()
+    b.node("Mul", ["x", b.constant("c", np.asarray(factor))], "scaled")
+    b.node("Conv", ["scaled", b.constant("w", b.random.normal(size=(3, 4, 1, 1)))], "y")
+    model = read(b.model({"x": [1, 4, 4, 4]}, {"y": [1, 3, 4, 4]}))
+    assert PASSES["fold_factors"](model) == 0
+
+
+def test_a_factor_that_another_reader_needs_stays() -> None:
+    b = Builder()
+    b.node("Mul", ["x", b.constant("c", np.array(0.5))], "scaled")
+    summed = b.node("Conv", ["scaled", b.constant("w", b.random.normal(size=(4, 4, 1, 1)))], "sum")
+    b.node("Add", ["scaled", summed], "y")
+    model = read(b.model({"x": [1, 4, 4, 4]}, {"y": [1, 4, 4, 4]}))
+    assert PASSES["fold_factors"](model) == 0
 
 
 def test_a_weight_that_two_nodes_read_keeps_its_batch_norm() -> None:

@@ -17,6 +17,7 @@ from quark.onnx.passes.convert_split_to_slice import convert_split_to_slice
 from quark.onnx.passes.copy_shared_init import BIASED, copy_bias_init, copy_shared_init
 from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.passes.fold_batch_norm import fold_batch_norm
+from quark.onnx.passes.fold_factors import fold_factors
 from quark.onnx.passes.fuse_gelu import fuse_gelu
 from quark.onnx.passes.fuse_instance_norm import fuse_instance_norm
 from quark.onnx.passes.fuse_l2_norm import fuse_l2_norm
@@ -111,6 +112,13 @@ ROWS = [
         True,
         "fold BatchNormalization, and what multiplies or adds a constant to each channel, into the layer before it",
         default_option="OptimizeModel",
+    ),
+    Pass(
+        fold_factors,
+        "FoldFactors",
+        False,
+        "move constant factors of tensors into the convolutions that read them",
+        for_npu=True,
     ),
     Pass(replace_clip6_relu, "ReplaceClip6Relu", False, "Clip(0, 6) becomes Relu, which changes values over 6"),
     Pass(convert_split_to_slice, "ConvertSplitToSlice", False, "Split becomes Slices", for_npu=True),
