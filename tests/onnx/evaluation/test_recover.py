@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -381,6 +382,38 @@ def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: p
 
 
 # Bad input. -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "tried"), [(-50.0, True), (0.1, True), (200.0, False)])
+@pytest.mark.parametrize("metric", UNITS)
+def test_what_gained_too_little_is_not_tried_for_longer(metric: str, least: float, tried: bool) -> None:
+    """int16 gains, by the same dB of noise in each metric; a third step follows what was left out, and is too."""
+    first = weights_of("int16")
+    steps = [
+        first,
+        replace(WORSE, name="longer", follows=first.name, least=least),
+        replace(WORSE, name="longest", follows="longer", least=-1000.0),
+    ]
+    result = found(mlp(), vectors(8), *steps, metric=Metric(metric))
+    last = {trial.step: trial for trial in result.trials}
+    assert (last["longer"].after is not None) == (last["longest"].after is not None) == tried
+    if not tried:
+        gain = re.fullmatch(r"left out: int16 gained (\d+\.\d+) dB, less than 200\.0", last["longer"].result)
+        assert gain is not None and last["longest"].result == last["longer"].result
+        before, after = (
+            Metric(metric).noise(float(value or 0), 1) for value in (last["int16"].before, last["int16"].after)
+        )
+        assert float(gain[1]) == pytest.approx(10 * math.log10(before / after), abs=0.006)
+    wanted = found(mlp(), vectors(8), *steps, metric=Metric(metric), target=0 if Metric(metric).falls else 1e9)
+    assert all(trial.after is not None for trial in wanted.trials)
+
+
+@pytest.mark.slow
+def test_steps_follow_steps_before_them() -> None:
+    names = [step.name for step in STEPS]
+    following = [step for step in STEPS if step.follows]
+    assert len(following) == 6 and all(names.index(one.follows) < names.index(one.name) for one in following)
 
 
 @pytest.mark.parametrize(

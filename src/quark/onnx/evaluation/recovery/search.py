@@ -45,6 +45,9 @@ MARGIN = 0.8
 RESERVE = 1.5
 """What is kept for the last resort, in times of what the best model took."""
 
+NO_HOPE = "left out: "
+"""How the result of a step begins that was not tried for what another one gave."""
+
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -311,9 +314,23 @@ class _Search:
 
     def _unfit(self, step: Step) -> str:
         """Why a step is left out, or ""."""
+        hopeless = self._hopeless(step)
+        if hopeless:
+            return hopeless
         left = max(0.0, self.left(step))
         enough = self.best.seconds <= left
         return "" if enough else f"skipped: about {self.best.seconds + self._work(step):.0f} s, and {left:.0f} s left"
+
+    def _hopeless(self, step: Step) -> str:
+        """Why what another step gave says that this one gains nothing, or ""; all is tried for a target."""
+        trial = next((trial for trial in self.trials if trial.step == step.follows), None)
+        if self.target is not None or trial is None or trial.before is None:
+            return ""
+        if trial.after is None:
+            return trial.result if trial.result.startswith(NO_HOPE) else ""
+        before, after = (self.scorer.metric.noise(value, 1) for value in (trial.before, trial.after))
+        gain = 10 * math.log10(before / after) if before > 0 and after > 0 else math.copysign(math.inf, before)
+        return "" if gain >= step.least else f"{NO_HOPE}{trial.step} gained {gain:.2f} dB, less than {step.least:.1f}"
 
     def _situation(self, step: Step) -> Situation:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))

@@ -40,6 +40,9 @@ class Step:
         factor: How many times the work of that one.
         last_resort: Whether time is kept for it, where there is a target.
         wider: Whether it gives a model of more bits than the config asks for.
+        follows: Name of a step before, without whose gain there is no hope in this one; "" for none. Where there is a
+            target, all is tried.
+        least: That gain, in dB of noise; below 0 what it may have lost.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Step:
     factor: float = 1
     last_resort: bool = False
     wider: bool = False
+    follows: str = ""
+    least: float = 0.0
 
 
 RANGES = {
@@ -63,6 +68,11 @@ OFTEN = 10
 LOST = 25.0
 """dB: below it, tasks begin to suffer, and a few nodes in float cost less than that."""
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
+LONGER, LONGEST = "AdaRound, 1000 iterations", "AdaQuant, 3000 iterations"
+ENOUGH = 0.1
+"""dB that learning has to gain before it is worth ten times as long."""
+FAR = 1.0
+"""dB that ranges may be behind the best, and yet be better with what an algorithm makes of the model."""
 STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items()),
     Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
@@ -73,14 +83,17 @@ STEPS = (
     Step("SmoothQuant", SMOOTH),
     Step("SmoothQuant, ranges of the config", with_plain_ranges(SMOOTH)),
     Step("QuaRot", algorithm(QuarotConfig())),
-    *(Step(f"ranges again: {name}", again(change)) for name, change in RANGES.items()),
+    *(
+        Step(f"ranges again: {name}", again(change), follows=f"ranges: {name}", least=-FAR)
+        for name, change in RANGES.items()
+    ),
     # Seconds, where learning takes minutes.
     Step("GPTQ, of weights of few bits", solve_few_bits),
     Step("the worst nodes in float", floating(FloatNodes())),
     Step(ADAROUND, tuning(AdaRoundConfig(num_iterations=100, log_period=OFTEN))),
     Step(ADAQUANT, tuning(AdaQuantConfig(num_iterations=300, log_period=OFTEN)), ADAROUND, 3),
-    Step("AdaRound, 1000 iterations", tuning(AdaRoundConfig(log_period=OFTEN)), ADAROUND, 10),
-    Step("AdaQuant, 3000 iterations", tuning(AdaQuantConfig(log_period=OFTEN)), ADAQUANT, 10),
+    Step(LONGER, tuning(AdaRoundConfig(log_period=OFTEN)), ADAROUND, 10, follows=ADAQUANT, least=ENOUGH),
+    Step(LONGEST, tuning(AdaQuantConfig(log_period=OFTEN)), ADAQUANT, 10, follows=LONGER, least=ENOUGH),
     Step("more bits for the most sensitive layers", raise_bits, wider=True),
     Step("more bits for all layers", raise_all_bits, last_resort=True, wider=True),
 )
