@@ -58,11 +58,12 @@ class SearchTrials:
     ) -> None:
         if (distance is None) == (evaluator is None):
             raise ConfigError("A search judges by a metric or by an evaluator, one of them.")
-        self._model, self._distance, self._evaluator = model, distance, evaluator
+        self._distance, self._evaluator = distance, evaluator
         inputs = model_inputs(model)
         self._data = None if calibration is None else Samples(calibration, inputs)
         judged = self._data if evaluation is None else Samples(evaluation, inputs)
         self._known: dict[Any, dict[str, Statistics]] = {}
+        self._model = load(model)
         if evaluator is not None:
             self._baseline = float(evaluator(model))
             return
@@ -70,10 +71,9 @@ class SearchTrials:
             raise CalibrationError(
                 "A search needs samples to judge by: calibration or evaluation data, or an evaluator."
             )
-        reference = load(model)
-        names = [value.name or "" for value in reference.graph.outputs]
+        names = [value.name or "" for value in self._model.graph.outputs]
         self._expected = FloatOutputs(
-            reference,
+            self._model,
             names,
             judged,
             lambda graph: model_session(graph, [], lower(Config(QuantizationConfig()))),
@@ -101,7 +101,7 @@ class SearchTrials:
         if settings.calibration.statistics is not None:
             raise ConfigError("A search keeps its statistics in memory: leave out the option Statistics.")
         check_algorithms(settings.algorithms)
-        graph = load(self._model)
+        graph = self._model.clone()
         limit = settings.calibration.samples
         settings = prepare(graph, settings)
         data = self._data
