@@ -141,7 +141,9 @@ def _factor_in_place(matrix: Array) -> None:
     _factor_in_place(matrix[..., last, last])
     corner = _transposed(matrix[..., last, last])
     side = matrix[..., first, last]
-    side[...] = xp.linalg.solve_triangular(corner, side * 1.0, upper=False, left=False)
+    for start in range(0, half, FACTOR_BLOCK):  # some rows at a time: no copy of them all
+        rows = slice(start, min(start + FACTOR_BLOCK, half))
+        side[..., rows, :] = xp.linalg.solve_triangular(corner, side[..., rows, :] * 1.0, upper=False, left=False)
     for start in range(0, half, FACTOR_BLOCK):  # the upper half of a symmetric product
         rows, right = slice(start, min(start + FACTOR_BLOCK, half)), slice(start, half)
         add_product(matrix[..., rows, right], side[..., rows, :], _transposed(side[..., right, :]), -1)
