@@ -154,6 +154,31 @@ def test_a_rescaled_input_reaches_the_layers() -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(after, before, strict=True))
 
 
+def test_float_batches_run_on_and_their_layers_are_freed_behind_them() -> None:
+    model, data = tiny_llama(), token_batches(2)
+    names = find_blocks(model)
+    with torch.no_grad():
+        calls = record_calls(model, names, data)[names[0]]
+        block = model.get_submodule(names[0])
+        expected = [call.run(block) for call in calls]
+        leaves = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        groups = input_groups(block, leaves, calls[0])
+        beside, left = copy.deepcopy(block), []
+
+        def visit(group: InputGroup) -> None:
+            assert [x.shape for x in group.float_inputs] == [x.shape for x in group.inputs]
+            assert all(torch.equal(x, y) for x, y in zip(group.inputs, group.float_inputs, strict=True))
+            group.forget_float()
+            assert not group.float_inputs
+            left.append([name for name in leaves if beside.get_submodule(name).weight is not None])
+
+        outputs = lockstep(names[0], block, calls, groups, visit, beside, calls, float_once=True)
+    for found in outputs:
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    # When a group is solved, the float block holds what runs behind it.
+    assert left == [[name for group in groups[index + 1 :] for name in group] for index in range(len(groups))]
+
+
 def test_layers_that_run_twice_are_refused_and_an_error_ends_all_walks() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -148,7 +148,8 @@ def sweep_block(
         last = index == len(stages) - 1
         start, before = time.perf_counter(), judge.keep() if stage.keeps_better else None
         watch = _observing_inputs(block, layers, sync_experts) if last else nullcontext()
-        hidden, beside = _run(block, stage, original, watch)
+        float_once = not any(later.needs_float for later in stages[index + 1 :])
+        hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once)
         float_hidden = beside or float_hidden
         if not judge.judge(stage, before, start) and last:
             # What was observed, and what the next block reads, came from weights that are gone.
@@ -159,7 +160,11 @@ def sweep_block(
 
 
 def _run(
-    block: Block, stage: Algorithm, original: nn.Module | None, watch: AbstractContextManager[None]
+    block: Block,
+    stage: Algorithm,
+    original: nn.Module | None,
+    watch: AbstractContextManager[None],
+    float_once: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One algorithm on one block; `watch` is around the forward, not around what the algorithm runs before."""
     stage.enter(block)
@@ -173,6 +178,7 @@ def _run(
             original,
             block.float_calls if original is not None else (),
             (lambda groups: stage.on_expert_inputs(groups, block)) if stage.batches_experts else None,
+            float_once,
         )
     stage.leave(block)
     broadcast_from_first(block.module)

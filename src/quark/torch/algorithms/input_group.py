@@ -8,7 +8,7 @@ adds up some rows, over all batches; of what has one value for each channel, the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -31,12 +31,17 @@ class InputGroup:
         layers: Full name -> layer; all have the same in_features.
         inputs: One tensor for each batch, shape (..., in_features).
         float_inputs: The same in the float model, where an algorithm asked for it, else empty.
+        go_on: Lets the float batches run on, which wait for nothing but the others.
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Linear], inputs: list[torch.Tensor], float_inputs: list[torch.Tensor]
+        self,
+        layers: Mapping[str, nn.Linear],
+        inputs: list[torch.Tensor],
+        float_inputs: list[torch.Tensor],
+        go_on: Callable[[], None] = lambda: None,
     ) -> None:
-        self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
+        self.layers, self.inputs, self.float_inputs, self.go_on = dict(layers), inputs, float_inputs, go_on
 
     def __str__(self) -> str:
         return ", ".join(self.layers)
@@ -104,6 +109,12 @@ class InputGroup:
         """Free statistics; they are collected again where they are read again."""
         for name in names:
             self.__dict__.pop(name, None)
+
+    def forget_float(self) -> None:
+        """Free the float inputs and what followed from them: nothing reads them any more."""
+        self.forget("cross")
+        self.float_inputs.clear()  # not replaced: `_meet` and `as_read` have this list too
+        self.go_on()
 
     def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
         self._require_tokens()

@@ -62,6 +62,7 @@ def lockstep(
     float_block: nn.Module | None = None,
     float_calls: Sequence[Call] = (),
     on_expert_inputs: OnExpertInputs | None = None,
+    float_once: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, halting at each group.
 
@@ -73,6 +74,7 @@ def lockstep(
         on_inputs: Gets each group when all batches have reached it.
         float_block, float_calls: The float block and its calls, run beside for `InputGroup.float_inputs`.
         on_expert_inputs: Gets the groups of several experts at once; None: `on_inputs` gets one after the other.
+        float_once: Whether the float block runs for the last time: its layers then lose their weights as they have run.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch.
@@ -91,6 +93,7 @@ def lockstep(
         _same_experts(block, float_block),
         _looking_ahead(block, expert_groups),
         _looking_ahead(float_block, expert_groups),
+        _freeing(float_block if float_once else None, groups, len(float_runs)),
     ):
         _run_all([*runs, *float_runs], lambda halted: _meet(name, block, groups, halted, on_inputs, on_expert_inputs))
     return [run.output for run in runs], [run.output for run in float_runs]
@@ -109,7 +112,8 @@ def _run_all(runs: Sequence[_BatchRun], meet: Callable[[list[_BatchRun]], None])
             halted = [run for run in waiting if run.group == earliest]
             meet(halted)
             for run in halted:
-                run.advance()
+                if not run.dead and run.group == earliest:  # else it has gone on by itself
+                    run.advance()
     finally:
         for run in runs:
             if not run.dead:
@@ -128,12 +132,20 @@ def _meet(
     runs = [run for run in halted if run.block is block]
     float_runs = [run for run in halted if run.block is not block]
     reached: dict[int, InputGroup] = {}
+    # Float experts follow the tokens of the others, which must be there before.
+    alone = not any(isinstance(module, UnfusedExperts) for module in block.modules())
+
+    def go_on() -> None:
+        for run in float_runs if alone else ():
+            run.advance()
+
     for index in halted[0].inputs:
         layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[index]}
         reached[index] = InputGroup(
             layers,  # type: ignore[arg-type]
             [run.inputs[index] for run in runs],
             [run.inputs[index] for run in float_runs],
+            go_on,
         )
     if on_expert_inputs is not None and len(reached) > 1:
         on_expert_inputs(list(reached.values()))
@@ -226,6 +238,27 @@ def _halting(block: nn.Module | None, groups: Groups) -> Iterator[None]:
         yield
         return
     with _hooked(block, list(places), halt):
+        yield
+
+
+@contextmanager
+def _freeing(block: nn.Module | None, groups: Groups, count: int) -> Iterator[None]:
+    """Within: a layer of a float block loses its weights after so many calls, one for each batch."""
+    mixtures = [name for name, module in block.named_modules() if isinstance(module, UnfusedExperts)] if block else []
+    left: dict[nn.Module, int] = {}
+
+    def after(module: nn.Module, *_: Any) -> None:
+        left[module] -= 1
+        if left[module] == 0:
+            for name in module._parameters:
+                module._parameters[name] = None
+
+    with ExitStack() as hooks:
+        for leaf in {leaf for group in groups for leaf in group} if block is not None else ():
+            if not any(leaf.startswith(f"{name}.") for name in mixtures):  # of experts the tokens choose
+                module = block.get_submodule(leaf)  # type: ignore[union-attr]
+                left[module] = count
+                hooks.enter_context(module.register_forward_hook(after))
         yield
 
 

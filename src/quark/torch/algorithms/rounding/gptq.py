@@ -155,7 +155,7 @@ class GPTAQ(GPTQ):
     ) -> torch.Tensor | None:
         # (X - X~) X~^T is the transpose of `cross` minus `gram`.
         drift = (group.cross.T - group.gram)[order[:, None], order]
-        group.forget("cross")
+        group.forget_float()
         return gptq.drift_matrix(drift, feedback, importance, self.config.alpha)
 
     def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
@@ -177,7 +177,7 @@ class Qronos(GPTQ):
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
         super()._add_pulls(problem)
-        problem.group.forget("cross")  # before the factor is made: two matrices at once are enough
+        problem.group.forget_float()  # before the factor is made: two matrices at once are enough
 
 
 def _moved(weight: torch.Tensor, group: InputGroup) -> torch.Tensor:
