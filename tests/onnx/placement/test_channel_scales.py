@@ -16,6 +16,7 @@ from quark.onnx.evaluation.damage import LEAST
 from tests.models.onnx_zoo import Builder, run
 
 CHANNELS = 4
+CODES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 
 
 def depthwise(sizes: NumpyArray) -> onnx.ModelProto:
@@ -85,3 +86,46 @@ def test_an_override_keeps_its_weight() -> None:
     made = weights_only(UNEVEN, TensorQuantOverrides={"w": [{"scale": 0.25, "zero_point": 0}]})
     assert scales(made, "w") == ()
     assert scales(made, "v") == (2,)
+
+
+def recurrent(op_type: str, sizes: NumpyArray, directions: int) -> onnx.ModelProto:
+    """A recurrent layer whose hidden states are driven by rows of these sizes."""
+    b, hidden, gates = Builder(), len(sizes), {"LSTM": 4, "GRU": 3, "RNN": 1}[op_type]
+    rows = np.tile(sizes, gates)[:, None]
+    w = b.constant("w", b.random.normal(0, 1, (directions, gates * hidden, 16)) * rows)
+    r = b.constant("r", b.random.normal(0, 0.3, (directions, gates * hidden, hidden)))
+    way = "bidirectional" if directions == 2 else "forward"
+    y = b.node(op_type, ["x", w, r], "y", hidden_size=hidden, direction=way)
+    return b.model({"x": [5, 1, 16]}, {y: [5, directions, 1, hidden]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [weights_only, dynamic])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("op_type", ["LSTM", "GRU", "RNN"])
+def test_gates_of_different_size_keep_their_states(op_type: str, directions: int, quantize: Any) -> None:
+    """In the integer kernel of an LSTM, too."""
+    model = recurrent(op_type, np.geomspace(1, 1e-2, 8), directions)
+    feed = {"x": np.random.default_rng(1).normal(size=(5, 1, 16)).astype(np.float32)}
+    coarse, fine = (sqnr(run(model, feed), run(quantize(model, RefineWeightScales=on), feed)) for on in (False, True))
+    assert fine > 35 and fine > coarse + 6
+
+
+@pytest.mark.parametrize("quantize", [weights_only, dynamic])
+def test_rows_of_different_size_are_told_apart_after_a_normalization(quantize: Any) -> None:
+    """Both Gathers read one table of codes."""
+    b, size = Builder(), 32
+    table = b.constant("table", b.random.normal(0, 1, (64, size)) * np.geomspace(1, 1e-3, 64)[:, None])
+    rows = b.node("Cast", ["x"], "rows", to=onnx.TensorProto.INT64)
+    b.node("Sub", [b.integers("last", 63), rows], "back")
+    one, other = (b.node("Gather", [table, rows], f"{rows}_picked") for rows in ("rows", "back"))
+    both = b.node("Concat", [one, other], "both", axis=0)
+    gain = [b.constant("gain", np.ones(size)), b.constant("shift", np.zeros(size))]
+    y = b.node("LayerNormalization", [both, *gain], "y", epsilon=1e-12)
+    model, feed = b.model({"x": [64]}, {y: [128, size]}), {"x": np.arange(64, dtype=np.float32)}
+    made = quantize(model)
+    assert sqnr(run(model, feed), run(quantize(model, RefineWeightScales=False), feed)) < LEAST
+    assert sqnr(run(model, feed), run(made, feed)) > 40
+    assert [
+        tensor.dims for tensor in made.graph.initializer if len(tensor.dims) == 2 and tensor.data_type in CODES
+    ] == [[64, size]]

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import onnx_ir as ir
 
 from quark.core.granularity import Granularity, PerChannel, PerTensor
 from quark.core.quantize import fake_quantize
@@ -25,9 +26,9 @@ from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant
-from quark.onnx.operators import FUSED_LAYERS, rule_of
+from quark.onnx.operators import RECURRENT, rule_of
 from quark.onnx.placement.placement import Operand, Placement
-from quark.onnx.placement.stored_weights import fused_spec
+from quark.onnx.placement.stored_weights import stored_spec
 from quark.onnx.placement.weight_spec import weight_spec
 
 MOST_NOISE = 1e-4
@@ -47,28 +48,27 @@ def refine_scales(
     """
     named = {name for name, _ in settings.specs.overrides}
     finer = {}
-    for (node, index), spec in placement.weights.items():
-        value = node.inputs[index]
+    for operand, spec in placement.weights.items():
+        value = operand[0].inputs[operand[1]]
         assert value is not None
-        plain = spec.has_zero_point and not spec.is_block and isinstance(spec.granularity, PerTensor)
-        fused = node.op_type in FUSED_LAYERS
-        if plain and (fused or index == rule_of(node.op_type).weight) and value.name not in named:
-            # ConvInteger has one zero point for all channels of a weight.
-            symmetric = spec.symmetric or (node in placement.dynamic and is_op(node, "Conv"))
-            channels = replace(spec, granularity=PerChannel(0), symmetric=symmetric)
-            channels = fused_spec(node, channels) if fused else weight_spec(node, channels, settings)
-            if channels.granularity != spec.granularity:
-                finer[node, index] = channels
+        if spec.has_zero_point and not spec.is_block and value.name not in named and _is_coarse(operand, spec):
+            channels = _by_channels(operand, spec, settings, placement)
+            if channels is not None and channels.granularity != spec.granularity:
+                finer[operand] = channels
     noise = {
         operand: _noise(operand, placement.weights[operand], params[operand], spec.granularity)
         for operand, spec in finer.items()
     }
-    left, chosen = sum(noise.values()), dict[Operand, TensorSpec]()
+    # All readers of a constant follow the noisiest of them, so that its codes are stored once.
+    readers: dict[ir.Value | None, list[Operand]] = {}
     for operand in sorted(noise, key=noise.__getitem__, reverse=True):
+        readers.setdefault(operand[0].inputs[operand[1]], []).append(operand)
+    left, chosen = sum(noise.values()), dict[Operand, TensorSpec]()
+    for operands in readers.values():
         if left <= MOST_NOISE:
             break
-        left -= noise[operand]
-        chosen[operand] = finer[operand]
+        left -= sum(noise[operand] for operand in operands)
+        chosen |= {operand: finer[operand] for operand in operands}
     if chosen:
         logger.info(
             "%d of %d weights have scales for each output channel: under one scale they would lose too much.",
@@ -76,6 +76,31 @@ def refine_scales(
             len(placement.weights),
         )
     return chosen
+
+
+def _is_coarse(operand: Operand, spec: TensorSpec) -> bool:
+    """Whether an operand is a weight under one scale, or a recurrent one under one scale for each direction."""
+    node, index = operand
+    if is_op(node, *RECURRENT):
+        return isinstance(spec.granularity, PerTensor) or spec.granularity == PerChannel(0)
+    return isinstance(spec.granularity, PerTensor) and index in (rule_of(node.op_type).weight, *_stored(node))
+
+
+def _stored(node: ir.Node) -> tuple[int, ...]:
+    """Indices of the constants that are kept as codes, of a Gather as of layers with matrices and tables."""
+    return rule_of(node.op_type).stored
+
+
+def _by_channels(operand: Operand, spec: TensorSpec, settings: Settings, placement: Placement) -> TensorSpec | None:
+    """The same with scales of channels, in a form that the runtime has; None where there is none."""
+    node, index = operand
+    in_kernel = node in placement.dynamic
+    # ConvInteger has one zero point for all channels of a weight, DynamicQuantizeLSTM for all outputs of a direction.
+    symmetric = spec.symmetric or (in_kernel and is_op(node, "Conv", "LSTM"))
+    channels = replace(spec, granularity=PerChannel(0), symmetric=symmetric)
+    if index in _stored(node):
+        return stored_spec(node, index, channels, in_kernel)
+    return weight_spec(node, channels, settings)
 
 
 def _noise(operand: Operand, spec: TensorSpec, params: QParams, channels: Granularity) -> float:

@@ -50,6 +50,15 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
     return _table(node, spec) if is_op(node, "Gather") else {}
 
 
+def stored_spec(node: ir.Node, index: int, spec: TensorSpec, in_kernel: bool) -> TensorSpec | None:
+    """A spec in the form that the node, or its kernel of integers, has for this constant; None where it has none."""
+    if node.op_type in FUSED_LAYERS:
+        return fused_spec(node, spec)
+    if is_op(node, *RECURRENT):
+        return _recurrent(node, index, spec, in_kernel)
+    return _table(node, spec).get(index)
+
+
 def fused_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
     """The spec of a matrix, its scales those of output channels, or of a table, whose rows have them."""
     axis = output_axis(node)
