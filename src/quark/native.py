@@ -4,7 +4,7 @@ Each is one file without dependencies. Its library lies in the user's cache fold
 source and command: another version is another file, and two processes that build at once rename equal files into one
 place. Where there is no compiler, each has a substitute that gives the same results.
 
-A library is code: none is loaded that another user may have put there.
+A library is code: none is loaded that another user may have put there. Its calls let other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from quark.errors import MissingDependencyError, OutputError, QuarkError
@@ -130,3 +133,21 @@ def _build(command: list[str], source: Path, path: Path, without: str) -> None:
         # Another process may have put the file there, and hold it open.
         if not path.exists():
             raise
+
+
+def in_threads(count: int, smallest: int, action: Callable[[int, int], None]) -> None:
+    """Run action(start, count) on ranges of at least `smallest`, over as many threads as torch may use."""
+    torch = sys.modules.get("torch")
+    threads = max(1, min(torch.get_num_threads() if torch is not None else 1, count // smallest))
+    step = -(-count // threads)
+    ranges = [(start, min(step, count - start)) for start in range(0, count, step)]
+    if len(ranges) == 1:
+        action(*ranges[0])
+        return
+    for done in [_pool(threads).submit(action, *one) for one in ranges]:
+        done.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="native")

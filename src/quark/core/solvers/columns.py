@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -176,7 +174,7 @@ def part_errors(
         )  # fmt: skip
 
     per_row = values.shape[-1] // size
-    _in_threads(
+    native.in_threads(
         parts,
         max(SLICE // per_row, 1) * per_row,
         lambda start, count: part([values, importance, scale, zero, errors], start, count),
@@ -208,7 +206,7 @@ def candidate_errors(values: Array, scale: Array, zero: Array | None, spec: Tens
             rows, count, size, _address(errors, start * count * size), rule,
         )  # fmt: skip
 
-    _in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
+    native.in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
 
 
 def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: TensorSpec, other: Array) -> Array:
@@ -232,7 +230,7 @@ def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: Tensor
             _address(zero, start * count), rows, count, size, _address(dots, start * count), rule,
         )  # fmt: skip
 
-    _in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
+    native.in_threads(runs, max(1, WORTH_CALLING // (count * size)), part)
     return dots
 
 
@@ -260,7 +258,7 @@ def row_dots(left: Array, right: Array) -> Array:
         at = start * size
         _library().row_dots(_address(left, at), _address(right, at), count, size, _address(dots, start))
 
-    _in_threads(rows, max(1, WORTH_CALLING // size), part)
+    native.in_threads(rows, max(1, WORTH_CALLING // size), part)
     return dots
 
 
@@ -269,7 +267,7 @@ def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any]
     lead = arrays[0].shape[:-2] if arrays[0] is not None else ()
     for problem in _indices(lead):
         own = [None if x is None else x[problem] for x in arrays]
-        _in_threads(rows, SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
+        native.in_threads(rows, SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
 
 
 def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -277,24 +275,6 @@ def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     for length in shape:
         indices = [(*index, i) for index in indices for i in range(length)]
     return indices
-
-
-def _in_threads(count: int, smallest: int, action: Callable[[int, int], None]) -> None:
-    """Run action(start, count) on ranges of at least `smallest`, over as many threads as torch may use."""
-    torch = sys.modules.get("torch")
-    threads = max(1, min(torch.get_num_threads() if torch is not None else 1, count // smallest))
-    step = -(-count // threads)
-    ranges = [(start, min(step, count - start)) for start in range(0, count, step)]
-    if len(ranges) == 1:
-        action(*ranges[0])
-        return
-    for done in [_pool(threads).submit(action, *one) for one in ranges]:
-        done.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="columns")
 
 
 def _plain(x: Array) -> bool:

@@ -14,6 +14,7 @@ from quark.core.array import dtype_name
 from quark.core.block_types import BlockType
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
+from quark.core.runs import run_ranges
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
@@ -87,7 +88,7 @@ def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
         observer = OBSERVERS[spec.observer](spec)
         observer.update(x)
         return observer.qparams()
-    low, high = range_of(x, spec)
+    low, high = run_ranges(x, spec) or range_of(x, spec)
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
     params = qparams_from_range(low, high, spec, dtype_name(x))

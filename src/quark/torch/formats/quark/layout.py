@@ -36,8 +36,9 @@ from quark.core.packing import (
     unpack_bits,
     unpack_int4,
 )
-from quark.core.quantize import dequantize, fake_quantize
+from quark.core.quantize import dequantize, effective, fake_quantize
 from quark.core.registry import Registry
+from quark.core.runs import packed_codes
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
@@ -92,6 +93,9 @@ class QuarkLayout(CodedLayout):
 
     def _store_rows(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
         """Packed codes of x, made from rows that stay in the cache: no step of it holds all of x in float32."""
+        compiled = None if frozen or self.spec.code_spec else self._store_compiled(x, params)
+        if compiled is not None:
+            return compiled
         step = _rows_at_once(self.spec, tuple(x.shape))
         if x.is_meta or step >= x.shape[0]:
             return self._store_piece(x, params, frozen)
@@ -109,6 +113,22 @@ class QuarkLayout(CodedLayout):
             out.narrow(axis, begin, piece.shape[axis]).copy_(piece)
         assert out is not None
         return out
+
+    def _store_compiled(self, x: torch.Tensor, params: QParams) -> torch.Tensor | None:
+        """Packed codes made in one pass over x; None where that is not compiled."""
+        dtype, transposed = self.element, self._transposed(x.ndim)
+        if x.is_meta or (transposed and dtype.bits != 4):
+            return None
+        params = effective(params, self.spec)
+        stored = packed_codes(x.detach(), params.scale, params.zero_point, self.spec, self._order, transposed)
+        if stored is None or dtype.bits == 8:
+            return None if stored is None else _as_native(stored.reshape(x.shape), dtype)
+        return stored if dtype.is_float else stored.view(torch.int32)
+
+    @property
+    def _order(self) -> Sequence[int]:
+        """Of the codes in a word: integers of 4 bits have one of two."""
+        return SEQUENTIAL if self.element.is_float else self.order
 
     def _store_piece(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
         return self._store_codes(self.codes(x, params, frozen))
