@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quark.errors import did_you_mean, require_packages
+from quark.onnx.lazy_sympy import let_sympy_wait
 
 require_packages("The ONNX flow", "onnx", "onnx", "onnx_ir", "onnxruntime")
+let_sympy_wait()
 
 if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.auto_search import *
