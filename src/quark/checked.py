@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -23,6 +23,24 @@ from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
+
+
+def config_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """What `repr` of a config shows: its class, and a line for each row that says something."""
+    shown = [row for row in rows if row[1]]
+    width = max((len(name) for name, _ in shown), default=0)
+    return "\n".join([title, *(f"  {name:{width}}  {text}" for name, text in shown)])
+
+
+def changed_fields(config: Any) -> dict[str, str]:
+    """The fields of a dataclass that are not as they are by default, as texts; members of enums by name."""
+    found = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+        if value != default:
+            found[entry.name] = value.name if isinstance(value, Enum) else str(value)
+    return found
 
 
 def checked(cls: type[T]) -> type[T]:

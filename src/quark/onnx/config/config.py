@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from quark.checked import as_list, checked, known_keys
+from quark.checked import as_list, checked, config_table, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig
 from quark.onnx.config.extra_options import check_options
@@ -55,6 +55,17 @@ class QConfig:
     algo_config: list[AlgoConfig] = field(default_factory=list)
     use_external_data_format: bool = False
     extra_options: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """A short table of what is said; defaults are left out."""
+        rows = [("all nodes", repr(self.global_config))]
+        rows += [(", ".join(map(str, names)), repr(config)) for config, names in self.specific_layer_config.items()]
+        types = self.layer_type_config.items()
+        rows += [(", ".join(names), "float" if config is None else repr(config)) for config, names in types]
+        rows += [("exclude", ", ".join(map(str, self.exclude)))]
+        rows += [("algorithms", ", ".join(type(algorithm).__name__ for algorithm in self.algo_config))]
+        rows += [("use_external_data_format", "True")] if self.use_external_data_format else []
+        return config_table("QConfig", [*rows, *((name, str(value)) for name, value in self.extra_options.items())])
 
     if TYPE_CHECKING:
 

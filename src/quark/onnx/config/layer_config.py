@@ -31,6 +31,11 @@ class QLayerConfig:
     bias: QTensorConfig | None = None
     output_tensors: QTensorConfig | None = None
 
+    def __repr__(self) -> str:
+        """One line: what each tensor becomes; what has no spec is left out."""
+        specs = {field.name: getattr(self, field.name) for field in fields(self)}
+        return f"QLayerConfig({'; '.join(f'{name}: {spec!r}' for name, spec in specs.items() if spec is not None)})"
+
     if TYPE_CHECKING:
 
         def __init__(

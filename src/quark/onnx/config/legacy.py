@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from quark.checked import checked, known_keys
+from quark.checked import changed_fields, checked, config_table, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.enums import (
     CalibrationMethod,
@@ -107,6 +107,10 @@ class QuantizationConfig:
     log_severity_level: int | None = None
     extra_options: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """A short table of what differs from the defaults."""
+        return config_table("QuantizationConfig", changed_fields(self).items())
+
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
         for entry in fields(cls):
@@ -142,6 +146,10 @@ class Config:
     """The older form of QConfig. `global_quant_config` may be the name of a configuration ("A8W8")."""
 
     global_quant_config: QuantizationConfig
+
+    def __repr__(self) -> str:
+        """That of what it holds, under its own name."""
+        return repr(self.global_quant_config).replace("QuantizationConfig", "Config", 1)
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:

@@ -149,6 +149,13 @@ class QTensorConfig:
     quant_granularity: QuantGranularity = QuantGranularity.Tensor
     data_type: DataType = Int8
 
+    def __repr__(self) -> str:
+        """One line: type, granularity, and what is not the default."""
+        parts = [self.data_type.name, f"per {self.quant_granularity.name.lower()}"]
+        parts += [] if self.symmetric else ["asymmetric"]
+        parts += [] if self.scale_type is ScaleType.Float32 else [f"{self.scale_type.name} scale"]
+        return ", ".join([*parts, self.calibration_method.name])
+
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
         if isinstance(values.get("data_type"), str):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quark.__version__ import __version__
-from quark.checked import as_dict, checked_dataclass, known_keys
+from quark.checked import as_dict, checked_dataclass, config_table, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig, recorded_algo_config
 from quark.torch.config.enums import DeviceType, QSchemeType, QuantFlow, QuantizationMode
@@ -130,9 +130,7 @@ class QConfig:
             changed = entry.default_factory is MISSING and value != entry.default
             if not known and changed and entry.name != "algo_config":
                 lines.append((entry.name, getattr(value, "name", None) or str(value)))
-        shown = [line for line in lines if line[1]]
-        width = max(len(name) for name, _ in shown)
-        return "\n".join(["QConfig", *(f"  {name:{width}}  {text}" for name, text in shown)])
+        return config_table("QConfig", lines)
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
