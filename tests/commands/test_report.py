@@ -251,3 +251,20 @@ def test_what_is_said_after_quantize_measures_it(kind: str, places: dict[str, Pa
     assert words[0] == "quark" and shown.code == 0, (line, shown.err)
     assert f"of {calib.name}" in " ".join(shown.out.split())
     assert (kind == "onnx") != ("fake quantization" in shown.out)
+
+
+@pytest.mark.slow
+def test_the_page_says_what_an_algorithm_did_to_each_block(places: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    line = ("--scheme", "int4_wo_32", "--algorithm", "gptq", "--calib", places["text.txt"], "--samples", "2")
+    done = quark("quantize", places["llama"], *line, "-o", tmp_path / "out", "--report", page)
+    assert done.code == 0
+    text = page.read_text(encoding="utf-8")
+    assert "What algorithms gained" in sections(text)
+    said = re.findall(r"(model\.layers\.\d): output error ([\d.]+) to nearest, ([\d.]+) with", done.log)
+    assert len(said) == 2
+    for block, before, after in said:
+        row = re.search(rf"<td>{block}</td><td>gptq</td>(.*?)</tr>", text, re.S)
+        assert row is not None
+        shown = [float(x) for x in re.findall(r">([\d.]+)<", row[1])[:2]]
+        assert shown == pytest.approx([-20 * np.log10(float(x)) for x in (before, after)], abs=0.1)

@@ -78,6 +78,7 @@ def quantize_folder(
     export.check(model, [*named, *(item.rpartition("=")[2] for item in layer or [])])
     calibration = with_default(calibration, of_all, layer, [kv_cache, attention], config, budget)
     console, start, before, chosen = results(), time.perf_counter(), folder_bytes(model), None
+    errors: list[Any] = []
     if budget is not None:
         table, choice = chosen = choose_for_budget(model, budget, config, calibration, device)
         config = table.config(choice, config)
@@ -87,11 +88,11 @@ def quantize_folder(
     if _streams(stream, export, model, load):
         after = _streamed(model, config, data, device, dtype, export)
     else:
-        after = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
+        after, errors = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
     console.print(size_line(str(title), before, after, start), highlight=False)
     _say_how_to_evaluate(model, export, calib)
     load_as = {"device": device, "dtype": dtype, **load}
-    page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen)
+    page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen, errors)
     return recipe
 
 
@@ -151,8 +152,12 @@ def _in_memory(
     export: Export,
     load: Mapping[str, bool],
     before: Callable[[Any, list[Any] | None], None],
-) -> int:
-    """Write the quantized model, after `before` has had the float one; return the bytes of its weights on disk."""
+) -> tuple[int, list[Any]]:
+    """Write the quantized model, after `before` has had the float one.
+
+    Returns:
+        The bytes of its weights on disk, and its `quant_errors`.
+    """
     from quark.commands.folders.models import check_loading, inputs_of, load_model
     from quark.commands.folders.preflight import preflight_data
     from quark.torch import ModelQuantizer
@@ -166,7 +171,8 @@ def _in_memory(
         data = samples(inputs_of(model, float_model))
     before(float_model, data)
     quantizer = ModelQuantizer(config)
-    return export.write(quantizer.freeze(quantizer.quantize_model(float_model, data)), model)
+    quantized: Any = quantizer.freeze(quantizer.quantize_model(float_model, data))
+    return export.write(quantized, model), quantized.quant_errors
 
 
 def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.commands.results.quantized import write_quantized_page
 from quark.errors import ConfigError
+from quark.report.figures import MOST_BARS
 from quark.report.page import Figure, PageTable, Section
 
 if TYPE_CHECKING:
+    from quark.torch.algorithms.base import BlockErrors
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
 WINDOWS, LENGTH = 16, 256
@@ -28,6 +31,7 @@ def page_of_folder(
     load: Mapping[str, Any],
     words: str,
     budget: tuple[SensitivityTable, BudgetChoice] | None,
+    errors: Sequence[BlockErrors] = (),
 ) -> None:
     """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
     if page is None or calib is None:
@@ -41,6 +45,8 @@ def page_of_folder(
     inputs = inputs_of(model, before)
     found = measure_folders(model, output, before, after, inputs.read(calib, WINDOWS, LENGTH))
     sections = folder_sections(model, output, found, inputs, f"{words}\nMeasured on the calibration data.")
+    if errors:
+        sections.insert(2, errors_section(errors))
     if budget is not None:
         sections.insert(2, budget_section(*budget))
     write_quantized_page(page, output, model, sections)
@@ -60,6 +66,34 @@ def _figures(found: Any) -> dict[str, str]:
             f"{float(torch.cat(list(found.comparison.divergence)).mean()):.4g} nats"
         )
     return {name: f"{value} (calibration data)" for name, value in lines.items()}
+
+
+def errors_section(errors: Sequence[BlockErrors]) -> Section:
+    """What each algorithm did to the output of each block, in the order of the model."""
+    from quark.report.figures import bars
+
+    words = (
+        "The error of a block's output, quantized as it will be, on some tokens of the calibration data: SQNR in dB "
+        "without and with the algorithm. A named algorithm leaves alone a block whose error it would raise."
+    )
+    rows = [
+        (each.block or "all", each.algorithm, _decibel(each.before), _decibel(each.after),
+         "kept" if each.kept else "left alone", f"{each.seconds:.1f}")
+        for each in errors
+    ]  # fmt: skip
+    headers = ("block", "algorithm", "without, dB", "with, dB", "result", "seconds")
+    known = [each for each in errors if min(each.before, each.after) > 0]  # NaN where a block returns no tensor
+    values = [
+        (f"{each.block or 'all'} ({each.algorithm})", tuple(-20 * math.log10(x) for x in (each.before, each.after)))
+        for each in known[:MOST_BARS]
+    ]
+    figures = [Figure(bars(values, ("without", "with"), "SQNR dB"), tall=True)] if values else []
+    return Section("What algorithms gained", words, [PageTable(headers, rows, "As a table", folded=True)], figures)
+
+
+def _decibel(error: float) -> str:
+    """A relative error as SQNR."""
+    return f"{-20 * math.log10(error):.1f}" if error > 0 else ""
 
 
 def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:
