@@ -217,7 +217,7 @@ def quantize(
     if choice is not None:
         with usage():
             target = choice.target_with(target)
-        logger.info("For %s: %s as %s. %s.", choice.goal.program, *choice.summary())
+        logger.info("For %s: %s as %s, because: %s.", choice.goal.program, *choice.summary())
     form = choice.form if choice is not None else export_format or "quark"
     check_report(report, model, output, calib, form, force)
     recipe: Recipe | None = Recipe.given(context)

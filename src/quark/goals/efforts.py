@@ -84,7 +84,7 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
     gptq = Steps(("gptq",), "GPTQ: most of what can be gained, at half the time of the best")
     if scheme in MIX_NAMES:
         none = Steps((), "8 bits to nearest lose 0.1 millinats")
-        best = Steps(("qronos",), "Qronos: 3.9 millinats of Q4_K_M where GPTQ has 4.4 and to nearest 6.1")
+        best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1")
         return (none, none) if scheme == "q8_0" else (gptq, best)
     layer = SCHEMES[scheme]
     weight = layer.weight
