@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -268,3 +269,25 @@ def test_the_page_says_what_an_algorithm_did_to_each_block(places: dict[str, Pat
         assert row is not None
         shown = [float(x) for x in re.findall(r">([\d.]+)<", row[1])[:2]]
         assert shown == pytest.approx([-20 * np.log10(float(x)) for x in (before, after)], abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "folder"])
+def test_compare_and_evaluate_write_how_far_they_are(kind: str, places: dict[str, Path], tmp_path: Path) -> None:
+    model, out, data, names = (
+        ("float.onnx", "a8w8.onnx", "samples.npz", "A8W8,XINT8")
+        if kind == "onnx"
+        else ("llama", "int8", "text.txt", "int8,int8_wo")
+    )
+    log = tmp_path / "log.jsonl"
+    less = () if kind == "onnx" else ("--length", "64", "--windows", "2")
+    line = ("--schemes", names, "--calib", places[data], "--log-file", log)
+    assert quark("compare", places[model], *line, *less).code == 0
+    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [event["block"] for event in events if event["event"] == "block" and event["block"] in names] == names.split(
+        ","
+    )
+    assert quark("evaluate", places[model], places[out], "--data", places[data], "--log-file", log, *less).code == 0
+    assert [json.loads(line)["event"] for line in log.read_text(encoding="utf-8").splitlines()].count("done") == 2
+    refused = quark("evaluate", places[model], places[out], "--data", places[data], "--log-file", places[data])
+    assert refused.code == 1 and "Choose another file" in refused.err

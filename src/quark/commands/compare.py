@@ -9,6 +9,7 @@ import typer
 
 from quark.commands.evaluate import Length, Samples, Threads, Windows
 from quark.commands.options.kinds import check_options, is_onnx, require, require_model
+from quark.commands.options.log_file import LogFileOption, check_log_file
 from quark.commands.options.words import check_words, members, scheme_names, usage
 from quark.commands.quantize import (
     BatchSize,
@@ -22,6 +23,7 @@ from quark.commands.quantize import (
     TrustRemoteCode,
 )
 from quark.errors import UsageError
+from quark.progress import log_to
 from quark.report.page import check_page
 
 
@@ -38,6 +40,7 @@ def compare(
     calib: Annotated[Path | None, typer.Option(help="Calibration data, as of `quark quantize`.")] = None,
     data: Annotated[Path | None, typer.Option(help="Held-out data to measure on. Default: --calib.")] = None,
     report: ReportFile = None,
+    log_file: LogFileOption = None,
     length: Length = 256,
     windows: Windows = 64,
     device: Device = "cpu",
@@ -69,6 +72,7 @@ def compare(
             check_words(names)
     measured = require(data or calib, "--calib or --data", model)
     check_page(report, model, calib, data)
+    check_log_file(log_file, str(model), [calib, data, report])
     words = f"measured on {measured}" if data else f"measured on {measured}, the calibration data"
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
@@ -76,10 +80,13 @@ def compare(
         from quark.commands.onnx_files.quantize import calibration_reader
 
         readers = [calibration_reader(model, each, batch_size, mean, std) for each in (calib, measured)]
-        compare_presets(model, names, readers[0], require(readers[1], "--data", model), samples, threads, words, report)
+        reader = require(readers[1], "--data", model)
+        with log_to(log_file):
+            compare_presets(model, names, readers[0], reader, samples, threads, words, report)
         return
     from quark.commands.folders.compare import compare_schemes
 
     load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
     load_as = {"device": device, "dtype": dtype, **load}
-    compare_schemes(model, names, calib, measured, (length, windows), load_as, words, report)
+    with log_to(log_file):
+        compare_schemes(model, names, calib, measured, (length, windows), load_as, words, report)

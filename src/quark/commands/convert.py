@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from quark.command_line import results
+from quark.commands.options.log_file import LogFileOption, check_log_file
 from quark.errors import CalibrationError, ConfigError
 from quark.files import require_config, require_regular
+from quark.progress import log_to
 
 GGUF_SUFFIX = ".gguf"
 
@@ -22,6 +24,7 @@ def convert(
         str | None,
         typer.Option(help="Scheme, or mix of GGUF, to round the values to anew: where the codes have no place."),
     ] = None,
+    log_file: LogFileOption = None,
 ) -> None:
     """Write a quantized model in another format, without the float model: every value stays as it is, to the bit.
 
@@ -41,7 +44,8 @@ def convert(
     export = Export(output, format, "real_quantized", "reorder", "5GB", force=False)
     export.check(model, [], of_folder=False)
     export.check_output(model, None)
-    with scratch_folder(output.absolute().parent) as scratch:
+    check_log_file(log_file, str(output), [model])
+    with log_to(log_file), scratch_folder(output.absolute().parent) as scratch:
         loaded, source = _load(model, scratch)
         if requantize is not None:
             loaded = _requantized(loaded, requantize, format)

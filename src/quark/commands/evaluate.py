@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require
+from quark.commands.options.log_file import LogFileOption, check_log_file
 from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, ReportFile, Std, TrustRemoteCode
 from quark.errors import ConfigError
+from quark.progress import log_to
 from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
@@ -35,6 +37,7 @@ def evaluate(
     quantized: Quantized,
     layers: Layers = 10,
     report: ReportFile = None,
+    log_file: LogFileOption = None,
     data: Data = None,
     text: Text = None,
     length: Length = 256,
@@ -59,6 +62,7 @@ def evaluate(
     """
     check_options(context, float_model)
     check_page(report, float_model, quantized, data, text)
+    check_log_file(log_file, str(quantized), [float_model, data, text, report])
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(float_model):
         from quark.commands.onnx_files.evaluate import evaluate_onnx
@@ -66,7 +70,8 @@ def evaluate(
 
         reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
         reader = require(reader, "--data", float_model)
-        evaluate_onnx(float_model, quantized, reader, samples, layers, threads, report)
+        with log_to(log_file):
+            evaluate_onnx(float_model, quantized, reader, samples, layers, threads, report)
         return
     from quark.commands.folders.evaluate import evaluate_folders
 
@@ -74,15 +79,8 @@ def evaluate(
         raise ConfigError("--data and --text are the same option; give one of them.")
     held_out = require(data or text, "--data or --text", float_model)
     load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
-    evaluate_folders(
-        float_model,
-        quantized,
-        held_out,
-        length=length,
-        windows=windows,
-        layers=layers,
-        device=device,
-        dtype=dtype,
-        load=load,
-        page=report,
-    )
+    with log_to(log_file):
+        evaluate_folders(
+            float_model, quantized, held_out, length=length, windows=windows, layers=layers, device=device,
+            dtype=dtype, load=load, page=report,
+        )  # fmt: skip

@@ -16,6 +16,7 @@ from quark.commands.folders.quantize import config_of
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
 from quark.log import severity
+from quark.progress import progress
 from quark.torch import ModelQuantizer
 from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.config.block_mixes import MIXES
@@ -52,7 +53,7 @@ def compare_schemes(
     fitted = Calibration(calib).read(inputs)
     rows: list[SchemeResult] = []
     failure, perplexity = None, None
-    for name in names:
+    for name in progress(names, "schemes", len(names), name=str):
         form = GGUF if name in MIXES else "quark"
         try:
             config = config_of(model, name, form, trust_remote_code=trusted)

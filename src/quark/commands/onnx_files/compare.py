@@ -16,6 +16,7 @@ from quark.onnx import ModelQuantizer, PathDataReader
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.preset_rows import QROWS, ROWS
 from quark.onnx.evaluation.compare_models import compare_models
+from quark.progress import progress
 
 
 def compare_presets(
@@ -39,7 +40,8 @@ def compare_presets(
     quantizers = {name: ModelQuantizer(named_config(name)) for name in names}
     rows: list[SchemeResult] = []
     latency, failure = 0.0, None
-    for name, quantizer in quantizers.items():
+    for name in progress(quantizers, "configurations", len(quantizers), name=str):
+        quantizer = quantizers[name]
         quantizer.settings = replace(quantizer.settings, least_sqnr=None)  # how bad it is, is what is asked
         try:
             with tempfile.TemporaryDirectory() as folder, severity(2):
