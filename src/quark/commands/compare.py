@@ -63,13 +63,7 @@ def compare(
     """
     check_options(context, model)
     require_model(model)
-    names = list(dict.fromkeys(name.strip() for item in schemes for name in item.split(",") if name.strip()))
-    if not names:
-        raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
-    if not is_onnx(model):
-        names = members(names, scheme_names())
-        with usage():
-            check_words(names)
+    names = _names(schemes, model)
     measured = require(data or calib, "--calib or --data", model)
     check_page(report, model, calib, data)
     check_log_file(log_file, str(model), [calib, data, report])
@@ -90,3 +84,15 @@ def compare(
     load_as = {"device": device, "dtype": dtype, **load}
     with log_to(log_file):
         compare_schemes(model, names, calib, measured, (length, windows), load_as, words, report)
+
+
+def _names(schemes: list[str], model: Path) -> list[str]:
+    """The schemes that were typed, each once; families of a model folder's are their members."""
+    names = list(dict.fromkeys(name.strip() for item in schemes for name in item.split(",") if name.strip()))
+    if not names:
+        raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
+    if not is_onnx(model):
+        names = members(names, scheme_names())
+        with usage():
+            check_words(names)
+    return names

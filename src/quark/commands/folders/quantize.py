@@ -60,12 +60,11 @@ def quantize_folder(
     calib = calibration.path
     export.check_output(model, calib)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
-    budget = scheme if isinstance(scheme, Budget) else None
+    budget, of_all = (scheme, any_scheme()) if isinstance(scheme, Budget) else (None, scheme)
     mixed = isinstance(scheme, str) and is_mix(scheme, export.form)
     if budget is not None:
         _refuse_beside_budget(budget, [kv_cache, attention], load)
     title = budget.named() if budget else scheme
-    of_all = any_scheme() if isinstance(scheme, Budget) else scheme
     imatrix.check(mixed, calib, algorithm)
     if mixed:
         _refuse_beside_mix(of_all, [kv_cache, attention])
