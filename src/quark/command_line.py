@@ -4,6 +4,8 @@ Exit codes: 0 done; 1 refused, failed, or done but the results could not be prin
 interrupted by Ctrl-C.
 
 Four words may stand anywhere on the line: --debug, --json, --quiet, --verbose.
+
+Of the processes that torchrun starts the first one prints, and the first of each machine says what went wrong.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
@@ -34,6 +37,19 @@ DEBUG_HELP = (
     f"printed as one JSON object; {QUIET} logs warnings only; {VERBOSE} logs more."
 )
 PACKAGE = Path(__file__).parent
+PATIENCE = 10.0
+"""Seconds for which a silent process waits before it ends, because torchrun then ends the one that speaks."""
+
+
+def started_processes() -> int:
+    """How many processes torchrun started; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() and "RANK" in os.environ else 1
+
+
+def _is_first(variable: str) -> bool:
+    """Whether this process is the first of all (RANK), or of its machine (LOCAL_RANK)."""
+    return started_processes() == 1 or os.environ.get(variable, "0") == "0"
 
 
 def program(function: Callable[..., Any], epilog: str | None = None) -> typer.Typer:
@@ -109,9 +125,11 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
     _open_descriptors()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in words or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
-    output = UnfailingStream(sys.stdout)
+    output = UnfailingStream(sys.stdout if _is_first("RANK") else None)
     level, Results.collected = logger.level, {"tables": [], "lines": []} if JSON in words else None
-    if QUIET in words or VERBOSE in words:
+    if not _is_first("RANK"):
+        logger.setLevel(logging.ERROR)
+    elif QUIET in words or VERBOSE in words:
         logger.setLevel(logging.WARNING if QUIET in words else logging.DEBUG)
     try:
         with redirect_stdout(cast(IO[str], output)):
@@ -136,7 +154,7 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
     try:
         # Not app(...): that takes a broken pipe of a worker for one of the terminal, and says nothing.
         command = typer.main.get_command(app)
-        with command.make_context(name, words) as context, bars():
+        with command.make_context(name, words) as context, bars() if _is_first("RANK") else nullcontext():
             command.invoke(context)
     except typer.Exit as error:
         return error.exit_code
@@ -177,6 +195,9 @@ def _trace(debug: bool) -> None:
 
 def _say(name: str, message: str, code: int = 1) -> int:
     """Write an error line; return the exit code."""
+    if not _is_first("LOCAL_RANK"):
+        time.sleep(PATIENCE)
+        return code
     errors = UnfailingStream(sys.stderr)
     console = Console(file=cast(IO[str], errors), soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"{name}: {one_line(message)}", style="red")

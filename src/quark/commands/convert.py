@@ -37,8 +37,10 @@ def convert(
     (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.commands.folders.export import ONNX, Export
+    from quark.commands.options.processes import refuse_processes
     from quark.files import scratch_folder
 
+    refuse_processes("quark convert")
     if format == ONNX:
         raise ConfigError("--format onnx: quark.torch.export_onnx writes the ONNX file of a loaded model.")
     export = Export(output, format, "real_quantized", "reorder", "5GB", force=False)

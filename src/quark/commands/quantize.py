@@ -13,6 +13,7 @@ from quark.commands.folders.calibration import Calibration, LengthOption, Packin
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
+from quark.commands.options.processes import together
 from quark.commands.options.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
 from quark.commands.recipes.recipe import Recipe, check_recipe, save_recipe
 from quark.commands.results.quantized import check_report
@@ -222,7 +223,8 @@ def quantize(
     check_report(report, model, output, calib, form, force)
     recipe: Recipe | None = Recipe.given(context)
     check_recipe(write_recipe, output, force, model, calib, report, log_file)
-    with log_to(log_file):
+    files = {"report": report, "log_file": log_file, "write_recipe": write_recipe, "save_imatrix": save_imatrix}
+    with log_to(log_file), together(onnx, form, **files):
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         if onnx:
             from quark.commands.onnx_files.quantize import Timing, calibration_reader, quantize_onnx

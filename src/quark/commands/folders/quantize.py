@@ -189,6 +189,7 @@ def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: st
 def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
     """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
     from quark.commands.folders.models import folder_bytes
+    from quark.torch.calibration.distributed import from_first
 
     if export.form != STREAMED and stream:
         raise ConfigError(
@@ -200,7 +201,10 @@ def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str
         raise ConfigError(f"{given} with --stream: block by block, a class of transformers is needed that holds all.")
     if any(load.values()):
         return False
-    return export.form == STREAMED and (not fits_memory(folder_bytes(model)) if stream is None else stream)
+    if stream is None:
+        # What is free of the memory differs between processes.
+        stream = not from_first(fits_memory(folder_bytes(model)))
+    return export.form == STREAMED and stream
 
 
 def fits_memory(weight_bytes: int) -> bool:
