@@ -52,6 +52,7 @@ from tests.models.torch_zoo import mlp, tiny_llama
 
 ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide" / "pytorch.md"
+REFERENCE = GUIDE.with_name("pytorch_reference.md")
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NEW_FILES = {"trimmed.py", "conv1d.py", "plain.py", "types.py"}
@@ -329,7 +330,7 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
             call()
 
 
-SCHEME_ROWS = table(GUIDE, "The schemes", "Scheme")
+SCHEME_ROWS = table(REFERENCE, "The schemes", "Scheme")
 
 
 def test_the_guide_lists_every_scheme_in_order() -> None:
@@ -373,7 +374,7 @@ def bits(spec: TensorSpec) -> float:
 
 
 def test_the_guide_lists_every_shorthand_spec() -> None:
-    listed = [name for row in table(GUIDE, "A tensor", "Family") for name in names(row[1])]
+    listed = [name for row in table(REFERENCE, "A tensor", "Family") for name in names(row[1])]
     classes = {name: getattr(config_address, name) for name in dir(config_address) if name.endswith("Spec")}
     concrete = [
         name
@@ -385,12 +386,12 @@ def test_the_guide_lists_every_shorthand_spec() -> None:
 
 
 def test_the_guide_lists_every_observer() -> None:
-    rows = table(GUIDE, "Calibration data, static and dynamic scales", "Observer")
+    rows = table(REFERENCE, "Observers", "Observer")
     assert [names(row[0]) for row in rows] == [[name] for name in OBSERVERS]
     for row in rows:
         (name,) = names(row[0])
         assert (row[2] == "per tensor") == OBSERVERS[name].per_tensor_only, name
-    text = GUIDE.read_text(encoding="utf-8")
+    text = REFERENCE.read_text(encoding="utf-8")
     assert all(f"`{method}`" in text for method in OBSERVER_METHODS)
 
 
@@ -407,7 +408,7 @@ def test_the_guide_lists_every_selector() -> None:
 
 
 def test_the_guide_lists_every_error() -> None:
-    listed = {names(row[0])[0]: names(row[2])[0] for row in table(GUIDE, "Errors", "Error")}
+    listed = {names(row[0])[0]: names(row[2])[0] for row in table(REFERENCE, "Errors", "Error")}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
     assert set(listed) == {kind.__name__ for kind in kinds} - {"QuarkError"}
     for name, builtin in listed.items():
