@@ -39,7 +39,7 @@ def quantize(
         goal: A program: "vllm", "sglang", "transformers", "llama.cpp", "onnxruntime", "openvino", "ryzen-ai", "npu".
             None: "transformers" of a module or a folder, "onnxruntime" of an ONNX file.
         output: Folder or file to make. A path needs one; of a module None leaves it in memory.
-        bits: Of a weight, in place of a scheme: 2, 3, 4, 5, 6, 8 or 16, as the goal has them.
+        bits: Of a weight, in place of a scheme: 2, 3, 4, 5, 6, 8 or 16, as the goal has them; of a folder also 4.25.
         effort: "fast", "balanced" (default with data) or "best".
         algorithm: In place of what the effort chooses, with parameters: "gptq:refine_passes=3".
         exclude: Patterns of layers or nodes that stay in float.
@@ -72,7 +72,7 @@ def quantize(
         raise ConfigError(f"quantize({str(path)!r}) needs output=, the folder or file to make.")
     from quark.commands.goals import quantize_path
 
-    return quantize_path(path, chosen, data, os.fspath(output), list(exclude), samples, overwrite, words)
+    return quantize_path(path, chosen, data, os.fspath(output), list(exclude), samples, overwrite, words, bits)
 
 
 def _scheme_of(model: Any, has_data: bool) -> str | None:
@@ -88,6 +88,11 @@ def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str],
     from quark.goals.facts import MIX_NAMES
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
 
+    if chosen.mixed is not None:
+        raise ConfigError(
+            "A budget for a module: a mix is chosen for a folder. Possible: its path, or "
+            "quark.torch.bit_budget.measure.measure_sensitivity."
+        )
     folder = getattr(model, "name_or_path", "")
     if output is not None and chosen.form == "onnx":
         raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")

@@ -59,7 +59,15 @@ def test_streamed_it_is_the_same_folder_with_an_algorithm_too(place: Path) -> No
     assert len(made[0]) < 2.3e6 + 10_000  # names and shapes come before the tensors
 
 
-USAGE = ("say the same twice", "is no size", "is no number", "belongs to", "Missing option", "greater than or equal")
+USAGE = (
+    "say the same twice",
+    "is no size",
+    "is no number",
+    "belong to",
+    "belongs to",
+    "Missing option",
+    "greater than or equal",
+)
 """What is wrong with the words alone."""
 
 
@@ -77,7 +85,11 @@ USAGE = ("say the same twice", "is no size", "is no number", "belongs to", "Miss
         *((f"--bits {bits} --sensitivity {{table}}", f"--bits {bits} is no number") for bits in ("inf", "0")),
         ("--scheme int8_wo --candidates int8_wo", "--candidates belongs to --bits or --size"),
         ("--bits 4 --sensitivity {table} --export-format awq", "not counted in the format awq"),
-        ("--bits 4 --sensitivity {table} --export-format gguf", "not counted in the format gguf"),
+        ("--bits 4 --sensitivity {table} --export-format gguf", "of another format"),
+        ("--for vllm --bits 4.5 --candidates int3_wo_128,uint4_wo_128 --calib {text}", "vLLM 0.32 refuses int3_wo_128"),
+        ("--for ryzen-ai --bits 4.5 --calib {text}", "no format of Ryzen AI is known to hold"),
+        ("--for vllm --bits 4.5 --export-format awq --calib {text}", "written as quark, not as awq"),
+        ("--for llama.cpp --candidates q4_k,q8_0", "belong to --bits or --size"),
         ("--bits 4 --sensitivity {table} --export-format compressed-tensors", "of another format"),
         ("--bits 4 --sensitivity {table} --exclude *.down_proj", "other excluded layers"),
         ("--bits 4 --sensitivity {table} --calib {text} --samples 3", "of other calibration data"),
@@ -107,3 +119,37 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_other_words_are_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size"):
         bytes_of(text)
+
+
+@pytest.fixture(scope="module")
+def sized(place: Path) -> list[tuple[str, Path]]:
+    """GGUF files of budgets by one table, and their options."""
+    table, made = place / "gguf.json", []
+    for index, words in enumerate((["--bits", 4.9], ["--size", "0.6MB"])):
+        file = place / f"{index}.gguf"
+        data = ["--calib", place / "text.txt", "--samples", 2, *([] if index else ["--algorithm", "gptq"])]
+        asked = ["--for", "llama.cpp", *words, *data, "--sensitivity", table, "-o", file]
+        done = quark("quantize", place / "llama", *asked)
+        assert done.code == 0, done.err
+        made.append((str(words[0]), file))
+    return made
+
+
+def test_a_budget_over_block_types_is_kept(sized: list[tuple[str, Path]]) -> None:
+    """Embeddings and head counted: bits of all matrices as the gguf package finds them, or bytes of the file."""
+    import gguf
+
+    for option, file in sized:
+        held = gguf.GGUFReader(file).tensors
+        matrices = [tensor for tensor in held if len(tensor.shape) > 1]
+        bits = 8 * sum(int(t.n_bytes) for t in matrices) / sum(int(t.n_elements) for t in matrices)
+        assert len({t.tensor_type for t in matrices}) > 1
+        if option == "--bits":
+            assert 4.5 < bits <= 4.9
+        else:
+            assert 0.57e6 < file.stat().st_size <= 0.6e6
+
+
+def test_transformers_reads_a_mix_that_a_budget_chose(place: Path, sized: list[tuple[str, Path]]) -> None:
+    done = quark("evaluate", place / "llama", sized[0][1], "--data", place / "text.txt")
+    assert done.code == 0, done.err

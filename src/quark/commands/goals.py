@@ -11,12 +11,12 @@ import typer
 from rich.table import Table
 
 from quark.command_line import new_table
-from quark.commands.folders.bit_budget import bytes_of
+from quark.commands.folders.bit_budget import asked_budget, bytes_of, named_candidates
 from quark.commands.folders.calibration import Calibration
 from quark.commands.options.kinds import require_model
 from quark.commands.options.words import onnx_algorithms, torch_algorithms
 from quark.commands.recipes.recipe import Recipe
-from quark.errors import ConfigError
+from quark.errors import ConfigError, UsageError
 from quark.goals import GOALS, GoalChoice, choose
 from quark.goals.efforts import FAST, check_effort
 from quark.goals.facts import ONNX_FILE, Answer
@@ -44,6 +44,8 @@ def asked_choice(
     algorithms: Sequence[str] | None,
     has_data: bool,
     trust_remote_code: bool = False,
+    candidates: Sequence[str] | None = None,
+    sensitivity: Path | None = None,
 ) -> GoalChoice | None:
     """What --for chooses; None without it. Raises as `choose` does, and for --effort alone."""
     if goal is None:
@@ -51,13 +53,20 @@ def asked_choice(
             check_effort(effort)
             raise ConfigError(f"--effort goes with --for, which is not given. Possible: --for {', '.join(GOALS)}.")
         return None
+    offer = GOALS[goal].folder
+    mixes = offer is not None and offer.mixed is not None
+    measured = bool(candidates) or sensitivity is not None
     if size is not None:
         if onnx or scheme is not None or bits is not None:
             raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")
-        scheme = _widest(goal, model, size, form, trust_remote_code)
+        if not mixes and not measured:
+            scheme = _widest(goal, model, size, form, trust_remote_code)
+    elif measured and bits is None:
+        raise UsageError("--candidates and --sensitivity belong to --bits or --size, which are not given.")
     return choose(
-        goal, onnx, scheme=scheme, bits=bits, form=form, effort=effort, algorithms=algorithms, has_data=has_data
-    )
+        goal, onnx, scheme=scheme, bits=bits, form=form, effort=effort, algorithms=algorithms, has_data=has_data,
+        budget=measured or (size is not None and scheme is None), candidates=named_candidates(candidates),
+    )  # fmt: skip
 
 
 def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:
@@ -119,8 +128,12 @@ def quantize_path(
     samples: int | None,
     force: bool,
     algorithms: Sequence[str] | None = None,
+    bits: float | None = None,
 ) -> Path:
-    """Quantize a folder or an ONNX file as was chosen; `algorithms` were asked for. Returns what a program opens."""
+    """Quantize a folder or an ONNX file as was chosen; returns what a program opens.
+
+    `algorithms` and `bits` were asked for.
+    """
     require_model(model)
     if choice.form == ONNX_FILE:
         from quark.commands.onnx_files.quantize import calibration_reader, quantize_onnx
@@ -140,13 +153,18 @@ def quantize_path(
 
     asked = {
         "model": model, "output": output, "goal": choice.goal.name, "effort": choice.effort, "calib": data,
-        "samples": samples, "exclude": exclude or None, "scheme": choice.scheme,
+        "samples": samples, "exclude": exclude or None,
+        **({"scheme": choice.scheme} if choice.mixed is None else {"bits": bits}),
         "algorithm": list(choice.algorithms) or None, "export_format": choice.form,
     }  # fmt: skip
     given = {name: value for name, value in asked.items() if value is not None}
     export = Export(Path(output), choice.form, "real_quantized", "reorder", "5GB", force)
+    budget = None
+    if choice.mixed is not None:
+        budget = asked_budget(None, bits, None, list(choice.mixed), None, choice.form)
     quantize_folder(
-        model, choice.scheme, calibration=Calibration(None if data is None else Path(data), samples), exclude=exclude,
+        model, budget or choice.scheme, exclude=exclude,
+        calibration=Calibration(None if data is None else Path(data), samples),
         layer=None, algorithm=torch_algorithms(choice.algorithms) or None, kv_cache=None, attention=None,
         imatrix=Imatrices(), device="cpu", dtype="auto", export=export, stream=None,
         load={"trust_remote_code": False, "keep_unexpected": False}, recipe=Recipe(given),

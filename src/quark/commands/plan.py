@@ -65,7 +65,7 @@ def plan(
             check_words([scheme, *layer_schemes(layer)])
         choice = asked_choice(
             goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
-            has_data=calib is not None,
+            has_data=calib is not None, candidates=candidates, sensitivity=sensitivity,
         )  # fmt: skip
     console = results()
     if choice is not None:
@@ -75,22 +75,28 @@ def plan(
             return
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.folders.models import inputs_of, load_meta_model
-    from quark.commands.folders.quantize import any_scheme, config_of, scheme_config, with_default
+    from quark.commands.folders.quantize import budget_base, config_of, config_of_choice, scheme_config, with_default
     from quark.torch.checkpoint.shards import predicted_bytes
     from quark.torch.flows.predicted_size import planned
 
     calibration = Calibration(calib, samples, length, packing, seed)
-    budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity)
-    form = choice.form if choice else "quark"
-    if choice is not None:
+    form, budget = choice.form if choice else "quark", None
+    if choice is None:
+        budget = asked_budget(scheme, bits, size, candidates, sensitivity)
+    elif choice.mixed is not None:
+        budget = asked_budget(None, bits, size, list(choice.mixed), sensitivity, form)
+    if budget is not None:
+        config = budget_base(budget, exclude, layer)
+    elif choice is not None:
         algorithms = torch_algorithms(choice.algorithms) or None
         config = config_of(model, choice.scheme, form, exclude, layer, algorithms)
     else:
-        config = scheme_config(any_scheme() if budget else require(scheme, "--scheme or --for", model), exclude, layer)
-    calibration = with_default(calibration, choice.scheme if choice else scheme, layer, [], config, budget)
+        config = scheme_config(require(scheme, "--scheme or --for", model), exclude, layer)
+    named = None if budget else choice.scheme if choice else scheme
+    calibration = with_default(calibration, named, layer, [], config, budget)
     if budget is not None:
         table, chosen = choose_for_budget(model, budget, config, calibration, device)
-        config = table.config(chosen, config)
+        config = config_of_choice(model, budget, table, chosen, config, layer)
         console.print(choice_table(table, chosen))
     meta = load_meta_model(model)
     before = predicted_bytes(meta, None)

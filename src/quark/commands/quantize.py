@@ -214,6 +214,7 @@ def quantize(
         choice = asked_choice(
             goal, effort, model, onnx, scheme=scheme or config, bits=bits, size=size, form=export_format,
             algorithms=algorithm, has_data=calib is not None, trust_remote_code=trust_remote_code,
+            candidates=candidates, sensitivity=sensitivity,
         )  # fmt: skip
     if choice is not None:
         with usage():
@@ -250,8 +251,11 @@ def quantize(
         from quark.commands.folders.imatrix import Imatrices
         from quark.commands.folders.quantize import quantize_folder
 
-        named = choice.scheme if choice is not None else None
-        bit_budget = None if choice else asked_budget(scheme, bits, size, candidates, sensitivity, form)
+        named, bit_budget = choice.scheme if choice is not None else None, None
+        if choice is None:
+            bit_budget = asked_budget(scheme, bits, size, candidates, sensitivity, form)
+        elif choice.mixed is not None:
+            bit_budget = asked_budget(None, bits, size, list(choice.mixed), sensitivity, form)
         export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
         recipe = quantize_folder(
             model, bit_budget or named or require(scheme, "--scheme or --for", model),

@@ -99,6 +99,20 @@ _two("q6_k", 6, -32, 16, (-128, 127), "q8_0", 210)
 _two("iq4_xs", 4, 0, 32, (-32, 31), "iq4_nl", 136, values=NL_VALUES)
 
 
+def fitting_block_type(name: str, columns: int) -> str | None:
+    """The block type that llama.cpp writes a tensor in: `name`, or a type for shorter rows; None if none divides them.
+
+    Args:
+        name: In `BLOCK_TYPES`.
+        columns: Values in a row.
+    """
+    while columns % BLOCK_TYPES[name].block:
+        if not BLOCK_TYPES[name].narrower:
+            return None
+        name = BLOCK_TYPES[name].narrower
+    return name
+
+
 def block_codes(x: Array, scale: Array, minimum: Array | None, dtype: BlockType) -> Array:
     """The nearest q of each value, as a float.
 

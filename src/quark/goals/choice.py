@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class GoalChoice:
         target: Of an ONNX file: a value of --target, or None.
         targets: Values of --target that may be given beside it.
         given: Whether the scheme was asked for, and not the default.
+        mixed: The schemes that a budget chooses from, none: what the form chooses from; None: one scheme for all.
     """
 
     goal: RuntimeGoal
@@ -40,6 +42,7 @@ class GoalChoice:
     target: str | None = None
     given: bool = False
     targets: tuple[str, ...] = ()
+    mixed: tuple[str, ...] | None = None
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What, the choice, and the reason, for a table."""
@@ -87,6 +90,8 @@ def choose(
     effort: str | None = None,
     algorithms: Sequence[str] | None = None,
     has_data: bool = False,
+    budget: bool = False,
+    candidates: Sequence[str] = (),
 ) -> GoalChoice:
     """What is done for a goal.
 
@@ -94,10 +99,12 @@ def choose(
         name: Of the goal.
         onnx: Whether the model is an ONNX file; else a folder.
         scheme, form: Asked for; None: the goal's. A family such as "int4" is the goal's scheme of it.
-        bits: Of a weight, in place of a scheme.
+        bits: Of a weight, in place of a scheme; a number that the goal has no scheme of is a budget.
         effort: One of EFFORTS; None: balanced where there are data, else fast.
         algorithms: Asked for, in place of those of the effort.
         has_data: Whether calibration data are given.
+        budget: Whether layers get schemes of their own, within bits or a size.
+        candidates: What a budget chooses from, in place of the goal's schemes.
 
     Raises:
         ConfigError: No such goal, effort or number of bits; the program takes no such kind of model.
@@ -105,16 +112,18 @@ def choose(
         CalibrationError: The effort needs data, and the model is an ONNX file.
     """
     goal = GOALS[name]
-    offer = goal.offer(onnx)
-    if offer is None:
-        kind = "an ONNX file" if onnx else "a model folder"
-        others = ", ".join(other for other, row in GOALS.items() if row.offer(onnx) is not None)
-        raise ConfigError(f"--for {name} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
-    chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data)
+    offer = _offer(goal, name, onnx)
+    mixed = None
+    if budget or (bits is not None and bits not in offer.bits and scheme is None):
+        chosen_form, mixed, why = _mixed(goal, offer, onnx, bits, form, candidates)
+        chosen = offer.default[1]
+    else:
+        chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data)
     level = effort_of(effort, has_data)
     if effort is not None and algorithms is None:
         require_data(level, has_data, onnx)
-    reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, chosen))}
+    known = mixed[0] if mixed else chosen
+    reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, known))}
     if algorithms is not None:
         steps: tuple[str, ...] = tuple(algorithms)
         reasons["algorithms"] = "asked for"
@@ -125,9 +134,49 @@ def choose(
         found = steps_for(chosen, level)
         steps = found.algorithms
         reasons["algorithms"] = found.why
-    given = scheme is not None or bits is not None
+    given, named = scheme is not None or bits is not None, chosen if mixed is None else MIX
     serve = offer.serve_as(chosen_form)
-    return GoalChoice(goal, chosen, chosen_form, level, steps, reasons, serve, offer.target, given, offer.targets)
+    return GoalChoice(goal, named, chosen_form, level, steps, reasons, serve, offer.target, given, offer.targets, mixed)
+
+
+MIX = "mix"
+"""In place of a scheme, where layers differ."""
+
+
+def _offer(goal: RuntimeGoal, name: str, onnx: bool) -> Offer:
+    """What a goal makes of this kind of model. Raises ConfigError where its program takes none."""
+    offer = goal.offer(onnx)
+    if offer is None:
+        kind = "an ONNX file" if onnx else "a model folder"
+        others = ", ".join(other for other, row in GOALS.items() if row.offer(onnx) is not None)
+        raise ConfigError(f"--for {name} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
+    return offer
+
+
+def _mixed(
+    goal: RuntimeGoal, offer: Offer, onnx: bool, bits: float | None, form: str | None, candidates: Sequence[str]
+) -> tuple[str, tuple[str, ...], str]:
+    """Form, candidates, and the reason for layers with schemes of their own."""
+    if offer.mixed is None:
+        asked = "A size" if bits is None else f"--bits {bits:g}"
+        known = ", ".join(map(str, offer.bits))
+        others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
+        raise NotSupportedError(
+            f"{asked} is a mix of schemes, which no format of {goal.program} is known to hold. Possible for "
+            f"{goal.name}: --bits {known}. A mix: {others}."
+        )
+    if bits is not None and not 0 < bits < math.inf:
+        known = ", ".join(map(str, offer.bits))
+        raise ConfigError(f"--bits {bits:g} is no number of bits. Possible for {goal.name}: {known}, or between.")
+    made, own = offer.mixed
+    if form not in (None, made):
+        raise NotSupportedError(f"A mix of schemes for {goal.program} is written as {made}, not as {form}.")
+    # The block types of GGUF files are no schemes: who reads one of them reads all.
+    for name in candidates if own or made != "gguf" else ():
+        _in_form(goal, onnx, name, made, made)
+    if own and len(candidates or own) < 2:
+        raise ConfigError(f"A mix needs two candidates at least, got {', '.join(candidates)}.")
+    return made, tuple(candidates) or own, "layers that lose most get most bits"
 
 
 ONNX_EFFORTS = {

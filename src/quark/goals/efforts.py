@@ -107,6 +107,6 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
         qronos = ON_THE_WAY if in_groups else "qronos"
         return gptq, Steps((qronos,), "Qronos: 1.1 millinats of uint4 where GPTQ has 1.5 and to nearest 5.0")
     if scheme.startswith("mxfp4"):
-        best = "GPTQ: of MXFP4 with inputs Qronos lost more on two models, AutoRound on one, and 3 % less on the other"
-        return gptq, Steps(("gptq",), best)
+        why = "GPTQ: of MXFP4 with inputs Qronos lost more on two models, AutoRound on one, and 3 % less on the other"
+        return gptq, Steps(("gptq",), why)
     return gptq, Steps(("qronos",), "Qronos: 11.9 millinats of NVFP4 where GPTQ has 12.5 and to nearest 15.8")

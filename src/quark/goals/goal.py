@@ -20,6 +20,8 @@ class Offer:
         serve: The command that runs the result; `{out}` is its path.
         serve_options: Form -> words that the command needs behind it.
         without_data: The same as `default` where there are no calibration data; None: the same.
+        mixed: Form and schemes of a budget, in which layers differ; no schemes: what the form chooses from by itself.
+            None: the program takes one scheme for all layers, or no other was tried.
         target: Of an ONNX file: a value of --target; None as the configuration says.
         targets: Values of --target that may be given beside the goal.
     """
@@ -37,6 +39,7 @@ class Offer:
         return self.serve + self.serve_options.get(form, "")
 
     without_data: tuple[str, str] | None = None
+    mixed: tuple[str, tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ GOALS.register("vllm", RuntimeGoal(
         "4 bits in groups of 128, in the format whose kernels every release has",
         "vllm serve {out}",
         serve_options=_AWQ,
+        mixed=("quark", ("uint4_wo_128", "int8_dynamic")),
     ),
 ))  # fmt: skip
 GOALS.register("sglang", RuntimeGoal(
@@ -28,6 +29,7 @@ GOALS.register("sglang", RuntimeGoal(
         "4 bits in groups of 128, in the format whose kernels every release has",
         "python -m sglang.launch_server --model-path {out}",
         serve_options=_AWQ,
+        mixed=("compressed-tensors", ("int4_wo_128", "int8_dynamic")),
     ),
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(
@@ -38,6 +40,7 @@ GOALS.register("transformers", RuntimeGoal(
          8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
         "4 bits in groups of 128 lose least for their size among schemes that need no data",
         "python -c \"import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('Once'))\" {out}",
+        mixed=("quark", ()),
     ),
 ))  # fmt: skip
 GOALS.register("llama.cpp", RuntimeGoal(
@@ -48,6 +51,7 @@ GOALS.register("llama.cpp", RuntimeGoal(
          6: ("gguf", "q6_k"), 8: ("gguf", "q8_0"), 16: ("gguf", "bfloat16")},
         "Q4_K_M: 4 bits, and more where a layer loses most",
         "llama-server -m {out}",
+        mixed=("gguf", ()),
     ),
     extra=("gguf",),
 ))  # fmt: skip

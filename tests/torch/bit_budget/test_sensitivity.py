@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
+from quark.core.spec import block_spec
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.bit_budget.measure import measure_sensitivity
@@ -292,3 +293,32 @@ def test_a_file_is_read_only_where_it_ends(tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("[" * 100_000)
     with pytest.raises(FormatError, match="no table of sensitivities"):
         SensitivityTable.load(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_measured_and_a_tied_head_counts_once(tied: bool) -> None:
+    """The sum for the embeddings is their Fisher form, taken from the gradient of each row by autograd."""
+    model = tiny_llama(tie_word_embeddings=tied)
+    data = token_batches()
+    table = measure_sensitivity(model, data, ("q4_0", "q8_0"), export_format="gguf")
+    group = next(group for group in table.groups if "model.embed_tokens" in group.layers)
+    weight = model.model.embed_tokens.weight
+    assert group.layers == (("lm_head", "model.embed_tokens") if tied else ("model.embed_tokens",))
+    assert group.weights == weight.numel() and group.sizes["q8_0"] == weight.numel() // 32 * 34
+    if tied:
+        return
+    spec = block_spec("q4_0")
+    error = (fake_quantize(weight.detach(), tensor_qparams(weight.detach(), spec), spec) - weight.detach()).square()
+    counts, scores, total = torch.zeros(len(weight)), torch.zeros(weight.shape[1]), 0
+    for index, batch in enumerate(data):
+        ids = batch["input_ids"] if isinstance(batch, dict) else batch
+        embedded = weight.detach()[ids].requires_grad_()
+        rows = model(inputs_embeds=embedded).logits.log_softmax(-1).flatten(0, -2)
+        labels = torch.multinomial(rows.detach().exp(), 1, generator=torch.Generator().manual_seed(index))
+        rows.gather(1, labels).sum().backward()
+        assert embedded.grad is not None
+        scores += embedded.grad.flatten(0, -2).square().sum(0)
+        counts += torch.bincount(ids.flatten(), minlength=len(weight))
+        total += ids.numel()
+    expected = float(counts @ error @ scores) / (2 * total * total)
+    assert group.losses["q4_0"] == pytest.approx(expected, rel=1e-3)

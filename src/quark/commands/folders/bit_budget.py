@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -89,8 +90,13 @@ def asked_budget(
     from quark.torch.bit_budget.measure import mixed_format
 
     mixed_format(export_format)
-    named = tuple(name.strip() for item in candidates or [] for name in item.split(",") if name.strip())
+    named = named_candidates(candidates)
     return Budget(bits, None if size is None else bytes_of(size), named, sensitivity, export_format)
+
+
+def named_candidates(words: Sequence[str] | None) -> tuple[str, ...]:
+    """The names in --candidates."""
+    return tuple(name.strip() for item in words or [] for name in item.split(",") if name.strip())
 
 
 def bytes_of(text: str) -> int:

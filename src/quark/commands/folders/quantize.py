@@ -26,6 +26,7 @@ Samples = Callable[["ModelInputs"], list[Any] | None]
 if TYPE_CHECKING:
     from quark.commands.folders.imatrix import Imatrices
     from quark.commands.folders.model_inputs import ModelInputs
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
 MIX_ALGORITHM = "qronos"
 """What rounds a mix of block types where there is calibration data, and no --algorithm."""
@@ -60,38 +61,38 @@ def quantize_folder(
     calib = calibration.path
     export.check_output(model, calib)
     kind = read_config(model)["model_type"] if kv_cache or attention else "auto"
-    budget, of_all = (scheme, any_scheme()) if isinstance(scheme, Budget) else (None, scheme)
+    budget, of_all = (scheme, _any_scheme()) if isinstance(scheme, Budget) else (None, scheme)
     mixed = isinstance(scheme, str) and is_mix(scheme, export.form)
     if budget is not None:
         _refuse_beside_budget(budget, [kv_cache, attention], load)
-    title = budget.named() if budget else scheme
-    imatrix.check(mixed, calib, algorithm)
+    title = scheme.named() if isinstance(scheme, Budget) else scheme
+    in_file = mixed or (budget is not None and export.form == GGUF)  # block types, which are no schemes
+    imatrix.check(in_file, calib, algorithm)
     if mixed:
         _refuse_beside_mix(of_all, [kv_cache, attention])
         solver = algorithm or ([MIX_ALGORITHM] if calib else None)
         config = mix_config(model, of_all, exclude, layer, solver, load["trust_remote_code"], imatrix.read)
+    elif budget is not None:
+        config = budget_base(budget, exclude, layer, algorithm or _solver_of(budget, calib))
     else:
         config = scheme_config(of_all, exclude, layer, kind, kv_cache, attention, algorithm)
     read_config(model)
-    named = [*(budget.candidates if budget else [] if mixed else [of_all])]
+    named = [*([] if in_file else budget.candidates if budget else [of_all])]
     export.check(model, [*named, *(item.rpartition("=")[2] for item in layer or [])])
     calibration = with_default(calibration, of_all, layer, [kv_cache, attention], config, budget)
     console, start, before, chosen = results(), time.perf_counter(), folder_bytes(model), None
-    errors: list[Any] = []
     if budget is not None:
-        table, choice = chosen = choose_for_budget(model, budget, config, calibration, device)
-        config = table.config(choice, config)
-        console.print(choice_table(table, choice))
+        config, chosen = _chosen(model, budget, config, calibration, device, layer, imatrix.read)
     recipe, export = _with_recipe(recipe, export, calibration)
-    data = calibration.read
     if _streams(stream, export, model, load):
-        after = _streamed(model, config, data, device, dtype, export)
+        after, errors = _streamed(model, config, calibration.read, device, dtype, export)
     else:
-        after, errors = _in_memory(model, config, data, device, dtype, export, load, partial(imatrix.save, calib=calib))
-    console.print(size_line(str(title), before, after, start), highlight=False)
+        save = partial(imatrix.save, calib=calib)
+        after, errors = _in_memory(model, config, calibration.read, device, dtype, export, load, save)
+    console.print(size_line(title, before, after, start), highlight=False)
     _say_how_to_evaluate(model, export, calib)
     load_as = {"device": device, "dtype": dtype, **load}
-    page_of_folder(page, model, export.output, calib, load_as, _summary(str(title), algorithm), chosen, errors)
+    page_of_folder(page, model, export.output, calib, load_as, _summary(title, algorithm), chosen, errors)
     return recipe
 
 
@@ -135,11 +136,55 @@ def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: Mappin
         )
 
 
-def any_scheme() -> str:
+def _any_scheme() -> str:
     """A scheme for the config that a budget completes: what it says of all layers is replaced."""
     from quark.torch.bit_budget.measure import FITS_ALL
 
     return FITS_ALL
+
+
+def _solver_of(budget: Budget, calib: Path | None) -> list[Any] | None:
+    """What rounds the chosen types where no --algorithm says it."""
+    return [MIX_ALGORITHM] if calib and budget.export_format == GGUF else None
+
+
+def budget_base(
+    budget: Budget, exclude: list[str] | None, layers: list[str] | None, algorithms: list[Any] | None = None
+) -> Any:
+    """The config that a budget completes."""
+    config = scheme_config(_any_scheme(), exclude, layers, algorithms=algorithms)
+    # GGUF files hold the head in a block type too, which templates leave in float.
+    return replace(config, exclude=exclude or []) if budget.export_format == GGUF else config
+
+
+def _chosen(
+    model: Path,
+    budget: Budget,
+    base: Any,
+    calibration: Calibration,
+    device: str,
+    layers: list[str] | None,
+    imatrix: Path | None,
+) -> tuple[Any, tuple[SensitivityTable, BudgetChoice]]:
+    """The config of what a budget chooses, which is shown, and the table behind it."""
+    table, choice = choose_for_budget(model, budget, base, calibration, device)
+    results().print(choice_table(table, choice))
+    return config_of_choice(model, budget, table, choice, base, layers, imatrix), (table, choice)
+
+
+def config_of_choice(
+    model: Path,
+    budget: Budget,
+    table: SensitivityTable,
+    choice: BudgetChoice,
+    base: Any,
+    layers: list[str] | None,
+    imatrix: Path | None = None,
+) -> Any:
+    """The config of what a budget chose, with the algorithms of `base`."""
+    if budget.export_format == GGUF:
+        return mix_config(model, choice.schemes, base.exclude, layers, base.algo_config, imatrix=imatrix)
+    return table.config(choice, base)
 
 
 def _in_memory(
@@ -174,8 +219,10 @@ def _in_memory(
     return export.write(quantized, model), quantized.quant_errors
 
 
-def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export) -> int:
-    """The same without a model in memory."""
+def _streamed(
+    model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export
+) -> tuple[int, list[Any]]:
+    """The same without a model in memory, whose errors are in the log only."""
     from quark.commands.folders.models import folder_bytes, inputs_of, load_meta_model
     from quark.torch.flows.from_disk import stream
 
@@ -183,7 +230,7 @@ def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: st
         raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
     data = samples(inputs_of(model, load_meta_model(model)))
     stream(config, model, export.output, data, device=device, **export.options)
-    return folder_bytes(export.output)
+    return folder_bytes(export.output), []
 
 
 def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
@@ -278,14 +325,14 @@ def config_of(
 
 def mix_config(
     model: Path,
-    scheme: str,
+    scheme: str | Mapping[str, str],
     exclude: list[str] | None,
     layers: list[str] | None,
     algorithms: list[Any] | None,
     trust_remote_code: bool = False,
     imatrix: Path | None = None,
 ) -> Any:
-    """The config of a mix of block types for the model of a folder."""
+    """The config of a mix of block types, or of a type for each layer, for the model of a folder."""
     from quark.commands.folders.models import load_meta_model
     from quark.torch import gguf_config
 

@@ -10,6 +10,8 @@ divergence of the outputs is half of the Fisher form,
 over the n tokens that the layer reads. Rounding errors are nearly independent of each other, so that of both second
 moments the diagonal is left; keeping all of them (K-FAC, Martens and Grosse 2015) ranks layers no better. The error e
 of an input that is quantized, too, adds G_i W_ij^2 sum_t e_j^2 in the same way.
+
+Embeddings are a linear layer that reads one-hot vectors, its weight transposed: X_j is how often token j is read.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Moments:
     """
 
     def __init__(self, layer: nn.Linear, specs: Sequence[TensorSpec]) -> None:
-        device = layer.weight.device
+        device = _place_of(layer)
         self.count = 0
         self.inputs = torch.zeros(layer.in_features, device=device)
         self.scores = torch.zeros(layer.out_features, device=device)
@@ -72,10 +74,43 @@ class Moments:
         if spec.weight is not None:
             params = None if spec.weight.is_cast else tensor_qparams(weight.detach(), spec.weight)
             error = fake_quantize(weight.detach(), params, spec.weight).float() - values
-            form += self.inputs.double() * (self.scores @ error.square()).double()
+            form += self.inputs.double() * self._scored(error.square()).double()
         if spec.input is not None:
-            form += self.errors[spec.input].double() * (self.scores @ values.square()).double()
+            form += self.errors[spec.input].double() * self._scored(values.square()).double()
         return float(form.sum()) / (2 * self.count * positions)
+
+    def _scored(self, squares: torch.Tensor) -> torch.Tensor:
+        """Sum over the output channels of their scores and the squares of a weight, for each input channel."""
+        return self.scores @ squares
+
+
+class EmbeddingMoments(Moments):
+    """Sums over the tokens that embeddings are read for.
+
+    Attributes:
+        inputs: How often each token is read, of shape (num_embeddings,).
+        scores: G, of shape (embedding_dim,).
+    """
+
+    def __init__(self, layer: nn.Embedding) -> None:
+        device = _place_of(layer)
+        self.count = 0
+        self.inputs = torch.zeros(layer.num_embeddings, device=device)
+        self.scores = torch.zeros(layer.embedding_dim, device=device)
+        self.errors = {}
+
+    def add_inputs(self, x: torch.Tensor) -> None:
+        """Add the tokens that are read."""
+        self.count += x.numel()
+        self.inputs += torch.bincount(x.flatten(), minlength=len(self.inputs)).to(self.inputs)
+
+    def _scored(self, squares: torch.Tensor) -> torch.Tensor:
+        return squares @ self.scores
+
+
+def _place_of(layer: nn.Linear | nn.Embedding) -> torch.device:
+    """Where a layer runs: a weight outside of the blocks that comes when its layer is called comes to the CPU."""
+    return torch.device("cpu") if layer.weight.is_meta else layer.weight.device
 
 
 class BatchedSums:
@@ -117,9 +152,14 @@ class BatchedSums:
 
 
 @contextmanager
-def collecting(layers: Mapping[str, nn.Linear], specs: Sequence[TensorSpec]) -> Iterator[dict[str, Moments]]:
+def collecting(
+    layers: Mapping[str, nn.Linear | nn.Embedding], specs: Sequence[TensorSpec]
+) -> Iterator[dict[str, Moments]]:
     """Within: what runs forward and backward through the layers is added to their moments."""
-    moments = {name: Moments(layer, specs) for name, layer in layers.items()}
+    moments = {
+        name: EmbeddingMoments(layer) if isinstance(layer, nn.Embedding) else Moments(layer, specs)
+        for name, layer in layers.items()
+    }
 
     def note(own: Moments, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
         own.add_inputs(args[0].detach())

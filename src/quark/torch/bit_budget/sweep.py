@@ -3,6 +3,7 @@
     forward:  for each block: run it on what the block before it gave, keep its inputs
     tail:     final norm and head; labels drawn from the model's own distribution; scores of the last block's outputs
     back:     for each block from the last: run it again with gradients, collect `Moments`, hand down the scores
+    front:    embeddings, where a type is chosen for them: from the scores of the first block's inputs
 
 One block is in memory, and what one pass keeps for the next lies on a `Tape`: a killed run goes on at its block.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from quark.core.spec import LayerSpec
-from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError
+from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError, StructureError
 from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_loop import (
@@ -62,7 +63,8 @@ class Sweep:
 
     Args:
         model: Float model whose weights `weights` brings; its parameters need no gradient.
-        layers: Full name of each linear layer -> its spec under each candidate.
+        layers: Full name of each linear layer -> its spec under each candidate; the token embeddings may be among
+            them.
         data: BatchedSums as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
         tape: Where a killed run goes on.
@@ -101,7 +103,14 @@ class Sweep:
             done = len(self.names) - len(left)
             for index in progress(left, "sensitivity", len(self.names), name=self.names.__getitem__, done=done):
                 self._back(index, calls[self.names[index]])
+            if self.tape.result("front") is None:
+                self._front()
         return self._swept()
+
+    def _embeddings(self) -> dict[str, nn.Embedding]:
+        """The layers that are embeddings."""
+        modules = {name: self.model.get_submodule(name) for name in self.layers}
+        return {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
 
     def _inputs(self, index: int) -> str:
         return f"inputs-{index}"
@@ -131,7 +140,8 @@ class Sweep:
 
     def _tail(self, first: Call) -> None:
         """What is behind the blocks: the scores of their outputs, and the losses of layers there."""
-        outside = [name for name in self.layers if not any(is_inside(name, block) for block in self.names)]
+        inside = {name for name in self.layers for block in self.names if is_inside(name, block)}
+        outside = [name for name in self.layers if name not in inside and name not in self._embeddings()]
         output, scores, positions = BlockOutput(), [], 0
         block = self.model.get_submodule(self.names[0])
         with self.weights.around(self.names), torch.no_grad():
@@ -218,6 +228,36 @@ class Sweep:
         self.tape.drop(self._scores(index + 1))
         self.tape.drop(self._inputs(index + 1))
 
+    def _front(self) -> None:
+        """Collect the moments of the embeddings: from them to the first block the model runs again."""
+        embeddings, losses = self._embeddings(), Losses()
+        if embeddings:
+            scores = self.tape.read(self._scores(0))
+            with self.weights.around(self.names), torch.enable_grad(), _read_from_leaves(embeddings.values()):
+                device = input_device(self.model)
+                with collecting(embeddings, []) as moments:
+                    batches = BatchedSums(moments)
+                    for batch, score in zip(part_of(self.data), scores, strict=True):
+                        hidden = self._first_hidden(batch, device)
+                        hidden.backward(score.to(hidden.device))  # type: ignore[no-untyped-call]
+                        batches.add()
+                    self._finish(batches, len(scores))
+                losses = self._losses(moments, self.tape.result("tail")["positions"])
+        self.tape.keep_result("front", {"losses": losses, "groups": [[name] for name in embeddings]})
+
+    def _first_hidden(self, batch: Any, device: torch.device) -> torch.Tensor:
+        """What the first block gets of a batch."""
+
+        def end(name: str, call: Call) -> None:
+            raise _FirstBlockReachedError(call.hidden)
+
+        with passing_through(self.model, self.names, end, BlockOutput()):
+            try:
+                calibration_step(self.model, batch, device, 0)
+            except _FirstBlockReachedError as reached:
+                return reached.hidden
+        raise StructureError(f"The block {self.names[0]!r} is not reached. Possible: --exclude the embeddings.")
+
     def _finish(self, batches: BatchedSums, own: int) -> None:
         """The sums are whole, where this process has had `own` batches and others may have one more."""
         for _ in range(own, -(-len(self.data) // world())):
@@ -255,9 +295,31 @@ class Sweep:
 
     def _swept(self) -> Swept:
         results = [self.tape.result(f"block-{index}") for index in range(len(self.names))]
-        results.append(self.tape.result("tail"))
+        results += [self.tape.result("tail"), self.tape.result("front")]
         losses = {name: row for result in results for name, row in result["losses"].items()}
         return Swept([group for result in results for group in result["groups"]], losses)
+
+
+class _FirstBlockReachedError(Exception):
+    """Ends a forward at the first block."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+@contextmanager
+def _read_from_leaves(embeddings: Iterable[nn.Embedding]) -> Iterator[None]:
+    """Within: what embeddings give takes a gradient, though no parameter does."""
+
+    def ask(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.detach().requires_grad_()
+
+    handles = [layer.register_forward_hook(ask) for layer in embeddings]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quark.core.block_types import BLOCK_TYPES
+from quark.core.block_types import BLOCK_TYPES, fitting_block_type
 from quark.core.registry import Registry
 
 
@@ -112,12 +112,7 @@ class Mix:
 
     def type_of(self, place: Place) -> str | None:
         """The block type of a tensor; None where it stays in float, as its rows are no whole blocks of any."""
-        chosen = self._head(place) if place.is_head else self._wanted(place)
-        while place.columns % BLOCK_TYPES[chosen].block:
-            if not BLOCK_TYPES[chosen].narrower:
-                return None
-            chosen = BLOCK_TYPES[chosen].narrower
-        return chosen
+        return fitting_block_type(self._head(place) if place.is_head else self._wanted(place), place.columns)
 
     def _head(self, place: Place) -> str:
         whole = place.columns % BLOCK_TYPES[self.base].block == 0
@@ -133,6 +128,10 @@ class Mix:
         large = place.role == "attn_v" and place.layers == 80 and chosen in ("q3_k", "q4_k")
         return "q5_k" if large else chosen
 
+
+CHOSEN_TYPES = ("q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
+"""What a budget chooses from: each the best of its size. Rows that are no whole blocks
+get what llama.cpp gives them."""
 
 MIXES: Registry[Mix] = Registry("mix of block types")
 _NL = {"attn_v": ((shared, "q5_k"),), "ffn_down": ((first(8), "q5_k"),)}

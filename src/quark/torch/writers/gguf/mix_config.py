@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from quark.core.block_types import fitting_block_type
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
-from quark.errors import ConfigError
+from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import ImatrixConfig
 from quark.torch.config.block_mixes import MIXES, Place, place_of
 from quark.torch.config.config import QConfig
@@ -26,7 +27,7 @@ KEPT = ("position_embd", "token_types", "ffn_gate_inp", "ffn_gate_inp_shexp")
 
 def gguf_config(
     model: Any,
-    mix: str,
+    mix: str | Mapping[str, str],
     algorithm: Algorithms | Sequence[Algorithms] | None = None,
     exclude_layers: Sequence[str] = (),
     layer_config: dict[str, str] | None = None,
@@ -36,7 +37,7 @@ def gguf_config(
 
     Args:
         model: The float model of transformers, on any device, meta too.
-        mix: A name in `MIXES`, as llama.cpp has it.
+        mix: A name in `MIXES`, as llama.cpp has it; or full name of a layer -> block type, as a budget chose them.
         algorithm: See `LLMTemplate.get_config`; "importance" weighs errors by what reaches a layer, "gptq" and
             "qronos" round so that errors of columns make up for each other.
         exclude_layers: Patterns of layers that stay in float.
@@ -44,7 +45,7 @@ def gguf_config(
         imatrix: Importance matrix of llama.cpp, by which errors are weighed; `algorithm` runs after it.
 
     Raises:
-        ConfigError: No such mix.
+        ConfigError: No such mix, block type or layer.
         NotSupportedError: A model that GGUF files are not written of.
     """
     places = dict(places_of(model))
@@ -63,8 +64,16 @@ def gguf_config(
     )
 
 
-def _specs(model: Any, mix: str, places: Mapping[str, Place]) -> Iterator[tuple[str, TensorSpec]]:
+def _specs(model: Any, mix: str | Mapping[str, str], places: Mapping[str, Place]) -> Iterator[tuple[str, TensorSpec]]:
     """Name of a layer -> the spec of its weight."""
+    if not isinstance(mix, str):
+        for name, kind in mix.items():
+            if name not in places:
+                raise ConfigError(f"{name!r} has no block type in a GGUF file. {did_you_mean(name, places)}")
+            spec = fitting_spec(kind, places[name])
+            if spec is not None:
+                yield name, spec
+        return
     row = MIXES[mix]
     if not places:
         raise ConfigError(f"{type(model).__name__} has no layer that the mix {mix!r} could quantize.")
@@ -72,6 +81,12 @@ def _specs(model: Any, mix: str, places: Mapping[str, Place]) -> Iterator[tuple[
         chosen = row.type_of(place)
         if chosen is not None:
             yield name, block_spec(chosen)
+
+
+def fitting_spec(kind: str, place: Place) -> TensorSpec | None:
+    """The spec of a weight in a block type, or in the one that rows of this length get; None where none fits."""
+    fits = fitting_block_type(kind, place.columns)
+    return None if fits is None else block_spec(fits)
 
 
 def places_of(model: Any) -> list[tuple[str, Place]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,38 @@ def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], o
     items = list(file_items(model, architecture))
     with atomic_file(file, overwrite) as temporary:
         writer = gguf.GGUFWriter(temporary, architecture.arch)
-        writer.add_name(_name(model, Path(tokenizer_path)))
-        writer.add_file_type(int(getattr(gguf.LlamaFileType, _file_type(items, model.config))))
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        write_hyperparameters(writer, architecture, model.config)
-        write_tokenizer(writer, tokenizer_path, model.config.vocab_size)
-        _write_tensors(writer, items)
+        try:
+            _write_header(writer, model, architecture, items, Path(tokenizer_path))
+            for item in progress(items, "write", total=len(items)):
+                writer.write_tensor_data(_bytes(item))
+        finally:
+            writer.close()
     logger.info("Exported to %s.", file)
+
+
+def bytes_around(model: Any, layers: Iterable[str], tokenizer_path: Path | None) -> int:
+    """Bytes of a file beside those of the weights of some layers: reads no value.
+
+    Args:
+        model: A float model, on any device.
+        layers: Full names.
+        tokenizer_path: Folder that holds the tokenizer; None: tensors alone are counted.
+    """
+    gguf, architecture = import_gguf(), architecture_of(getattr(model, "config", None))
+    chosen = {f"{layer}.weight" for layer in layers}
+    size = sum(_size(item) for name, item in _items_of_layers(model, architecture) if name not in chosen)
+    if tokenizer_path is None:
+        return size
+    items = list(file_items(model, architecture))
+    with TemporaryDirectory() as folder:
+        writer = gguf.GGUFWriter(Path(folder) / "header.gguf", architecture.arch)
+        try:
+            _write_header(writer, model, architecture, items, tokenizer_path)
+        finally:
+            writer.close()
+        # Each tensor begins at a multiple of the alignment, and so does the first.
+        header = sum(file.stat().st_size for file in Path(folder).iterdir())
+    return size + header + gguf.GGUF_DEFAULT_ALIGNMENT * (len(items) + 1)
 
 
 def file_items(model: nn.Module, architecture: Architecture) -> Iterator[GgufTensor]:
@@ -184,22 +210,29 @@ def _main_type(items: list[GgufTensor]) -> str:
     return max(counts, key=lambda kind: counts[kind])
 
 
-def _write_tensors(writer: Any, items: list[GgufTensor]) -> None:
-    """Sizes of all tensors first, then one tensor after the other."""
+def _write_header(
+    writer: Any, model: Any, architecture: Architecture, items: list[GgufTensor], tokenizer_path: Path
+) -> None:
+    """All that comes before the bytes of the tensors."""
     gguf = import_gguf()
+    writer.add_name(_name(model, tokenizer_path))
+    writer.add_file_type(int(getattr(gguf.LlamaFileType, _file_type(items, model.config))))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    write_hyperparameters(writer, architecture, model.config)
+    write_tokenizer(writer, tokenizer_path, model.config.vocab_size)
     for item in items:
         kind = gguf.GGMLQuantizationType[item.kind]
-        values, size = gguf.GGML_QUANT_SIZES[kind]
-        count = int(np.prod(item.shape))
-        writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), count // values * size, raw_dtype=kind)
+        writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), _size(item), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    try:
-        for item in progress(items, "write", total=len(items)):
-            writer.write_tensor_data(_bytes(item))
-    finally:
-        writer.close()
+
+
+def _size(item: GgufTensor) -> int:
+    """Bytes of a tensor."""
+    gguf = import_gguf()
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[item.kind]]
+    return int(np.prod(item.shape)) // int(values) * int(size)
 
 
 def _bytes(item: GgufTensor) -> np.ndarray[Any, Any]:

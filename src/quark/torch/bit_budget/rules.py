@@ -1,0 +1,108 @@
+"""What a format says of a budget: which layers there are to choose for, alike in what, and what each takes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quark.core.patterns import first_match
+from quark.core.schemes import SCHEMES
+from quark.core.spec import LayerSpec
+from quark.errors import ConfigError, NotSupportedError, ShapeError
+from quark.torch.checkpoint.shards import predicted_bytes, stored_bytes
+from quark.torch.config.config import QConfig
+from quark.torch.config.llm_template import LLMTemplate
+from quark.torch.config.lowering import lower_layer
+from quark.torch.formats import FORMATS, Format
+from quark.torch.plan import Plan, check_shapes
+
+BudgetLayers = Mapping[str, nn.Linear | nn.Embedding]
+
+
+class BudgetRules(ABC):
+    """The rules of one format.
+
+    Attributes:
+        form: Whose bytes are counted.
+        candidates: Names that are chosen from where none are given.
+    """
+
+    form: Format
+    candidates: tuple[str, ...]
+
+    @abstractmethod
+    def spec(self, candidate: str) -> LayerSpec:
+        """The spec of a candidate. Raises ConfigError, NotSupportedError."""
+
+    @abstractmethod
+    def layers(self, model: nn.Module, plan: Plan, config: QConfig) -> BudgetLayers:
+        """Full name of each layer that is chosen for."""
+
+    @abstractmethod
+    def fitting(self, name: str, layer: nn.Linear | nn.Embedding, spec: LayerSpec) -> LayerSpec | None:
+        """What the layer gets under a candidate; None where it does not fit."""
+
+    @abstractmethod
+    def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
+        """Bytes of all that is not chosen for; `folder` holds the tokenizer."""
+
+    def groups(self, found: list[list[str]]) -> list[list[str]]:
+        """The layers that must be alike, of those that read one tensor."""
+        return found
+
+    def is_counted(self, name: str) -> bool:
+        """Whether the bytes of a layer are its own, and not those of another one that is the same tensor."""
+        return True
+
+    def bytes(self, weight: torch.Tensor, spec: LayerSpec) -> int:
+        """What a weight takes."""
+        assert spec.weight is not None
+        return stored_bytes(weight, spec.weight, spec, self.form)
+
+
+class FolderRules(BudgetRules):
+    """Model folders whose config.json says what each layer has. Embeddings and head stay in float."""
+
+    def __init__(self, name: str, candidates: tuple[str, ...]) -> None:
+        self.form, self.candidates = FORMATS[name], candidates
+
+    def spec(self, candidate: str) -> LayerSpec:
+        spec = SCHEMES[candidate] if candidate in SCHEMES else lower_layer(LLMTemplate.scheme(candidate))
+        if spec.needs_data or spec.output is not None or spec.bias is not None:
+            raise ConfigError(
+                f"The candidate {candidate!r} has static activation scales, whose error is not measured. Possible: "
+                f"schemes of weights, or with dynamic inputs: {', '.join(self.candidates)} ..."
+            )
+        reason = self.form.refusal(spec)
+        if reason:
+            raise NotSupportedError(
+                f"The {self.form.name} format cannot hold {reason} ({candidate}). {self.form.possible()}"
+            )
+        return spec
+
+    def layers(self, model: nn.Module, plan: Plan, config: QConfig) -> BudgetLayers:
+        names = [name for name in plan.layers if first_match(name, config.layer_quant_config) is None]
+        found = {name: model.get_submodule(name) for name in names}
+        for name, layer in found.items():
+            if not isinstance(layer, nn.Linear):
+                kind = type(layer).__name__
+                raise NotSupportedError(
+                    f"{name} is a {kind}; schemes are chosen for linear layers. Possible: exclude it."
+                )
+        return found  # type: ignore[return-value]
+
+    def fitting(self, name: str, layer: nn.Linear | nn.Embedding, spec: LayerSpec) -> LayerSpec | None:
+        columns = layer.in_features if isinstance(layer, nn.Linear) else layer.embedding_dim
+        try:
+            check_shapes(name, type(layer).__name__, tuple(layer.weight.shape), columns, spec)
+        except ShapeError:
+            return None
+        return spec
+
+    def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
+        chosen = sum(self.bytes(layer.weight, plan.layers[name]) for name, layer in layers.items())
+        return predicted_bytes(model, plan, self.form) - chosen
