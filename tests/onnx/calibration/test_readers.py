@@ -350,7 +350,8 @@ def test_bad_paths_and_bad_readers(tmp_path: Path) -> None:
         quantizer.quantize_model(cnn(), None, Reader(images()), str(tmp_path))
     for data, message in (
         (5, "int is neither"),
-        (images()[0], "dict is neither"),
+        ({}, "dict is neither"),
+        ({"y": images()[0]["x"]}, r"gives \['y'\]"),
         ("folder", "str is neither"),
         ([{"x": "text"}], r"'x' is <U4"),
         ([[1, [2, 3]]], "cannot be turned into numpy"),
