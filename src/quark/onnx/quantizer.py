@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import onnx_ir as ir
 
 from quark.checked import snapshot
 from quark.core.metrics import Metric
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
@@ -34,9 +35,10 @@ from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
 from quark.onnx.flow import finish, quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
+from quark.onnx.graph.sessions import require_loads
 from quark.onnx.latency.excluded_layers import in_integers_unasked
 from quark.onnx_ops.custom_libraries import custom_libraries
-from quark.onnx_ops.saving import model_files, save
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
@@ -184,7 +186,15 @@ class ModelQuantizer:
         return None
 
     def _compare(self, source: Model, quantized: onnx.ModelProto | Path, kept: SpreadSamples | None) -> None:
-        """Find what the outputs lost. Raises DamageError where that is more than the settings allow."""
+        """Find what the outputs lost.
+
+        Raises:
+            DamageError: That is more than the settings allow.
+            FormatError: ONNX Runtime does not load what was made of a model that it loads.
+        """
+        if isinstance(quantized, Path) or quantized.ByteSize() < PROTOBUF_LIMIT:
+            with suppress(NotSupportedError):  # of operators that it does not know it cannot say
+                require_loads(quantized, "What was quantized")
         if kept is not None:
             model, feeds = read(source), kept.feeds()
             self.damage = damage(model, quantized, feeds, self.settings)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
-from quark.errors import DamageError
+from quark.errors import DamageError, FormatError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.evaluation.compare_models import damaged_layers
@@ -83,6 +84,25 @@ def test_without_data_there_is_nothing_to_compare() -> None:
     quantizer = ModelQuantizer(QConfig.get_default_config("UINT8_DYNAMIC_QUANT"))
     quantizer.quantize_model(model())
     assert quantizer.damage is None
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_file_that_the_runtime_does_not_load_is_never_written(
+    with_data: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever step made it so: here a constant is lost of one of its rows when all else is done."""
+
+    def spoil(model: ir.Model, settings: Any) -> None:
+        tensors = ((value, value.const_value) for name, value in model.graph.initializers.items() if "y_w" in name)
+        weight, tensor = next((value, tensor) for value, tensor in tensors if tensor is not None and tensor.size == 256)
+        weight.const_value = ir.tensor(tensor.numpy()[:-1], name=weight.name)
+        weight.shape = ir.Shape([15, 16])
+
+    monkeypatch.setattr("quark.onnx.quantizer.finish", spoil)
+    settings = config(False) if with_data else QConfig.get_default_config("UINT8_DYNAMIC_QUANT")
+    with pytest.raises(FormatError, match="What was quantized"):
+        ModelQuantizer(settings).quantize_model(_saved(tmp_path), tmp_path / "out.onnx", feeds() if with_data else None)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
 
 
 @pytest.mark.slow

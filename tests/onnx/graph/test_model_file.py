@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx import numpy_helper
 
-from quark.onnx.graph.model_file import SMALL, load, split_weights
+from quark.onnx.graph.model_file import SMALL, infer_shapes, load, split_weights, to_proto
 from quark.onnx_ops.saving import message_without_weights
-from tests.models.onnx_zoo import Builder
+from tests.models.onnx_zoo import Builder, run
 
 
 def test_codes_computed_when_read_see_their_weight_while_it_is_split_off() -> None:
@@ -28,3 +28,18 @@ def test_codes_computed_when_read_see_their_weight_while_it_is_split_off() -> No
     plain = {tensor.name: tensor for tensor in message_without_weights(model).graph.initializer}
     for message in (inside, plain):
         np.testing.assert_array_equal(numpy_helper.to_array(message["codes"]), weights["w"].astype(np.int8))
+
+
+def test_the_spectrum_of_stft_has_half_of_the_bins_where_nothing_is_said() -> None:
+    """The default of the operator is one side; shape inference of onnx takes it for the whole."""
+    b = Builder()
+    b.integers("hop", 50)
+    b.node("STFT", ["x", "hop", b.constant("window", np.hanning(64))], "y")
+    source = b.model({"x": [1, 500, 1]}, {"y": [1, "frames", "bins", 2]})
+    source.graph.output[0].type.tensor_type.ClearField("shape")
+    model = load(source)
+    infer_shapes(model)
+    feed = {"x": b.random.normal(size=(1, 500, 1)).astype(np.float32)}
+    expected = run(source, feed)
+    assert list(model.graph.outputs[0].shape) == list(expected.shape) == [1, 9, 33, 2]
+    np.testing.assert_array_equal(run(to_proto(model), feed), expected)

@@ -21,7 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.errors import DamageError, QuarkError
+from quark.errors import DamageError, FormatError, QuarkError
 from quark.log import logger
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
@@ -112,6 +112,9 @@ def damage(model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: S
     Returns:
         None where nothing can be compared: no samples, no float output with values, outputs whose shape follows from
         values, models of other inputs or outputs, or with operators that ONNX Runtime lacks.
+
+    Raises:
+        FormatError: ONNX Runtime does not load the quantized model.
     """
     if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
         return None  # no session takes it from memory
@@ -128,6 +131,8 @@ def damage(model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: S
                 x, y = x[finite].astype(np.float64), y[finite].astype(np.float64)
                 signal[name] += float(x @ x)
                 noise[name] += float((x - y) @ (x - y)) if np.isfinite(y).all() else math.inf
+    except FormatError:
+        raise
     except QuarkError as error:
         logger.debug(f"The outputs cannot be compared: {error}")
         return None

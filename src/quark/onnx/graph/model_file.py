@@ -61,7 +61,8 @@ def refuse_invalid(model: ir.Model, name: str) -> None:
     It has none about operators that it does not know or has no kernel for.
     """
     try:
-        require_loads(*split_weights(model), name)
+        message, weights = split_weights(model)
+        require_loads(message, name, weights)
     except NotSupportedError:
         if weight_bytes(model) < PROTOBUF_LIMIT and not files_read(model):
             check_valid(to_proto(model), f"{name} is no valid ONNX model")
@@ -109,6 +110,7 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     name_nodes(model)
     name_omitted(model)
     free_open_sizes(model)
+    say_one_sided(model)
     return model
 
 
@@ -188,6 +190,13 @@ def name_omitted(model: ir.Model) -> None:
             if not value.name and _gives_list(model, node):
                 value.name = free_name(f"{node.name}_output_{index}", used)
                 used.add(value.name)
+
+
+def say_one_sided(model: ir.Model) -> None:
+    """Write the default of STFT, half of the spectrum, where it is left out: onnx infers the shape of the whole one."""
+    for node in model.graph.all_nodes():
+        if node.op_type == "STFT" and node.domain in ("", "ai.onnx") and "onesided" not in node.attributes:
+            node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
 
 
 def _gives_list(model: ir.Model, node: ir.Node) -> bool:

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 
 from quark.errors import CalibrationError, FormatError, NotSupportedError
-from quark.onnx.graph.proto_file import reason
+from quark.onnx.graph.proto_file import read_header, reason
 from quark.onnx_ops.custom_libraries import session_options
 
 PROVIDERS = ("CPUExecutionProvider",)
@@ -38,6 +38,7 @@ def open_session(
 
     Raises:
         FormatError: ONNX Runtime does not load it.
+        NotSupportedError: It lacks an operator of another domain, or a kernel.
     """
     options = session_options()
     options.log_severity_level = 4
@@ -58,7 +59,7 @@ def open_session(
         source = str(model) if isinstance(model, Path) else model.SerializeToString()
         return onnxruntime.InferenceSession(source, options, providers=list(PROVIDERS))
     except Exception as error:
-        raise FormatError(f"{name} does not load in ONNX Runtime: {error}") from error
+        raise _refusal(error)(f"{name} does not load in ONNX Runtime: {error}") from error
 
 
 def session_over(
@@ -95,30 +96,41 @@ SMALL = 1 << 20
 """Bytes of a model that is optimised in no time."""
 
 
-def require_loads(proto: onnx.ModelProto, weights: Mapping[str, Any], name: str) -> None:
-    """Ask ONNX Runtime whether a model of `split_weights` is valid. Nothing is run, and no large graph optimised.
+def _refusal(error: Exception) -> type[FormatError] | type[NotSupportedError]:
+    """What it means that ONNX Runtime does not load a model: that it is not valid, or that the runtime cannot say."""
+    lacking = type(error).__name__ == "NotImplemented" or UNKNOWN.search(str(error)) is not None
+    return NotSupportedError if lacking else FormatError
+
+
+def require_loads(model: onnx.ModelProto | Path, name: str, weights: Mapping[str, Any] | None = None) -> None:
+    """Ask ONNX Runtime whether a model is valid. Nothing is run, and no large graph optimised.
+
+    Args:
+        model: A file, or a message.
+        name: What the error begins with.
+        weights: Arrays of a message of `split_weights`.
 
     Raises:
         FormatError: It is not.
         NotSupportedError: The runtime cannot say: it lacks an operator of another domain, or a kernel.
     """
-    import onnxruntime
-
     options = session_options()
     options.log_severity_level = 4
     # Some contradictions of shapes are seen only when bodies are inlined and constants folded.
     levels = onnxruntime.GraphOptimizationLevel
+    proto = read_header(model) if isinstance(model, Path) else model
     bodies = any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute)
-    small = sum(array.nbytes for array in weights.values()) + proto.ByteSize() < SMALL
+    small = sum(array.nbytes for array in (weights or {}).values()) + proto.ByteSize() < SMALL
     options.graph_optimization_level = levels.ORT_ENABLE_BASIC if bodies or small else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = 1
     try:
-        session_over(proto, weights, options)
+        if isinstance(model, Path):
+            onnxruntime.InferenceSession(str(model), options, providers=list(PROVIDERS))
+        else:
+            session_over(model, weights or {}, options)
     except Exception as error:
-        lacking = type(error).__name__ == "NotImplemented" or UNKNOWN.search(str(error)) is not None
-        kind = NotSupportedError if lacking else FormatError
-        raise kind(f"{name} is no valid ONNX model: ONNX Runtime says: {reason(error)}") from error
+        raise _refusal(error)(f"{name} is no valid ONNX model: ONNX Runtime says: {reason(error)}") from error
 
 
 def run_sample(
