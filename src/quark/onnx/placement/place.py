@@ -14,6 +14,7 @@ import onnx_ir as ir
 from quark.core.granularity import PerTensor
 from quark.core.spec import LayerSpec
 from quark.errors import NothingToQuantizeError
+from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
 from quark.onnx.graph.masks import masked_values
@@ -21,6 +22,7 @@ from quark.onnx.graph.model_file import is_constant
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.passes.fuse_gelu import gelus
+from quark.onnx.placement.before_log import nodes_before_log
 from quark.onnx.placement.block_axes import refine_block_axes
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
 from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
@@ -45,8 +47,9 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         # Inside a GELU stand a cube and a saturated function: 8 bits lose there what no runtime gains by them.
         inside = {node for _, _, matched in gelus(model.graph) for node in matched.nodes}
         selected = {node: layer for node, layer in selected.items() if node not in inside}
+    logged = nodes_before_log(model.graph)
     for node, layer in selected.items():
-        _place_node(node, layer, settings, placement)
+        _place_node(node, layer, settings, placement, node in logged)
     if not (placement.activations or placement.weights or placement.biases):
         # Nor is a node of integers, where all op types are asked for.
         raise _nothing_to_quantize(model, selected, placement, settings)
@@ -59,7 +62,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     return placement
 
 
-def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
+def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement, before_log: bool) -> None:
     """Quantize one selected node, unless it computes in floats all the same."""
     target = TARGETS[settings.qdq.target]
     # What a target gains is said of static activations.
@@ -73,7 +76,7 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
             placement.dynamic.append(node)
         return
     if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
-        _place_dynamic(node, layer, settings, placement)
+        _place_dynamic(node, layer, settings, placement, before_log)
         return
     rule = rule_of(node.op_type)
     live = [i for i in rule.inputs(node) if node.inputs[i] is not None and not is_constant(node.inputs[i])]
@@ -96,9 +99,17 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
         place_added_bias(node, placement)
 
 
-def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
-    """Quantize a node with an integer kernel and a constant weight; everything else stays in float."""
-    if node.op_type in TARGETS[settings.qdq.target].stores:
+def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement, before_log: bool) -> None:
+    """Quantize a node with an integer kernel and a constant weight; everything else stays in float.
+
+    Before a logarithm its weight alone is stored as codes.
+    """
+    if before_log and node.name not in settings.specs.nodes and fits_dynamic(node):
+        logger.info("A logarithm takes the output of %s: its weight alone is stored as integers.", node.name)
+        weight_alone = True
+    else:
+        weight_alone = node.op_type in TARGETS[settings.qdq.target].stores
+    if weight_alone:
         if has_weight(node, layer, settings):
             assert layer.weight is not None
             placement.nodes.append(node)
