@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 
 from quark import memory_and_disk
 from quark.errors import OutputError, TooLittleMemoryError
-from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk
+from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk, give_back_memory
 
 MEMINFO = "MemTotal: 9000 kB\nMemAvailable:    4000 kB\nSwapFree:  1000 kB\n"
 
@@ -55,3 +58,27 @@ def test_the_disk_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
     check_disk(tmp_path / "out", 1)
     with pytest.raises(OutputError, match="out will take about 1125899.91 GB"):
         check_disk(tmp_path / "out", 1 << 50)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are not asked to give memory back")
+def test_freed_memory_between_used_pieces_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    size, pieces = 1 << 16, 512  # 32 MiB, each piece below what the C library maps by itself
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    held = [libc.malloc(size) for _ in range(pieces)]
+    for address in held:
+        ctypes.memset(address, 1, size)
+    for address in held[:-1]:  # the last one keeps the heap as long as it is
+        libc.free(address)
+    before = resident()
+    give_back_memory()
+    given = before - resident()
+    libc.free(held[-1])
+    assert given > pieces * size * 3 // 4

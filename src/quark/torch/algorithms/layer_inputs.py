@@ -21,6 +21,7 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 
 from quark.errors import StructureError
+from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import reached_together
 from quark.torch.model.blocks import Call
@@ -147,6 +148,7 @@ def _meet(
             [run.inputs[index] for run in float_runs],
             go_on,
         )
+    give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
     if on_expert_inputs is not None and len(reached) > 1:
         on_expert_inputs(list(reached.values()))
     else:

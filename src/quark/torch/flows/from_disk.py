@@ -7,10 +7,8 @@ goes on there, and gives the same bytes.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch import nn
 from quark.errors import FormatError
 from quark.files import check_apart, check_folder, check_place, move_folder
 from quark.log import logger, severity
+from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import BlockWeights, LoopState, is_inside
@@ -222,7 +221,7 @@ class FromDisk(BlockWeights):
         for layer in self.model.get_submodule(name).modules():
             if isinstance(layer, QuantLayer):
                 layer.attach(layer.spec)
-        _give_back()
+        give_back_memory()
 
     @contextmanager
     def around(self, names: Sequence[str]) -> Iterator[None]:
@@ -263,10 +262,3 @@ class FromDisk(BlockWeights):
             module._parameters[leaf] = given
         else:
             module._buffers[leaf] = tensor
-
-
-def _give_back() -> None:
-    """Return freed memory to the system: glibc keeps it, in pieces that do not fit the next block, and so grows."""
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
