@@ -8,13 +8,14 @@ adds up some rows, over all batches; of what has one value for each channel, the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import nn
 
 from quark.errors import CalibrationError, NonFiniteError, StructureError
+from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
 from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
 
@@ -85,6 +86,20 @@ class InputGroup:
         """X~^T X / count of the real inputs X~ and those of the float model X."""
         return self._moments(self.inputs, self.float_inputs)
 
+    def cross_bands(self, keep: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows of `cross`, some at a time, for what does not need them all at once: (which, they).
+
+        Args:
+            keep: Whether `cross` is made whole, as it will be read again. Several processes always do, for they would
+                exchange all inputs for each band.
+        """
+        whole = self.cross if keep or world() > 1 else None
+        width = self.inputs[0].shape[-1]
+        for start in range(0, width, TILE):
+            rows = slice(start, min(start + TILE, width))
+            yield rows, self._moments(self.inputs, self.float_inputs, rows) if whole is None else whole[rows]
+            give_back_memory()
+
     @cached_property
     def max_abs(self) -> torch.Tensor:
         """Largest magnitude of each channel, shape (in_features,), float32."""
@@ -115,11 +130,16 @@ class InputGroup:
         self.forget("cross")
         self.float_inputs.clear()  # not replaced: `_meet` and `as_read` have this list too
         self.go_on()
+        give_back_memory()
 
-    def _moments(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _moments(
+        self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], band: slice | None = None
+    ) -> torch.Tensor:
+        """Left^T right / count, of all channels of `left`, or of a band of them that begins with a tile."""
         self._require_tokens()
         width = left[0].shape[-1]
-        total = torch.zeros(width, width, dtype=torch.float32, device=left[0].device)
+        channels = range(width)[band or slice(width)]
+        total = torch.zeros(len(channels), width, dtype=torch.float32, device=left[0].device)
         rows, others = (sum(x.numel() // width for x in side) for side in (left, right))
         if [x.shape for x in left] != [y.shape for y in right]:
             raise StructureError(
@@ -127,11 +147,12 @@ class InputGroup:
                 "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
                 "not compare (GPTQ)."
             )
-        tiles, same = rows_of_ranks(range(0, width, TILE)), left is right
+        tiles, same = rows_of_ranks(range(0, len(channels), TILE)), left is right
         for x, y in ((x, x) for x in in_order(left)) if same else zip(in_order(left), in_order(right), strict=True):
             with exact_in_bfloat16(x, y):
                 for some, other in zip(torch.split(flat(x), TOKENS), torch.split(flat(y), TOKENS), strict=True):
-                    _add_moments(total, tiles[rank()], some, None if same else other, 1 / self.count)
+                    mine = some[:, channels.start : channels.stop]
+                    _add_moments(total, tiles[rank()], mine, None if same else other, 1 / self.count)
         for owner, starts in enumerate(tiles):
             for start in starts:
                 from_owner(total[start : start + TILE, start if same else 0 :], owner)

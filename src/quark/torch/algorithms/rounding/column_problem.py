@@ -14,6 +14,9 @@ from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import weight_spec
 from quark.torch.layers import QuantLayer
 
+ROWS = 1024
+"""Rows of a weight that are converted to float32 at once."""
+
 
 @dataclass
 class ColumnProblem:
@@ -31,6 +34,24 @@ class ColumnProblem:
     def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
         """Rows and columns in the order of the solver."""
         return matrix[self.order[:, None], self.order]
+
+    def add_pulls(self, bands: Iterable[tuple[slice, torch.Tensor]], share: float = 1.0) -> None:
+        """Find (X~ X^T - H) W of each layer, what draws its weight to the one that does best on the real inputs.
+
+        Of W (rows, columns), transposed: (columns, rows). No matrix of the difference is made.
+
+        Args:
+            bands: Rows of X~ X^T, and which they are.
+            share: Factor on the result.
+        """
+        weights = {name: cast(nn.Linear, x).weight.detach().to(self.order.device) for name, x in self.layers.items()}
+        self.pulls = {name: self.group.gram.new_empty(w.shape[1], w.shape[0]) for name, w in weights.items()}
+        for which, cross in bands:
+            for name, weight in weights.items():
+                for part, pull in zip(weight.split(ROWS), self.pulls[name].split(ROWS, 1), strict=True):
+                    columns = part.T.float()
+                    drawn = (cross @ columns).addmm_(self.group.gram[which], columns, alpha=-1)
+                    pull[which] = drawn.mul_(share)
 
     @property
     def shape(self) -> tuple[Any, ...]:

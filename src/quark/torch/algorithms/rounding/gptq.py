@@ -20,6 +20,7 @@ from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
+from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
@@ -80,6 +81,7 @@ class GPTQ(Algorithm):
             drift = self._drift(problems, feedback, of_order)
             # float64, where it was needed to find the factor, and what follows from its inverse.
             feedback, of_order = feedback.float(), of_order.float()
+            give_back_memory()  # what the factor took beside it
             solver = _Solver(self, problems, feedback, of_order, drift)
             for same in zip(*(_by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
@@ -121,19 +123,7 @@ class GPTQ(Algorithm):
         return None
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
-        """Find what draws each weight, while the moments that it follows from are there."""
-        for name, layer in problem.layers.items():
-            weight = cast(nn.Linear, layer).weight.detach().to(problem.order.device)
-            pull = self.pull(weight, problem.group)
-            if pull is not None:
-                problem.pulls[name] = pull
-
-    def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
-        """(X~ X^T - H) W, what draws the float weight to the one that does best on the real inputs; None: it stays.
-
-        Of W (rows, columns), transposed: (columns, rows).
-        """
-        return None
+        """Find what draws each weight, while the moments that it follows from are there. Here: nothing does."""
 
     def _order(self, hessian: torch.Tensor, layers: dict[str, QuantLayer]) -> torch.Tensor:
         if self.config.desc_act:
@@ -158,8 +148,8 @@ class GPTAQ(GPTQ):
         group.forget_float()
         return gptq.drift_matrix(drift, feedback, importance, self.config.alpha)
 
-    def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
-        return self.config.alpha * _moved(weight, group)
+    def _add_pulls(self, problem: ColumnProblem) -> None:
+        problem.add_pulls(problem.group.cross_bands(keep=True), self.config.alpha)  # the drift is found from it too
 
 
 class Qronos(GPTQ):
@@ -172,18 +162,9 @@ class Qronos(GPTQ):
         largest = gptq.largest_eigenvalue(hessian)
         return float(self.config.alpha) * largest / float(hessian.diagonal().mean().clip(1e-30))
 
-    def pull(self, weight: torch.Tensor, group: InputGroup) -> torch.Tensor | None:
-        return _moved(weight, group)
-
     def _add_pulls(self, problem: ColumnProblem) -> None:
-        super()._add_pulls(problem)
-        problem.group.forget_float()  # before the factor is made: two matrices at once are enough
-
-
-def _moved(weight: torch.Tensor, group: InputGroup) -> torch.Tensor:
-    """(X~ X^T - H) W of W (rows, columns), transposed: (columns, rows). No matrix of the difference is made."""
-    columns = weight.T.float()
-    return (group.cross @ columns).addmm_(group.gram, columns, alpha=-1)
+        problem.add_pulls(problem.group.cross_bands())
+        problem.group.forget_float()  # before the factor is made
 
 
 @dataclass

@@ -1,0 +1,64 @@
+"""What column solvers solve at once: the moments and pulls that it holds, and inputs as the layers will read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quark.core.granularity import PerChannel
+from quark.core.quantize import fake_quantize
+from quark.core.spec import LayerSpec, spec
+from quark.torch.algorithms.input_group import TILE, InputGroup
+from quark.torch.algorithms.rounding import column_problem
+from quark.torch.algorithms.rounding.column_problem import ColumnProblem, as_read
+from quark.torch.layers.replace import replace_layer
+
+WIDTH = TILE + 40
+
+
+def group_of(width: int, layer: Any) -> InputGroup:
+    """Two batches of a layer's input, and the float model's."""
+    random = torch.Generator().manual_seed(0)
+    x, y = ([torch.randn(2, 9, width, generator=random) for _ in range(2)] for _ in range(2))
+    return InputGroup({"layer": layer}, x, y)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_bands_of_the_moments_are_the_rows_of_the_whole(keep: bool) -> None:
+    group = group_of(WIDTH, nn.Linear(WIDTH, 1))
+    bands = list(group.cross_bands(keep))
+    assert [which for which, _ in bands] == [slice(0, TILE), slice(TILE, WIDTH)]
+    assert ("cross" in vars(group)) is keep
+    assert torch.equal(torch.cat([rows for _, rows in bands]), group.cross)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_pulls_of_bands_are_those_of_the_formula(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_problem, "ROWS", 8)
+    layer: Any = nn.Linear(WIDTH, 20)
+    group = group_of(WIDTH, layer)
+    problem = ColumnProblem(group, {"layer": layer}, torch.arange(WIDTH))
+    problem.add_pulls(group.cross_bands(), share)
+    real, ideal = (torch.cat(x).reshape(-1, WIDTH).double() for x in (group.inputs, group.float_inputs))
+    expected = share * (real.T @ (ideal - real) / len(real)) @ layer.weight.detach().double().T
+    # Sums of WIDTH products of float32, each of at most about 1 / sqrt(WIDTH) in size.
+    assert torch.allclose(problem.pulls["layer"].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_inputs_that_are_rounded_still_let_the_float_model_go_on() -> None:
+    dynamic = spec("int8", PerChannel(0), dynamic=True)
+    layer_spec = LayerSpec(weight=spec("int8", PerChannel(0)), input=dynamic)
+    layers = {"0": replace_layer(nn.Sequential(nn.Linear(24, 8)), "0", layer_spec)}
+    went_on: list[int] = []
+    group = group_of(24, layers["0"])
+    group.go_on = lambda: went_on.append(len(group.float_inputs))
+    found = as_read(group, layers)
+    assert found is not group
+    for x, y in zip(found.inputs, group.inputs, strict=True):
+        assert not torch.equal(x, y)
+        assert torch.equal(x, fake_quantize(y, None, dynamic))
+    found.forget_float()
+    assert went_on == [0]  # once, with the float inputs gone from the group that the batches share
