@@ -48,10 +48,11 @@ class ColumnProblem:
         self.pulls = {name: self.group.gram.new_empty(w.shape[1], w.shape[0]) for name, w in weights.items()}
         for which, cross in bands:
             for name, weight in weights.items():
-                for part, pull in zip(weight.split(ROWS), self.pulls[name].split(ROWS, 1), strict=True):
-                    columns = part.T.float()
+                for start in range(0, len(weight), ROWS):
+                    rows = slice(start, start + ROWS)
+                    columns = weight[rows].T.float()
                     drawn = (cross @ columns).addmm_(self.group.gram[which], columns, alpha=-1)
-                    pull[which] = drawn.mul_(share)
+                    self.pulls[name][which, rows] = drawn.mul_(share)
 
     @property
     def shape(self) -> tuple[Any, ...]:
