@@ -11,6 +11,7 @@ from quark.log import logger
 from quark.onnx.algorithms import PRECISION, run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain
+from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.statistics import Statistics, fingerprint
@@ -29,7 +30,7 @@ from quark.onnx_ops.saving import save
 
 
 def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
-    """Quantize a float model, which is changed and returned."""
+    """Quantize a float model, which is changed; the quantized one may be another. See `convert`."""
     identity = fingerprint(model) if settings.calibration.statistics else ""
     prepared = prepare(model, settings)
     if settings.prepared_file is not None:
@@ -40,7 +41,7 @@ def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Mode
 def convert(
     model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
 ) -> ir.Model:
-    """Quantize a prepared model, which is changed and returned.
+    """Quantize a prepared model, which is changed and returned; with calibration data another one may be.
 
     Its bodies follow where the settings say so, and where there is nothing else to quantize.
 
@@ -51,6 +52,12 @@ def convert(
         identity: Fingerprint of the model before it was prepared, for the statistics file.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
     """
+    if settings.equalize_if_better:
+        if reader is not None:
+            reader = repeatable(reader, model, settings)
+        settings, quantized = equalize_if_better(model, settings, reader, convert, known)
+        if quantized is not None:
+            return quantized
     bodies = FloatBodies(model, settings)
     if settings.algorithms or settings.npu.correct_biases or (bodies and settings.specs.bodies):
         reader = repeatable(reader, model, settings)

@@ -16,6 +16,9 @@ from quark.onnx.config.algo_configs import (
     QuarotConfig,
     SmoothQuantConfig,
 )
+from quark.onnx.config.config import Config
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
 from tests.onnx.config.test_lowering import new, old
 
 
@@ -67,3 +70,18 @@ def test_finetune_entries_that_are_wrong() -> None:
     for entries in ({"NumIteration": 3}, {"OptimAlgorithm": "adam"}, {"BatchSize": "two"}):
         with pytest.raises(ConfigError):
             old({"FastFinetune": entries}, include_fast_ft=True)
+
+
+def test_the_legacy_default_equalizes_where_weights_have_one_scale_of_few_bits() -> None:
+    """Two steps, or what the options say; nothing where it is asked for by name, or where ranges are given."""
+    for name in ("XINT8", "A8W8", "U8S8_AAWS", "A16W8"):
+        settings = lower(Config(get_default_config(name)))
+        assert settings.equalization == CLEConfig(cle_steps=2) and settings.equalize_if_better, name
+    for name in ("INT8_CPU", "S16S16_MIXED_S8S8", "BF16", "BFP16", "UINT8_DYNAMIC_QUANT", "INT8_CPU_WEIGHTS"):
+        settings = lower(Config(get_default_config(name)))
+        assert settings.equalization is None and not settings.equalize_if_better, name
+    given = [({"CLESteps": 1}, {}, CLEConfig()), ({"CLESteps": 3}, {}, None), ({}, {"include_cle": False}, None)]
+    given += [({"SaveAndRestore": "ranges.json"}, {}, None), ({"CLEWeightThreshold": 0.5}, {}, CLEConfig(cle_steps=2))]
+    for options, values, expected in given:
+        assert old(options, **values).equalization == expected, (options, values)
+    assert new().equalization is None

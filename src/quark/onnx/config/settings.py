@@ -248,6 +248,8 @@ class Settings:
         calibration: How the ranges of activations are found.
         npu: The NPU's operators and rules.
         measurement: Whether kernels are timed.
+        equalization: A CLEConfig that runs before the algorithms, silent where nothing qualifies; None for none.
+        equalize_if_better: Only if the outputs are then no further from the float ones, on calibration samples.
         algorithms: Algorithm configs in their order.
         allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
         least_sqnr: In dB, what the outputs must keep on calibration samples; None: it is logged only.
@@ -267,6 +269,8 @@ class Settings:
     calibration: CalibrationSettings = CalibrationSettings()
     npu: NPUSettings = NPUSettings()
     measurement: MeasurementSettings = MeasurementSettings()
+    equalization: object = None
+    equalize_if_better: bool = False
     algorithms: tuple[object, ...] = ()
     allow_noop: bool = True
     least_sqnr: float | None = None

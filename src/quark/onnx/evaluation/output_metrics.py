@@ -15,8 +15,8 @@ from quark.errors import NonFiniteError
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
+from quark.onnx.calibration.score import float_outputs, same_shape
 from quark.onnx.config.settings import Settings
-from quark.onnx.evaluation.score import float_outputs, same_shape
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.extra_options import check_options, refuse_unsupported, value_of
 from quark.onnx.config.lowering.algorithms import with_preference
 from quark.onnx.config.lowering.calibration import lower_calibration
+from quark.onnx.config.lowering.equalization import lower_equalization
 from quark.onnx.config.lowering.measurement import lower_measurement
 from quark.onnx.config.lowering.npu import lower_npu
 from quark.onnx.config.lowering.passes import lower_passes
@@ -42,13 +43,17 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
     refuse_unsupported(request.options)
     layer, int32_bias = lower_layer(request)
     libraries = value_of(request.options, "UserCustomOpLibPath")
+    specs, calibration = lower_specs(request, layer, int32_bias), lower_calibration(request.options)
+    equalization = lower_equalization(request, specs, calibration)
     return Settings(
-        specs=lower_specs(request, layer, int32_bias),
+        specs=specs,
         passes=lower_passes(request),
         qdq=lower_qdq(request, layer),
-        calibration=lower_calibration(request.options),
+        calibration=calibration,
         npu=lower_npu(request, layer),
         measurement=lower_measurement(request.options),
+        equalization=equalization,
+        equalize_if_better=equalization is not None,
         algorithms=request.algorithms,
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,

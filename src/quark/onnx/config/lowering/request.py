@@ -1,7 +1,6 @@
 """Request: where the two generations of configs meet. The specs of activations and weights, and the options.
 
-Options overrule specs. CLE: the legacy `include_cle=True` is a default, not a request, and without effect in this
-version. A CLEConfig, or a CLE option that differs from its default, is passed on in `algorithms`.
+Options overrule specs.
 """
 
 from __future__ import annotations
@@ -71,6 +70,7 @@ class Request:
         extended: Whether Q/DQ of com.microsoft, or the extended operators, are written.
         npu_cnn: Whether this is the XINT8 path.
         algorithms: In their order.
+        include_cle: Whether the model is equalized where that pays; only of the legacy config.
         external_data: Write weights beside the model.
         dynamic: Whether activations are quantized as they come.
         by_name: Specs of single layers -> scopes.
@@ -84,6 +84,7 @@ class Request:
     npu_cnn: bool
     algorithms: tuple[AlgoConfig, ...]
     external_data: bool
+    include_cle: bool = False
     dynamic: bool = False
     by_name: Mapping[QLayerConfig, list[Any]] = field(default_factory=dict)
     by_type: Mapping[QLayerConfig | None, list[str]] = field(default_factory=dict)
@@ -166,6 +167,7 @@ def from_legacy(config: QuantizationConfig) -> Request:
         npu_cnn=bool(options.get("EnableNPUCnn", config.enable_npu_cnn)),
         algorithms=lower_algorithms((), options, {name: getattr(config, name) for name in FLAGS}),
         external_data=config.use_external_data_format,
+        include_cle=config.include_cle,
         dynamic=config.use_dynamic_quant,
         exclude=(*config.nodes_to_exclude, *config.subgraphs_to_exclude),
     )

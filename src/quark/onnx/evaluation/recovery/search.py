@@ -22,15 +22,16 @@ from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, QuarkError, one_line
 from quark.log import logger, severity
 from quark.onnx.algorithms import check_algorithms
+from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.score import Scorer
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
 from quark.onnx.evaluation.recovery.steps import STEPS, Step
 from quark.onnx.evaluation.recovery.types import element_types
-from quark.onnx.evaluation.score import Scorer
 from quark.onnx.flow import convert
 from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.prepare import prepare
@@ -172,6 +173,9 @@ def recover(
         # Once: what every step then changes has no effect on which kernels there are.
         settings = leave_slower_in_float(model, settings, fit)
         settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+    if settings.equalize_if_better:
+        # Once too.
+        settings, _ = equalize_if_better(model, settings, fit, convert)
     scorer = Scorer(model, held_out, metric, settings)
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.quantize_plain(settings)

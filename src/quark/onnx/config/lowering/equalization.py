@@ -1,0 +1,47 @@
+"""Lowering of the legacy `include_cle=True`: a default, which is kept only where calibration data say that it pays.
+
+A CLEConfig, or a CLE option that differs from its default, asks for equalization by name: it is one of the algorithms.
+"""
+
+from __future__ import annotations
+
+from quark.core.granularity import PerTensor
+from quark.core.spec import TensorSpec
+from quark.onnx.config.algo_configs import CLEConfig
+from quark.onnx.config.extra_options import value_of
+from quark.onnx.config.lowering.request import Request
+from quark.onnx.config.settings import CalibrationSettings, SpecSettings
+
+STEPS = 2
+"""Unless CLESteps is given: a layer between two others is in two pairs, and the second undoes some of the first."""
+
+
+def lower_equalization(request: Request, specs: SpecSettings, calibration: CalibrationSettings) -> CLEConfig | None:
+    """The equalization that the config includes, unless it asks for one by name; None for none.
+
+    Args:
+        request: What the config asks for.
+        specs: Only where all channels of a weight share a scale, of few bits, are they worth equalizing.
+        calibration: Ranges that are given, or kept in files, are those of the model as it is: equalized, it has others.
+    """
+    named = any(isinstance(algorithm, CLEConfig) for algorithm in request.algorithms)
+    given_ranges = any(each.scale is not None or each.low is not None for _, each in specs.overrides)
+    if (
+        not request.include_cle
+        or named
+        or calibration.files
+        or given_ranges
+        or value_of(request.options, "QuantizeFP16")
+    ):
+        return None
+    weight, activation = specs.layer.weight, specs.layer.input
+    if not _one_scale(weight) or weight.dtype.bits > 8 or not _one_scale(activation):
+        return None
+    given = {key: request.options[key] for key in CLEConfig.keys.values() if key in request.options}
+    return CLEConfig.from_options({"CLESteps": STEPS, **given})
+
+
+def _one_scale(spec: TensorSpec | None) -> bool:
+    """Whether a tensor has integer codes under one scale, which is known before the model runs."""
+    codes = spec is not None and spec.has_zero_point and not spec.dynamic
+    return codes and isinstance(spec.granularity, PerTensor)

@@ -1,0 +1,74 @@
+"""The default equalization: the better of two whole models is kept, and nothing is said where nothing qualifies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.metrics import sqnr
+from quark.onnx import CLEConfig, ModelQuantizer
+from quark.onnx.config.config import Config
+from quark.onnx.config.presets import get_default_config
+from tests.models.onnx_zoo import Reader, images, mlp, run, vectors
+from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain, perceptron
+
+pytestmark = pytest.mark.slow
+
+
+def quantized(model: onnx.ModelProto, feeds: Any, include: bool, *algorithms: Any, **options: Any) -> onnx.ModelProto:
+    config = get_default_config("XINT8")
+    config.include_cle = include
+    config.extra_options.update(options)
+    before = model.SerializeToString()
+    done = ModelQuantizer(Config(config)).quantize_model(model, None, Reader(feeds), algorithms=list(algorithms))
+    assert done is not None and model.SerializeToString() == before
+    return done
+
+
+def worst(model: onnx.ModelProto, done: onnx.ModelProto, feeds: Any) -> float:
+    expected, found = (np.concatenate([run(each, feed) for feed in feeds]) for each in (model, done))
+    return sqnr(expected, found)
+
+
+def test_what_pays_is_kept_and_is_what_a_request_gives(caplog: pytest.LogCaptureFixture) -> None:
+    model = badly_scaled(chain(), CHAIN)
+    plain, better = (quantized(model, images(), include) for include in (False, True))
+    asked = quantized(model, images(), True, CLEConfig(cle_steps=2))
+    assert worst(model, better, images()) > worst(model, plain, images()) + 1
+    assert better.SerializeToString() == asked.SerializeToString()
+    assert "Cross-layer equalization of 4 pairs" in caplog.text and "kept" in caplog.text
+
+
+def test_what_does_not_pay_is_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels made to differ by 10^4 are worse: the model is what it is without, bit for bit."""
+
+    def spoil(first: Any, second: Any, threshold: float = 0.0) -> Any:
+        return np.logspace(-2, 2, len(first))
+
+    monkeypatch.setattr("quark.onnx.algorithms.rescaling.cle.equalizing_scale", spoil)
+    model = chain()
+    plain, kept = (quantized(model, images(), include) for include in (False, True))
+    assert plain.SerializeToString() == kept.SerializeToString()
+    assert "left out" in caplog.text
+
+
+def test_other_algorithms_run_on_what_was_kept() -> None:
+    model = badly_scaled(chain(), CHAIN)
+    found = [quantized(model, images(), include, BiasCorrection=True) for include in (False, True)]
+    assert worst(model, found[1], images()) > worst(model, found[0], images()) + 1
+
+
+def test_a_model_without_pairs_is_quantized_once_and_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    plain, same = (quantized(mlp(), vectors(), include) for include in (False, True))
+    assert plain.SerializeToString() == same.SerializeToString()
+    assert "equalization" not in caplog.text and "qualifies" not in caplog.text
+
+
+def test_without_data_nothing_is_decided(caplog: pytest.LogCaptureFixture) -> None:
+    config = get_default_config("XINT8")
+    config.extra_options["UseRandomData"] = True
+    assert ModelQuantizer(Config(config)).quantize_model(perceptron(), None, None) is not None
+    assert "equalization" not in caplog.text
