@@ -35,13 +35,17 @@ def lower_equalization(request: Request, specs: SpecSettings, calibration: Calib
     ):
         return None
     weight, activation = specs.layer.weight, specs.layer.input
-    if not _one_scale(weight) or weight.dtype.bits > 8 or not _one_scale(activation):
+    if (
+        weight is None
+        or activation is None
+        or weight.dtype.bits > 8
+        or not (_one_scale(weight) and _one_scale(activation))
+    ):
         return None
     given = {key: request.options[key] for key in CLEConfig.keys.values() if key in request.options}
     return CLEConfig.from_options({"CLESteps": STEPS, **given})
 
 
-def _one_scale(spec: TensorSpec | None) -> bool:
+def _one_scale(spec: TensorSpec) -> bool:
     """Whether a tensor has integer codes under one scale, which is known before the model runs."""
-    codes = spec is not None and spec.has_zero_point and not spec.dynamic
-    return codes and isinstance(spec.granularity, PerTensor)
+    return spec.has_zero_point and not spec.dynamic and isinstance(spec.granularity, PerTensor)
