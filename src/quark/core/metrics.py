@@ -169,6 +169,14 @@ class ChannelFit:
         return self
 
     @property
+    def factors(self) -> Array:
+        """The factor of each channel of y, (channels,): the slope of x over y, 1 where it is not positive."""
+        x, y, _, other, product = np.asarray(self.sums)
+        with np.errstate(all="ignore"):
+            slope = (product - x * y / self.count) / (other - y * y / self.count)
+        return np.where(np.isfinite(slope) & (slope > 0), slope, 1.0)
+
+    @property
     def noise_to_signal(self) -> float:
         """What the fitted noise is of the signal, unbiased (a factor and a mean cost each channel two values).
 
@@ -176,10 +184,9 @@ class ChannelFit:
         """
         if self.mismatched or self.sums is None or self.count < FEWEST:
             return math.inf
-        x, y, signal, other, product = np.asarray(self.sums)
+        _, _, signal, other, product = np.asarray(self.sums)
+        factor = self.factors
         with np.errstate(all="ignore"):
-            slope = (product - x * y / self.count) / (other - y * y / self.count)
-            factor = np.where(np.isfinite(slope) & (slope > 0), slope, 1.0)
             noise = np.maximum(signal - 2 * factor * product + factor**2 * other, 0).sum()
             ratio = float(noise / signal.sum()) * self.count / (self.count - 2)
         return ratio if math.isfinite(ratio) else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import onnx
@@ -16,6 +17,8 @@ from quark.onnx.graph.sessions import open_session, run_sample
 
 FOLDED = "BatchNormalization"
 """What goes into the weight of the layer before it."""
+TURNS = 4
+"""Of fitting factors along two axes: noiseless factors are found to 1e-6 and better."""
 
 
 class LayerWeights:
@@ -65,15 +68,29 @@ class LayerWeights:
 
     def sqnr(self, tensor: str) -> float | None:
         """SQNR in dB of a weight, or None. Up to a factor of each channel where batch normalization, or a rescaling,
-        went into the weight: as for outputs, where factors explain three quarters of the difference.
+        went into the weight: as for outputs, where factors explain three quarters of the difference. Equalization
+        rescales what a weight reads and what it gives.
         """
         pair = self.pair(tensor)
         if pair is None:
             return None
         plain = Comparison().update(*pair).sqnr
         axes = range(pair[0].ndim) if pair[0].ndim > 1 else ()
-        fitted = max((ChannelFit(axis).update(*pair).sqnr for axis in axes), default=plain)
+        fitted = max(_fitted_both_ways(*pair), *(ChannelFit(axis).update(*pair).sqnr for axis in axes), plain)
         return fitted if fitted > plain + RESCALED else plain
+
+
+def _fitted_both_ways(x: NumpyArray, y: NumpyArray) -> float:
+    """SQNR in dB where y has a factor along its first axis and one along its second, fitted in turns."""
+    if x.ndim < 2:
+        return -math.inf
+    for axis in (1, 0) * TURNS:
+        shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+        fit = ChannelFit(axis).update(x, y)
+        if fit.noise_to_signal == math.inf:
+            return -math.inf
+        y = y * fit.factors.reshape(shape)
+    return ChannelFit(0).update(x, y).sqnr
 
 
 def _decoding(model: onnx.ModelProto, folder: Path, decoders: dict[str, onnx.NodeProto]) -> object:
