@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,18 @@ from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain, perceptro
 pytestmark = pytest.mark.slow
 
 
-def quantized(model: onnx.ModelProto, feeds: Any, include: bool, *algorithms: Any, **options: Any) -> onnx.ModelProto:
+def _config(include: bool = True, **options: Any) -> Config:
     config = get_default_config("XINT8")
     config.include_cle = include
     config.extra_options.update(options)
+    return Config(config)
+
+
+def quantized(model: onnx.ModelProto, feeds: Any, include: bool, *algorithms: Any, **options: Any) -> onnx.ModelProto:
     before = model.SerializeToString()
-    done = ModelQuantizer(Config(config)).quantize_model(model, None, Reader(feeds), algorithms=list(algorithms))
+    done = ModelQuantizer(_config(include, **options)).quantize_model(
+        model, None, Reader(feeds), algorithms=list(algorithms)
+    )
     assert done is not None and model.SerializeToString() == before
     return done
 
@@ -72,3 +79,14 @@ def test_without_data_nothing_is_decided(caplog: pytest.LogCaptureFixture) -> No
     config.extra_options["UseRandomData"] = True
     assert ModelQuantizer(Config(config)).quantize_model(perceptron(), None, None) is not None
     assert "equalization" not in caplog.text
+
+
+def test_ranges_of_a_file_are_those_of_the_model_as_it_is(tmp_path: Path) -> None:
+    """Equalized, it would have others, and what is read again without data is not decided again."""
+    model = badly_scaled(chain(), CHAIN)
+    stored = str(tmp_path / "ranges.npz")
+    plain = quantized(model, images(), False)
+    kept = quantized(model, images(), True, Statistics=stored)
+    assert plain.SerializeToString() == kept.SerializeToString()
+    again = ModelQuantizer(_config(Statistics=stored)).quantize_model(model, None, None)
+    assert again is not None and len(again.graph.node) == len(plain.graph.node)

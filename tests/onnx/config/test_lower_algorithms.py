@@ -72,16 +72,19 @@ def test_finetune_entries_that_are_wrong() -> None:
             old({"FastFinetune": entries}, include_fast_ft=True)
 
 
-def test_the_legacy_default_equalizes_where_weights_have_one_scale_of_few_bits() -> None:
+def test_the_legacy_default_equalizes_where_scales_are_powers_of_two() -> None:
     """Two steps, or what the options say; nothing where it is asked for by name, or where ranges are given."""
-    for name in ("XINT8", "A8W8", "U8S8_AAWS", "A16W8"):
-        settings = lower(Config(get_default_config(name)))
-        assert settings.equalization == CLEConfig(cle_steps=2) and settings.equalize_if_better, name
-    for name in ("INT8_CPU", "S16S16_MIXED_S8S8", "BF16", "BFP16", "UINT8_DYNAMIC_QUANT", "INT8_CPU_WEIGHTS"):
+    settings = lower(Config(get_default_config("XINT8")))
+    assert settings.equalization == CLEConfig(cle_steps=2) and settings.equalize_if_better
+    floats = ("A8W8", "U8S8_AAWS", "A16W8", "INT8_CPU", "S16S16_MIXED_S8S8")
+    for name in (*floats, "BF16", "BFP16", "UINT8_DYNAMIC_QUANT", "INT8_CPU_WEIGHTS"):
         settings = lower(Config(get_default_config(name)))
         assert settings.equalization is None and not settings.equalize_if_better, name
-    given = [({"CLESteps": 1}, {}, CLEConfig()), ({"CLESteps": 3}, {}, None), ({}, {"include_cle": False}, None)]
-    given += [({"SaveAndRestore": "ranges.json"}, {}, None), ({"CLEWeightThreshold": 0.5}, {}, CLEConfig(cle_steps=2))]
-    for options, values, expected in given:
-        assert old(options, **values).equalization == expected, (options, values)
+    given = [({"CLESteps": 1}, True, CLEConfig()), ({"CLESteps": 3}, True, None), ({}, False, None)]
+    given.append(({"CLEWeightThreshold": 0.5}, True, CLEConfig(cle_steps=2)))
+    for options, include, expected in given:
+        config = get_default_config("XINT8")
+        config.include_cle = include
+        config.extra_options.update(options)
+        assert lower(Config(config)).equalization == expected, (options, include)
     assert new().equalization is None

@@ -53,7 +53,8 @@ def equalize_if_better(
     plain = replace(decided, equalization=None)
     assert isinstance(settings.equalization, CLEConfig)
     pairs = equalize(model.clone(), settings.equalization, settings)
-    if data is None or not pairs:
+    # Ranges that a file has, or gets, are those of the model as it is.
+    if data is None or settings.calibration.files or not pairs:
         return plain, None
     try:
         scorer = Scorer(model, _spread(data), Metric("sqnr"), settings)

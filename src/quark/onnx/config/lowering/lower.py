@@ -43,13 +43,13 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
     refuse_unsupported(request.options)
     layer, int32_bias = lower_layer(request)
     libraries = value_of(request.options, "UserCustomOpLibPath")
-    specs, calibration = lower_specs(request, layer, int32_bias), lower_calibration(request.options)
-    equalization = lower_equalization(request, specs, calibration)
+    specs = lower_specs(request, layer, int32_bias)
+    equalization = lower_equalization(request, specs)
     return Settings(
         specs=specs,
         passes=lower_passes(request),
         qdq=lower_qdq(request, layer),
-        calibration=calibration,
+        calibration=lower_calibration(request.options),
         npu=lower_npu(request, layer),
         measurement=lower_measurement(request.options),
         equalization=equalization,
