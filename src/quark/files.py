@@ -448,5 +448,19 @@ def require_config(folder: Path) -> None:
         found = (folder / "config.json").is_file()
     except (OSError, ValueError):  # a name too long, or with a NUL
         found = False
+    if not found and _is_hub_name(folder):
+        raise FormatError(
+            f"{folder} is no model folder: nothing is there. Possible: a folder that holds config.json and weights, as "
+            f"a model of the Hugging Face hub is after `hf download {folder} --local-dir DIR`."
+        )
     if not found:
         raise FormatError(f"{folder} is no model folder: it has no config.json.")
+
+
+def _is_hub_name(path: Path) -> bool:
+    """Whether a path where nothing is reads like OWNER/NAME."""
+    try:
+        there = path.exists() or path.parent.exists()
+    except (OSError, ValueError):
+        there = True
+    return not there and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path.as_posix()) is not None

@@ -61,6 +61,7 @@ def test_what_stands_behind_a_sentence_encoder_comes_along(tmp_path: Path) -> No
         (["quantize", "none.onnx", "--config", "A8W8", "-o", "out.onnx"], "none.onnx is not a file"),
         (["quantize", "none", "--scheme", "int8", "-o", "out"], "none is no model folder"),
         (["plan", "none", "--scheme", "int8"], "none is no model folder"),
+        (["plan", "owner/name", "--scheme", "int8"], "hf download owner/name --local-dir DIR"),
     ],
 )
 def test_a_wrong_path_is_answered_before_libraries_load(arguments: list[str], message: str, tmp_path: Path) -> None:
