@@ -25,6 +25,7 @@ def quantized(
     model: onnx.ModelProto, feeds: list[dict[str, Array]] | None, preset: str = "A8W8", **options: Any
 ) -> onnx.ModelProto:
     config = get_default_config(preset)
+    config.include_cle = False  # is decided by the outputs of the main graph
     config.extra_options.update(options)
     reader = None if feeds is None else Reader(feeds)
     result = ModelQuantizer(Config(config)).quantize_model(model, None, reader)
