@@ -121,7 +121,8 @@ def timed(models: Sequence[ProfiledModel], seconds: float, least: int = 6, most:
             for model, session in zip(models, sessions, strict=True):
                 run_sample(session, None, model.feed)
             runs += 1
-        return [_times(session) for session in sessions]
+        # Each session ends once its profile is read.
+        return [_times(sessions.pop(0)) for _ in models]
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -133,14 +134,18 @@ def typical(seconds: Sequence[float]) -> float:
 def _times(session: onnxruntime.InferenceSession) -> dict[str, float]:
     """Seconds of each kernel, the first run left out."""
     found: dict[str, list[float]] = {}
-    for name, event in _calls(session):
+    for name, event in _calls(session, ("cat", "name", "dur")):
         found.setdefault(name, []).append(event["dur"] * 1e-6)
     return {name: typical(seconds[1:]) for name, seconds in found.items()}
 
 
-def _calls(session: onnxruntime.InferenceSession) -> list[tuple[str, dict[str, Any]]]:
-    """(name of a kernel, event) of each call so far; the profile then ends."""
-    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+def _calls(session: onnxruntime.InferenceSession, kept: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """(name of a kernel, event) of each call so far, of an event what is `kept`; none: all. The profile then ends."""
+
+    def keep(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: found[name] for name in kept if name in found} if kept else found
+
+    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"), object_hook=keep)
     calls = (event for event in events if event.get("cat") == "Node" and event["name"].endswith(SUFFIX))
     return [(event["name"].removesuffix(SUFFIX), event) for event in calls]
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from quark.errors import CalibrationError, ConfigError, SlowerThanFloatError
 from quark.log import logger
+from quark.memory_and_disk import give_back_memory
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
@@ -103,6 +104,7 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
     stay = frozenset(name for name in found.candidates if found.groups.find(name) not in chosen)
     totals = {found.candidates: sides[0].total(), frozenset[str](): sides[1].total()}
     if stay not in totals:
+        give_back_memory()
         run = ProfiledModel(_quantized(model, _without(settings, stay), data), data[0], settings.measurement.threads)
         profile.complete([run], timer)
         totals[stay] = sum(profile.seconds(run).values())

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, QuarkError, one_line
 from quark.log import logger, severity
+from quark.memory_and_disk import give_back_memory
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.calibration.calibrate import repeatable
@@ -173,6 +174,7 @@ def recover(
         # Once: what every step then changes has no effect on which kernels there are.
         settings = leave_slower_in_float(model, settings, fit)
         settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+        give_back_memory()
     if settings.equalize_if_better:
         # Once too.
         settings, _ = equalize_if_better(model, settings, fit, convert)
@@ -184,6 +186,7 @@ def recover(
     for step in steps:
         if search.done:
             break
+        give_back_memory()
         if step.wider and target is not None and not allow_wider:
             search.leave_out(step)
         else:
