@@ -50,8 +50,9 @@ def run_processes(count: int, source: Path, output: Path) -> list[dict[str, floa
     """What each of so many processes took."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += ["--log-dir", str(output.parent / "logs"), "--redirects", "1"]
-    command += [__file__, str(source), str(output)]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    # As a module from the root: the ranks import what this file imports.
+    command += ["--module", "benchmarks.process_costs", str(source), str(output)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
     rows = [
         json.loads(line)
         for file in sorted(output.parent.glob("logs/**/stdout.log"))
