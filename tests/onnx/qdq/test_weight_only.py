@@ -269,3 +269,22 @@ def test_quantize_static_takes_the_fields_of_the_config(tmp_path: Path) -> None:
     assert sqnr(run(cnn(), images()[0]), run(str(path), images()[0])) > 28
     with pytest.raises(ConfigError, match="per_channel"):
         quantize_static(cnn(), path, Reader(images()), per_chanel=True)
+
+
+@pytest.mark.parametrize("preset", ["INT8_CPU_DYNAMIC", "UINT8_DYNAMIC_QUANT", "INT8_CPU_WEIGHTS"])
+def test_the_errors_of_a_depthwise_kernel_cancel(preset: str) -> None:
+    b = Builder()
+    weight = b.random.normal(0, 0.3, (16, 1, 3, 3))
+    b.node("Conv", ["x", b.constant("w", weight)], "y", kernel_shape=[3, 3], group=16)
+    model = b.model({"x": [1, 16, 8, 8]}, {"y": [1, 16, 6, 6]})
+    # Neighbours alike, as in an image.
+    feed = {"x": (5 + np.random.default_rng(0).normal(0, 0.2, (1, 16, 8, 8))).astype(np.float32)}
+    kept = []
+    for refined in (False, True):
+        config = get_default_config(preset)
+        config.per_channel = True
+        config.extra_options["RefineWeightScales"] = refined
+        done = ModelQuantizer(Config(config)).quantize_model(model)
+        assert done is not None
+        kept.append(sqnr(run(model, feed), run(done, feed)))
+    assert kept[1] > kept[0] + 3

@@ -21,9 +21,10 @@ from quark.core.observers.min_max import MinMaxObserver
 from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.observers.power_of_two import PowerOfTwoMSEPercentileObserver
-from quark.core.quantize import quantize
+from quark.core.quantize import elementwise, quantize
 from quark.core.scales import TINY, QParams, nearest_fraction
 from quark.core.solvers import hqq
+from quark.core.solvers.kernel_sums import balance_sums
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import CalibrationError, NonFiniteError, QuarkError
 from quark.onnx.calibration.statistics import Statistics
@@ -231,3 +232,12 @@ def encode(weight: NumpyArray, params: QParams, spec: TensorSpec, kind: Any) -> 
             part = QParams(params.scale[rows], zero)
         codes[rows] = quantize(np.asarray(weight[rows], np.float32), part, spec)
     return codes
+
+
+def balanced(codes: NumpyArray, weight: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:
+    """Codes (channels, 1, ...) of depthwise kernels whose errors cancel: see `core/solvers/kernel_sums.py`."""
+    scale, zero = elementwise(params, spec, weight.shape)
+    exact = np.asarray(weight, np.float64) / scale + (0 if zero is None else zero)
+    kernels = (len(weight), -1)
+    limits = (spec.dtype.min, spec.dtype.max)
+    return balance_sums(codes.reshape(kernels), exact.reshape(kernels), limits).reshape(codes.shape)

@@ -6,6 +6,7 @@ the float values and the qparams that they come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from quark.core.dtypes import DTYPES, Dtype
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.onnx.calibration.qparams import channel_bias, encode, largest_bias
+from quark.onnx.calibration.qparams import balanced, channel_bias, encode, largest_bias
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant
 from quark.onnx.operators import FUSED_LAYERS
@@ -73,14 +74,26 @@ class ConstantStore:
     def codes(self, operand: Operand, spec: TensorSpec, transpose: bool = False) -> ir.Value:
         """The codes of a constant alone, as `encoded` gives them."""
         source, dtype = _source(operand), onnx_type(spec)
-        shape = constant(source).shape
+        shape, balances = constant(source).shape, self._balances(operand, spec)
 
         def codes() -> NumpyArray:
             array = encode(constant(source), self.qparams[operand], spec, dtype.numpy())
+            if balances:
+                array = balanced(array, constant(source), self.qparams[operand], spec)
             return array.swapaxes(-1, -2) if transpose else array
 
         name = f"{self.name(operand, spec, transpose)}_quantized"
         return self.writer.shared(name, codes, dtype, _swapped(shape) if transpose else shape)
+
+    def _balances(self, operand: Operand, spec: TensorSpec) -> bool:
+        """Whether the errors of a kernel are to cancel: a depthwise Conv whose activations have no scales either.
+
+        Where they have, the biases are corrected for what the errors add up to, from data.
+        """
+        specs, (node, index) = self.settings.specs, operand
+        shape = constant(_source(operand)).shape
+        depthwise = node.op_type == "Conv" and index == 1 and shape[1] == 1 and math.prod(shape[2:]) > 1
+        return depthwise and specs.weights_apart and specs.refine_weight_scales and not spec.dtype.is_float
 
     def _folds(self, node: ir.Node, spec: TensorSpec) -> bool:
         """Whether no activation has Q/DQ, and the runtime decodes the weights of a node when it loads the file.
