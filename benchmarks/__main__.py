@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.algorithm_table import algorithm_table
 from benchmarks.figures import FIGURES, PARTS, Figure
 from benchmarks.stored import Worse, load, store, worse
+from benchmarks.tables import console
 
 CASES = Path(__file__).parent / "cases"
 PEER = Path(__file__).parent.parent / ".venv-peer" / "bin" / "python"
@@ -99,18 +99,18 @@ def main() -> None:
     figures = [figure for figure in FIGURES if figure.case in cases]
     before = load()
     ours, theirs, seconds = measure(cases, with_peer)
-    console = Console()
+    output = console()
     if lost := again(ours, figures, before):
         table = Table("figure", "now", "last release", title="Worse than at the last release by more than 5 %")
         for found in lost:
             table.add_row(found.figure.name, f"{found.now:.3g}", f"{found.before:.3g}")
-        console.print(table)
-    console.print(figure_table(figures, ours, theirs, before))
+        output.print(table)
+    output.print(figure_table(figures, ours, theirs, before))
     if (algorithms := ours.get("onnx_algorithms")) is not None:
-        console.print(algorithm_table(algorithms, theirs["onnx_algorithms"]))
-    console.print("Seconds: " + ", ".join(f"{case} {took:.0f}" for case, took in seconds.items()) + ".")
+        output.print(algorithm_table(algorithms, theirs["onnx_algorithms"]))
+    output.print("Seconds: " + ", ".join(f"{case} {took:.0f}" for case, took in seconds.items()) + ".")
     if not with_peer:
-        console.print("The peer was not measured: benchmarks/cases/setup_peer.sh makes its environment.")
+        output.print("The peer was not measured: benchmarks/cases/setup_peer.sh makes its environment.")
     if args.store:
         store(figures, ours)
 

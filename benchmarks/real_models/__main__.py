@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.real_models import __doc__ as meaning
 from benchmarks.real_models.methods import METHODS
 from benchmarks.real_models.models import MODELS, Array, Feeds, Model
+from benchmarks.tables import console
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ("nudenet", "rapidocr-onnxruntime", "magika")
@@ -140,7 +140,7 @@ def main() -> None:
                 rows[method] = found
                 table.add_row(name, method, *cells(model, found))
         # A model's rows as soon as they are there: all of them take a quarter of an hour.
-        Console(stderr=args.json).print(table)
+        console(stderr=args.json).print(table)
         summaries[name] = summary(rows)
     if args.json:
         print(json.dumps(summaries))
