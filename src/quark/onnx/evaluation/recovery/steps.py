@@ -99,7 +99,7 @@ STEPS = (
 )
 QUICK_STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items() if name != "Entropy"),
-    *(Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), LOST)) for share in (0.05, 0.1)),
+    *(Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), LOST)) for share in (0.05, 0.1, 0.2)),
     Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
     Step("ranges of each tensor", tensor_ranges(TensorRanges())),
 )
