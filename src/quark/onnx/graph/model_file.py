@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,25 @@ def refuse_invalid(model: ir.Model, name: str) -> None:
     It has none about operators that it does not know or has no kernel for.
     """
     try:
+        if (folder := _only_folder(model)) is not None:
+            # The runtime maps what it finds in files, and copies arrays. Of a link to another folder it will not hear.
+            with suppress(FormatError):
+                require_loads(to_proto(model), name, folder=folder)
+                return
         message, weights = split_weights(model)
         require_loads(message, name, weights)
     except NotSupportedError:
         if weight_bytes(model) < PROTOBUF_LIMIT and not files_read(model):
             check_valid(to_proto(model), f"{name} is no valid ONNX model")
+
+
+def _only_folder(model: ir.Model) -> Path | None:
+    """The folder of all weights that are not small, if they are in files of one."""
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    large = [tensor for tensor in tensors if tensor is not None and tensor.nbytes >= SMALL]
+    folders = {os.fspath(tensor.base_dir) if isinstance(tensor, ir.ExternalTensor) else None for tensor in large}
+    folder = folders.pop() if len(folders) == 1 else None
+    return None if folder is None else Path(folder)
 
 
 def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:

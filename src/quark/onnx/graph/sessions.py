@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def open_session(
     # Threads that wait for the next operator by spinning take the time of another that computes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        options.add_session_config_entry(FOLDER, str(folder))
     if in_float:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     if optimized is not None:
@@ -92,8 +93,12 @@ UNKNOWN = re.compile(r"Fatal error: (?!ai\.onnx:)[^\s:]+:\S* is not a registered
 """An operator of a domain of its own: a library that is loaded at run time may have it."""
 
 
+FOLDER = "session.model_external_initializers_file_folder_path"
+"""The option that names the folder of a message's external data."""
 SMALL = 1 << 20
-"""Bytes of a model that is optimised in no time."""
+"""Bytes of a message, and elements beside it, of a model that is optimised in no time."""
+LARGE = 1 << 28
+"""The same, of a model that is not optimised for a check, whatever that may show."""
 
 
 def _refusal(error: Exception) -> type[FormatError] | type[NotSupportedError]:
@@ -102,13 +107,22 @@ def _refusal(error: Exception) -> type[FormatError] | type[NotSupportedError]:
     return NotSupportedError if lacking else FormatError
 
 
-def require_loads(model: onnx.ModelProto | Path, name: str, weights: Mapping[str, Any] | None = None) -> None:
+def _external_elements(graph: onnx.GraphProto) -> int:
+    """Elements of the initializers whose values a message does not hold."""
+    outside = (tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL)
+    return sum(math.prod(tensor.dims) for tensor in outside)
+
+
+def require_loads(
+    model: onnx.ModelProto | Path, name: str, weights: Mapping[str, Any] | None = None, folder: Path | None = None
+) -> None:
     """Ask ONNX Runtime whether a model is valid. Nothing is run, and no large graph optimised.
 
     Args:
         model: A file, or a message.
         name: What the error begins with.
         weights: Arrays of a message of `split_weights`.
+        folder: Where the external data of a message lies.
 
     Raises:
         FormatError: It is not.
@@ -120,10 +134,14 @@ def require_loads(model: onnx.ModelProto | Path, name: str, weights: Mapping[str
     levels = onnxruntime.GraphOptimizationLevel
     proto = read_header(model) if isinstance(model, Path) else model
     bodies = any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute)
-    small = sum(array.nbytes for array in (weights or {}).values()) + proto.ByteSize() < SMALL
-    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if bodies or small else levels.ORT_DISABLE_ALL
+    size = proto.ByteSize() + _external_elements(proto.graph)
+    # Folding reads the weights, which the runtime otherwise maps: more than a little may be more than memory holds.
+    folds = size < SMALL or (bodies and size < LARGE)
+    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if folds else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = 1
+    if folder is not None:
+        options.add_session_config_entry(FOLDER, str(folder))
     try:
         if isinstance(model, Path):
             onnxruntime.InferenceSession(str(model), options, providers=list(PROVIDERS))
