@@ -1,8 +1,9 @@
 """Native code: the few C++ files of the package, compiled at first use on this machine, never on import.
 
-Each is one file without dependencies. Its library lies in the user's cache folder under a name that holds the hash of
-source and command: another version is another file, and two processes that build at once rename equal files into one
-place. Where there is no compiler, each has a substitute that gives the same results.
+Each is one file, which may include headers that lie beside it or beside this one (native.h). Its library lies in the
+user's cache folder under a name that holds the hash of the source, its headers and the command: another version is
+another file, and two processes that build at once rename equal files into one place. Where there is no compiler, each
+has a substitute that gives the same results.
 
 A library is code: none is loaded that another user may have put there. Its calls let other threads run meanwhile.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -31,6 +33,9 @@ SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 # Every operation is rounded on its own: a contracted a * b + c would change bits.
 GNU_FLAGS = ("-std=c++17", "-O3", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math")
 MSVC_FLAGS = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/LD", "/fp:precise")
+SHARED = Path(__file__).parent
+"""Where headers lie that sources of several folders include."""
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 def library(source: Path, purpose: str, without: str) -> Path:
@@ -47,12 +52,25 @@ def library(source: Path, purpose: str, without: str) -> Path:
         OutputError: The cache folder cannot be written.
     """
     command = _command(purpose, without)
-    key = hashlib.sha256(source.read_bytes() + "\0".join([*command, platform.machine()]).encode())
+    key = hashlib.sha256(_texts(source) + "\0".join([*command, platform.machine()]).encode())
     path = _private(cache_folder(), without) / f"{source.stem}_{key.hexdigest()[:16]}{SUFFIX}"
     if not path.exists() or not _is_safe(path):
         logger.info("Compiling %s, once: %s", purpose, path)
         _build(command, source, path, without)
     return path
+
+
+def _texts(source: Path) -> bytes:
+    """The text of a source file, and of each header that it includes by `"name"`, in the order of their first use."""
+    files = [source]
+    for file in files:  # grows on the way
+        for name in _INCLUDE.findall(file.read_bytes()):
+            # As the compiler looks for it: beside the file that includes it, then where `_build` says.
+            places = (folder / name.decode() for folder in (file.parent, SHARED))
+            found = next((place for place in places if place.is_file()), None)
+            if found is not None and found not in files:
+                files.append(found)
+    return b"\0".join(file.read_bytes() for file in files)
 
 
 def cache_folder() -> Path:
@@ -116,7 +134,7 @@ def _build(command: list[str], source: Path, path: Path, without: str) -> None:
     msvc = MSVC_FLAGS[0] in command
     try:
         with atomic_file(path) as temporary, tempfile.TemporaryDirectory() as scratch:
-            out = [f"/Fe:{temporary}"] if msvc else ["-o", str(temporary)]
+            out = [f"/I{SHARED}", f"/Fe:{temporary}"] if msvc else ["-I", str(SHARED), "-o", str(temporary)]
             # Intermediate files fall into the working folder.
             done = subprocess.run(
                 [*command, str(source), *out],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -98,3 +99,19 @@ def test_a_library_is_built_once_for_each_source(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(native.QuarkError, match="compiler failed"):
         native.library(source, "one", "")
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_library_is_built_anew_when_a_header_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A header beside the source, and one that the first includes, count as the source does; native.h is found."""
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path / "cache"))
+    source, header, inner = tmp_path / "one.cpp", tmp_path / "one.h", tmp_path / "inner.h"
+    source.write_text('#include "native.h"\n#include "one.h"\nEXPORT int one() { return ONE; }')
+    header.write_text('#pragma once\n#include "inner.h"\n#include "one.h"\n')
+    values = []
+    for text in ("#define ONE 1", "#define ONE 2"):
+        inner.write_text(f"#pragma once\n{text}\n")
+        try:
+            values.append(ctypes.CDLL(str(native.library(source, "one", ""))).one())
+        except MissingDependencyError:
+            pytest.skip("no compiler")
+    assert values == [1, 2]

@@ -8,28 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(_WIN32)
-#define EXPORT extern "C" __declspec(dllexport)
-#else
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#endif
-
-#if defined(__GNUC__) && defined(__x86_64__) && defined(__linux__)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
-
-// Within the function of each CPU, so that it is compiled for that CPU.
-#if defined(__GNUC__)
-#define INLINE inline __attribute__((always_inline))
-#define RESTRICT __restrict__
-#define SOON(address) __builtin_prefetch(address)
-#else
-#define INLINE inline
-#define RESTRICT
-#define SOON(address)
-#endif
+#include "native.h"
 
 // What a code is; core/runs.py fills it in.
 struct CodeRule {

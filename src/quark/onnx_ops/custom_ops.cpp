@@ -14,11 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef _WIN32
-#define EXPORT extern "C" __declspec(dllexport)
-#else
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#endif
+#include "native.h"
 
 // ---- The interface of ONNX Runtime ---------------------------------------------------------------------------------
 

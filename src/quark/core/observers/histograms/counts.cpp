@@ -2,17 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#if defined(_WIN32)
-#define EXPORT extern "C" __declspec(dllexport)
-#else
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#endif
-
-#if defined(__GNUC__) && defined(__x86_64__) && defined(__linux__)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
+#include "native.h"
 
 namespace {
 constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
