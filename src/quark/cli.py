@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 
 TYPE_CHECKING = False  # that of typing, which takes long to read: Ctrl-C is met from here on
@@ -14,6 +16,8 @@ HELP = "Quantize a model, and see what it cost.\n\nExample: quark quantize ./lla
 
 def main() -> None:
     """Run the command line; a QuarkError becomes one line on stderr and exit code 1, bad usage 2."""
+    # What is there at the end goes with the process: nothing is gained by looking through it for garbage once more.
+    atexit.register(gc.freeze)
     try:
         from quark.command_line import run
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import quark.torch  # noqa: F401 - first: where torch is absent, it says how to install it
+from quark.loading import without_collection
 
 # isort: split
-import torch
+with without_collection():
+    import torch
 
 from quark.commands.folders.model_inputs import ModelInputs
 from quark.errors import ConfigError, FormatError, did_you_mean

@@ -17,6 +17,7 @@ from torch import nn
 from quark.errors import FormatError, QuarkError, one_line, require_packages
 from quark.files import require_config
 from quark.json_objects import plain_json
+from quark.loading import without_collection
 from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,7 +40,8 @@ PACKING = 64
 def import_transformers() -> Any:
     """The transformers package. Raises MissingDependencyError."""
     require_packages("Reading a model folder", "torch", "transformers", "safetensors")
-    import transformers  # costs seconds: imported when a folder is really read
+    with without_collection():
+        import transformers  # costs seconds: imported when a folder is really read
 
     return transformers
 
@@ -115,7 +117,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The transformers config of a folder. Raises FormatError."""
     read_config(folder)
     transformers = import_transformers()
-    with as_format_error(folder):
+    # Which imports what the class of the config is declared with.
+    with as_format_error(folder), without_collection():
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -142,7 +145,8 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
     if trust_remote_code and (reference := _remote(config, named)):
         with as_format_error(folder):
             return transformers.dynamic_module_utils.get_class_from_dynamic_module(reference, folder)
-    found: Any = getattr(transformers, named, None) if isinstance(named, str) else None
+    with without_collection():
+        found: Any = getattr(transformers, named, None) if isinstance(named, str) else None
     if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
         own = getattr(config, "auto_map", None)
         hint = " Its code lies in the folder: --trust-remote-code runs it." if own else ""
