@@ -28,6 +28,15 @@ def fits_dynamic(node: ir.Node) -> bool:
     return node.op_type == "Conv" or constant(node.inputs[1]).ndim == 2
 
 
+def is_depthwise(node: ir.Node) -> bool:
+    """Whether each output of a convolution is a sum over one channel of several.
+
+    Where one scale serves all channels of its input, as in what is quantized as it comes, those of small values keep
+    few codes, and no sum with others hides it: the channels of a depthwise layer differ most.
+    """
+    return node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1 and constant(node.inputs[1]).shape[1] == 1
+
+
 def fits_nbits(node: ir.Node, spec: TensorSpec) -> bool:
     """Whether a node can become a MatMulNBits: blocks of 16, 32, 64 ... along the sum of a 2-D constant."""
     if node.op_type != "MatMul" or not isinstance(spec.granularity, PerGroup) or spec.dtype.bits not in (2, 4, 8):

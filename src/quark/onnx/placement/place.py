@@ -26,7 +26,7 @@ from quark.onnx.placement.before_log import nodes_before_log
 from quark.onnx.placement.block_axes import refine_block_axes
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
 from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
-from quark.onnx.placement.kernels import fits_dynamic, gains
+from quark.onnx.placement.kernels import fits_dynamic, gains, is_depthwise
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx.placement.shared_scales import free_relu_zero, remove_fused, share_scales
@@ -102,13 +102,13 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
 def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement, before_log: bool) -> None:
     """Quantize a node with an integer kernel and a constant weight; everything else stays in float.
 
-    Before a logarithm its weight alone is stored as codes.
+    Before a logarithm, and of a depthwise convolution, the weight alone is stored as codes.
     """
-    if before_log and node.name not in settings.specs.nodes and fits_dynamic(node):
-        logger.info("A logarithm takes the output of %s: its weight alone is stored as integers.", node.name)
-        weight_alone = True
-    else:
-        weight_alone = node.op_type in TARGETS[settings.qdq.target].stores
+    weight_alone = node.op_type in TARGETS[settings.qdq.target].stores
+    if not weight_alone and node.name not in settings.specs.nodes and fits_dynamic(node):
+        weight_alone = before_log or is_depthwise(node)
+        if before_log:
+            logger.info("A logarithm takes the output of %s: its weight alone is stored as integers.", node.name)
     if weight_alone:
         if has_weight(node, layer, settings):
             assert layer.weight is not None
