@@ -1,61 +1,51 @@
-"""The tokenizer of a folder as GGUF metadata.
-
-byte-level BPE       tokenizer.ggml.model "gpt2", merges, and the name of the rule that splits text into words
-sentencepiece BPE    tokenizer.ggml.model "llama", a score for each token: the earlier its merge, the higher
-"""
+"""The tokenizer of a folder as GGUF metadata: its kind of vocabulary, its tokens, special ones, chat templates."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.model.model_folder import as_format_error
+from quark.torch.writers.gguf.vocabularies.byte_level import add_byte_level
+from quark.torch.writers.gguf.vocabularies.description import Vocabulary
+from quark.torch.writers.gguf.vocabularies.sentencepiece_bpe import BYTE, add_sentencepiece_bpe
+from quark.torch.writers.gguf.vocabularies.unigram import add_unigram
+from quark.torch.writers.gguf.vocabularies.wordpiece import add_wordpiece
 
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {rf"{WORDS}|\p{{N}}{{1,3}}|{REST}": "llama-bpe", rf"{WORDS}|\p{{N}}|{REST}": "qwen2"}
-"""Regular expression of a pre-tokenizer -> its name in llama.cpp."""
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+ENDS = ("eot", "eom")
+"""Keys of tokens that end a text beside `eos`: of a turn, and of a message."""
+PARTS = {"bos": ("bos", "cls"), "eos": ("eos",), "unk": ("unk",), "sep": ("sep",), "pad": ("pad",), "mask": ("mask",)}
+"""Key in the file -> which special tokens of transformers it may be, the first that is there."""
 
 
-def write_tokenizer(writer: Any, folder: str | os.PathLike[str], vocabulary: int) -> None:
+def write_tokenizer(writer: Any, folder: str | os.PathLike[str], vocabulary: int, stops: Iterable[int] = ()) -> None:
     """Add the tokenizer of a folder.
 
     Args:
         writer: A gguf.GGUFWriter.
         folder: Holds the tokenizer's files.
         vocabulary: Rows of the embedding; tokens that the tokenizer lacks are filled up.
+        stops: Tokens that end a generated text; those beside the tokenizer's own go into the file too.
 
     Raises:
         FormatError: The folder has no tokenizer, or one with more tokens than the model.
-        NotSupportedError: A kind of tokenizer that GGUF has no name for.
+        NotSupportedError: A tokenizer that readers of GGUF would read as another one.
     """
     tokenizer = _load(folder)
     described = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = described["model"]
-    if model["type"] != "BPE":
-        raise NotSupportedError(f"{folder}: a {model['type']} tokenizer. Possible in GGUF: BPE, byte-level or not.")
     tokens, kinds = _tokens(tokenizer, described, vocabulary)
     if len(tokens) > vocabulary:
         raise FormatError(f"The tokenizer of {folder} has {len(tokens)} tokens; the model has {vocabulary}.")
-    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    if model.get("byte_fallback"):
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        ranks = {left + right: -float(rank) for rank, (left, right) in reversed(list(enumerate(merges, 1)))}
-        writer.add_token_scores([ranks.get(token, 0.0) for token in tokens])
-        writer.add_add_space_prefix(_adds_space(described))
-    else:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(described.get("pre_tokenizer"), folder))
-        writer.add_token_merges([" ".join(merge) for merge in merges])
-    writer.add_token_list(tokens)
+    found = Vocabulary(described, tokens, kinds, str(folder))
+    _refuse_stripping(found)
+    writer.add_token_list(_add_kind(writer, found))
     writer.add_token_types(kinds)
-    _write_special(writer, tokenizer)
+    _write_special(writer, tokenizer, found, list(stops))
+    _write_templates(writer, tokenizer)
 
 
 def _load(folder: str | os.PathLike[str]) -> Any:
@@ -81,47 +71,82 @@ def _tokens(tokenizer: Any, described: dict[str, Any], vocabulary: int) -> tuple
             token, kind = f"[PAD{index}]", TokenType.UNUSED
         elif index in added:
             kind = TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
+        elif described["model"].get("byte_fallback") and BYTE.fullmatch(token):
+            kind = TokenType.BYTE
         else:
-            byte = described["model"].get("byte_fallback") and BYTE.fullmatch(token)
-            kind = TokenType.BYTE if byte else TokenType.NORMAL
+            unknown = described["model"].get("unk_token"), described["model"].get("unk_id")
+            kind = TokenType.UNKNOWN if token == unknown[0] or index == unknown[1] else TokenType.NORMAL
         tokens.append(token)
         kinds.append(int(kind))
     return tokens, kinds
 
 
-def _split_name(pre: dict[str, Any] | None, folder: str | os.PathLike[str]) -> str:
-    """Name of the rule that splits text before the merges."""
-    steps = (pre or {}).get("pretokenizers", [pre] if pre else [])
-    shape = [step["type"] for step in steps]
-    byte_level = bool(steps) and shape[-1] == "ByteLevel"
-    if byte_level and shape == ["ByteLevel"] and steps[0]["use_regex"]:
-        return "gpt-2"
-    if byte_level and shape == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1]["use_regex"]:
-        return "starcoder"
-    if byte_level and shape == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
-        name = SPLITS.get(steps[0]["pattern"].get("Regex", ""))
-        if name:
-            return name
-    known = ", ".join(["gpt-2", "starcoder", *SPLITS.values()])
-    raise NotSupportedError(
-        f"{folder}: a tokenizer that splits text by {pre} has no name in GGUF here; known: {known}."
-    )
+def _refuse_stripping(vocabulary: Vocabulary) -> None:
+    """Refuse tokens that take spaces around them along, or stand at words only: GGUF has no place for either."""
+    for entry in vocabulary.described["added_tokens"]:
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if entry[flag]:
+                raise vocabulary.refusal(f"its token {entry['content']!r} has {flag}, for which there is no place")
 
 
-def _adds_space(described: dict[str, Any]) -> bool:
-    """Whether a sentencepiece tokenizer puts a space before the text."""
-    normalizer, pre = json.dumps(described.get("normalizer")), described.get("pre_tokenizer") or {}
-    return "Prepend" in normalizer or pre.get("prepend_scheme") in ("first", "always")
+def _add_kind(writer: Any, vocabulary: Vocabulary) -> list[str]:
+    """Add what the kind of vocabulary needs; returns the tokens as that kind spells them."""
+    kind = vocabulary.model["type"]
+    steps = [step["type"] for step in vocabulary.steps("pre_tokenizer", "pretokenizers")]
+    if kind == "WordPiece":
+        return add_wordpiece(writer, vocabulary)
+    if kind == "Unigram":
+        add_unigram(writer, vocabulary)
+    elif kind == "BPE" and "ByteLevel" in steps:
+        add_byte_level(writer, vocabulary)
+    elif kind == "BPE":
+        add_sentencepiece_bpe(writer, vocabulary)
+    else:
+        raise vocabulary.refusal(f"it is a {kind} tokenizer; possible: BPE, Unigram, WordPiece")
+    return vocabulary.tokens
 
 
-def _write_special(writer: Any, tokenizer: Any) -> None:
-    for name in ("bos", "eos", "unk", "pad"):
-        index = getattr(tokenizer, f"{name}_token_id", None)
+def _write_special(writer: Any, tokenizer: Any, vocabulary: Vocabulary, stops: list[int]) -> None:
+    before, after = _frame(tokenizer, vocabulary)
+    ids = {
+        key: next((i for name in names if (i := getattr(tokenizer, f"{name}_token_id", None)) is not None), None)
+        for key, names in PARTS.items()
+    }
+    ids |= {"bos": before[0]} if before else {}
+    wordpiece = vocabulary.model["type"] == "WordPiece"
+    if ids["eos"] is None and not wordpiece:
+        ids["eos"] = next(iter([*after, *stops]), None)
+    if ids["eos"] is None and vocabulary.model["type"] == "BPE":
+        raise vocabulary.refusal("no token ends a text, and llama.cpp then takes a token of its own choice (2 or 11)")
+    if after and after[0] != ids["sep" if wordpiece else "eos"]:
+        raise vocabulary.refusal(f"text ends with token {after[0]}, and GGUF has a place for the last one of all only")
+    if wordpiece and not (before and after):
+        raise vocabulary.refusal("llama.cpp puts text between two special tokens for WordPiece, and this one does not")
+    others = [stop for stop in dict.fromkeys(stops) if stop != ids["eos"]]
+    if len(others) > len(ENDS):
+        raise vocabulary.refusal(f"{len(others) + 1} tokens end a text, and there is place for {len(ENDS) + 1}")
+    for key, index in [*ids.items(), *zip(ENDS, others, strict=False)]:
         if index is not None:
-            getattr(writer, f"add_{name}_token_id")(index)
+            getattr(writer, f"add_{key}_token_id")(index)
+    writer.add_add_bos_token(bool(before))
+    writer.add_add_eos_token(bool(after) and not wordpiece)
+    if wordpiece:
+        writer.add_add_sep_token(True)
+
+
+def _frame(tokenizer: Any, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """The special tokens before and after a text: at most one each."""
     plain, marked = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
-    writer.add_add_bos_token(marked[:1] == [tokenizer.bos_token_id] != plain[:1])
-    writer.add_add_eos_token(marked[-1:] == [tokenizer.eos_token_id] != plain[-1:])
+    for begins in (0, 1):
+        after = marked[begins + len(plain) :]
+        if marked[begins : begins + len(plain)] == plain and len(after) < 2:
+            return marked[:begins], after
+    raise vocabulary.refusal(f"text comes between the tokens {marked}, which are more than its first and last one")
+
+
+def _write_templates(writer: Any, tokenizer: Any) -> None:
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str):
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
         writer.add_chat_template(template)

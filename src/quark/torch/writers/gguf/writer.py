@@ -219,13 +219,20 @@ def _write_header(
     writer.add_file_type(int(getattr(gguf.LlamaFileType, _file_type(items, model.config))))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     write_hyperparameters(writer, architecture, model.config)
-    write_tokenizer(writer, tokenizer_path, model.config.vocab_size)
+    write_tokenizer(writer, tokenizer_path, model.config.vocab_size, _stops(model))
     for item in items:
         kind = gguf.GGMLQuantizationType[item.kind]
         writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), _size(item), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+
+
+def _stops(model: Any) -> list[int]:
+    """Tokens that end a generated text, as the model's settings have them."""
+    settings = getattr(model, "generation_config", None) or model.config
+    found = getattr(settings, "eos_token_id", None)
+    return list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
 
 
 def _size(item: GgufTensor) -> int:
