@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.granularity import PerGroup, PerTensor
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import matmul_bias
 from quark.onnx.graph.masks import is_mask
@@ -50,9 +50,17 @@ def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placeme
             and not settings.specs.weights_only
             and _one_scale(node, value)
         ):
-            # A constant operand of an elementwise node is quantized like an activation.
-            placement.weights[node, index] = replace(layer.input, observer="min_max")
+            placement.weights[node, index] = _operand_spec(layer.input)
     _place_bias(node, layer, settings, placement)
+
+
+def _operand_spec(spec: TensorSpec) -> TensorSpec:
+    """That of a constant operand of an elementwise node, which is quantized like an activation.
+
+    Its own values are all there are, so none is an outlier. The power of two next to their scale is no range for them:
+    it clips up to 29 % off the largest, which of a single number is the whole of it.
+    """
+    return replace(spec, observer="pof2_min_mse" if spec.scale_type is ScaleType.pof2 else "min_max")
 
 
 def place_added_bias(node: ir.Node, placement: Placement) -> None:
