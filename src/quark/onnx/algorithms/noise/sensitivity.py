@@ -142,7 +142,7 @@ class Probe:
         return self._power([self._noises[i] for i in group], factors)
 
     def look(self, given: Mapping[str, QParams]) -> None:
-        """Take the noise of activations under other qparams than were decided."""
+        """Take the noise of these activations, and of no others, under other qparams than were decided."""
         self._noises = []
         self._noises = self._run.look(self._feed, given)
 

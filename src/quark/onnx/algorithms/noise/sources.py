@@ -285,12 +285,17 @@ class NoiseRun:
 
         Args:
             feed: The sample.
-            given: Activation -> other qparams than those that were decided.
+            given: Activation -> other qparams than those that were decided; only these are looked at then.
         """
         if self._sliced is None:
             self._sliced = sliced_session(self._observed, self._wanted, feed, self._settings)
         found: list[dict[str, Noise]] = [{} for _ in self._sites]
-        left = [(index, site) for index, sites in enumerate(self._sites) for site in sites]
+        left = [
+            (index, site)
+            for index, sites in enumerate(self._sites)
+            for site in sites
+            if given is None or (site.before in given and not site.after)
+        ]
         seen: dict[str, NumpyArray] = dict(feed)
         for part in self._sliced.run(feed) if self._wanted else [{}]:
             seen |= part

@@ -10,9 +10,10 @@ keep the range that they have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
 
 from quark.core.scales import QParams
@@ -21,7 +22,7 @@ from quark.errors import NothingQualifiesError
 from quark.log import logger
 from quark.onnx.algorithms.noise.sensitivity import Probe, halved
 from quark.onnx.algorithms.noise.sources import NoiseModel
-from quark.onnx.calibration.calibrate import observer_of, range_classes
+from quark.onnx.calibration.calibrate import range_classes, solved_observer
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
@@ -71,8 +72,8 @@ def choose_ranges(
     samples = required(data, config)
     statistics = Statistics("") if statistics is None else statistics
     decision = decide(model.clone(), settings, samples, statistics=statistics, fold=False)
-    tried = [_ranges(decision, observer, percentile, statistics) for observer, percentile in config.candidates]
     placement = decision.placement
+    classes = _classes(decision)
     roots = {source_name(value): placement.root(value).name or "" for value in placement.activations}
     noise = NoiseModel(decision)
     members: dict[str, list[int]] = {}
@@ -86,11 +87,16 @@ def choose_ranges(
         powers = halved(len(noise.sources), config.runs, probes)
         loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
         least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}
-        for ranges in tried:
-            given = {name: ranges[root][1] for name, root in roots.items() if root in ranges}
+        looked = {root: [classes[root].params] for root in loud if root in classes}
+        for observer, percentile in config.candidates:
+            ranges = _ranges({root: classes[root] for root in looked}, observer, percentile, settings, statistics)
+            # What is the same under two statistics is run once.
+            new = {root: params for root, (_, params) in ranges.items() if not _among(params, looked[root])}
+            for root, params in new.items():
+                looked[root].append(params)
             for probe in probes:
-                probe.look(given)
-            for root in [root for root in loud if root in ranges]:
+                probe.look({name: new[root] for name, root in roots.items() if root in new})
+            for root in new:
                 power = sum(probe.power_of_all(members[root]) for probe in probes)
                 if power < least[root]:
                     least[root], chosen[root] = power, ranges[root][0]
@@ -103,18 +109,49 @@ def choose_ranges(
     return replace(settings, calibration=replace(settings.calibration, ranges=tuple(known.items())))
 
 
-def _ranges(
-    decision: Decision, observer: str, percentile: float, statistics: Statistics
-) -> Mapping[str, tuple[tuple[float, float], QParams]]:
-    """The tensor that stands for a class -> its range by a statistic, and the qparams of that."""
-    settings = decision.settings
-    asked = replace(settings, calibration=replace(settings.calibration, percentile=percentile or 100.0))
-    found = {}
-    for root, names in range_classes(decision.placement).items():
-        spec: TensorSpec = decision.placement.activations[root]
-        if spec.is_cast or spec.is_block or not spec.has_zero_point:
-            continue
-        seen = observer_of(names, replace(spec, observer=observer), asked, statistics)
-        low, high = seen.range()
-        found[root.name or ""] = (float(low), float(high)), seen.qparams()
+@dataclass(frozen=True)
+class _Class:
+    """Tensors that share a scale.
+
+    Attributes:
+        names: Of those whose values count.
+        spec: That they have.
+        params: That were decided.
+    """
+
+    names: list[str]
+    spec: TensorSpec
+    params: QParams
+
+
+def _classes(decision: Decision) -> dict[str, _Class]:
+    """Of the tensors whose scale follows from a range: the name of the one that stands for a class -> the class."""
+    placement, found = decision.placement, {}
+    for root, names in range_classes(placement).items():
+        spec = placement.activations[root]
+        if spec.has_zero_point and not spec.is_cast and not spec.is_block:
+            found[root.name or ""] = _Class(names, spec, decision.qparams.activations[root])
     return found
+
+
+def _ranges(
+    classes: Mapping[str, _Class], observer: str, percentile: float, settings: Settings, statistics: Statistics
+) -> dict[str, tuple[tuple[float, float], QParams]]:
+    """Classes -> their range by a statistic, and the qparams of that; what a decision solved before is not anew."""
+    asked = replace(
+        settings, calibration=replace(settings.calibration, percentile=percentile or settings.calibration.percentile)
+    )
+    found = {}
+    for root, one in classes.items():
+        seen = solved_observer(one.names, replace(one.spec, observer=observer), asked, statistics)
+        low, high = seen.range()
+        found[root] = (float(low), float(high)), seen.qparams()
+    return found
+
+
+def _among(params: QParams, others: Sequence[QParams]) -> bool:
+    """Whether one of the others is the same scale and zero point."""
+    return any(
+        np.array_equal(params.scale, other.scale) and np.array_equal(params.zero_point or 0, other.zero_point or 0)
+        for other in others
+    )

@@ -6,7 +6,7 @@ A change gives other settings; or as text why it is out of the question; or None
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -17,14 +17,14 @@ from quark.core.granularity import PerTensor
 from quark.core.metrics import Comparison, Metric
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
-from quark.onnx.algorithms import AFTER, BEFORE
+from quark.onnx.algorithms import AFTER, BEFORE, run_before
 from quark.onnx.algorithms.noise.float_nodes import FloatNodes, leave_in_float
 from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges, choose_ranges
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -64,7 +64,7 @@ class Situation:
         goal: What is to be reached.
         model: The float model, after its passes.
         data: The samples to calibrate with.
-        statistics: Of the float model on these; read, and completed.
+        known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
         score: The metric of the best model so far.
     """
 
@@ -73,7 +73,7 @@ class Situation:
     goal: Goal = field(default_factory=Goal)
     model: ir.Model | None = None
     data: Samples | None = None
-    statistics: Statistics | None = None
+    known: Mapping[str, Statistics] = field(default_factory=dict)
     score: float = math.inf
 
 
@@ -109,10 +109,20 @@ def tensor_ranges(config: TensorRanges) -> Change:
     """The range of each loud activation by the statistic that serves it best."""
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
-        assert situation.model is not None
-        return choose_ranges(situation.model, config, settings, situation.data, situation.statistics)
+        model, statistics = _calibrated(settings, situation)
+        return choose_ranges(model, config, settings, situation.data, statistics)
 
     return change
+
+
+def _calibrated(settings: Settings, situation: Situation) -> tuple[ir.Model, Statistics | None]:
+    """The float model that scales are decided on, with what is known of it: as algorithms of the settings change it."""
+    assert situation.model is not None
+    model = situation.model
+    if settings.equalization is not None or any(type(one) in BEFORE for one in settings.algorithms):
+        model = model.clone()
+        run_before(model, settings, situation.data)
+    return model, situation.known.get(fingerprint(model))
 
 
 def again(other: Change) -> Change:
@@ -149,8 +159,8 @@ def floating(config: FloatNodes, below: float | None = None) -> Change:
             return None
         if situation.goal.target is None and not lost:
             return "needs a target: it leaves no node in float that the target does not need"
-        assert situation.model is not None
-        return leave_in_float(situation.model, config, settings, situation.data, situation.statistics)
+        model, statistics = _calibrated(settings, situation)
+        return leave_in_float(model, config, settings, situation.data, statistics)
 
     return change
 

@@ -28,7 +28,7 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.score import Scorer
-from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
 from quark.onnx.evaluation.recovery.steps import STEPS, Step
@@ -344,6 +344,4 @@ class _Search:
         share = 1.0 if work <= left else left / work
         outputs = [value.name for value in self.model.graph.outputs]
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
-        # Of the float model: those of a model that an algorithm changed have another fingerprint.
-        statistics = self._known.get(fingerprint(self.model))
-        return Situation(self.plain.settings, share, goal, self.model, self.fit, statistics, self.best.score)
+        return Situation(self.plain.settings, share, goal, self.model, self.fit, self._known, self.best.score)
