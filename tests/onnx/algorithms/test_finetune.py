@@ -132,6 +132,28 @@ def test_a_parameter_changes_what_is_learned(change: dict[str, Any], plain: Any)
 
 
 @pytest.mark.slow
+def test_a_relative_rate_learns_the_same_of_a_weight_of_any_size() -> None:
+    """A weight 16 times as large has 16 times the scale; with the absolute rate it learns other codes."""
+
+    random = np.random.default_rng(0)
+    # Of few directions: rounding to nearest would be best for inputs that are independent.
+    feeds = [{"x": x.astype(np.float32)} for x in random.normal(size=(24, 8, 4)) @ random.normal(size=(4, 32))]
+
+    def codes(factor: float, **rate: float) -> Any:
+        b = Builder()
+        w = b.constant("w", factor * b.random.normal(0, 0.2, (32, 16)))
+        model = b.model({"x": ["n", 32]}, {b.node("MatMul", ["x", w], "y"): ["n", 16]})
+        report, changed = tuned(AdaQuantConfig(num_iterations=40, **rate), A8W4, model, feeds)
+        assert report[0].kept
+        return changed[0] / factor
+
+    relative = [codes(factor, relative_rate=0.1) for factor in (1.0, 16.0)]
+    np.testing.assert_allclose(*relative, rtol=1e-5)
+    absolute = [codes(factor, learning_rate=0.01) for factor in (1.0, 16.0)]
+    assert not np.allclose(*absolute, rtol=1e-3)
+
+
+@pytest.mark.slow
 def test_a_threshold_that_no_error_reaches_adjusts_nothing(plain: Any) -> None:
     assert not differ(tuned(replace(PLAIN, lr_adjust=(1e9, 0.3)))[1], plain[1])
 
@@ -296,6 +318,7 @@ IMPOSSIBLE: list[tuple[Any, type[Exception], str]] = [
     (AdaRoundConfig(num_batches=0), ConfigError, "num_batches: 0"),
     (AdaRoundConfig(beta_range=(20, 1)), ConfigError, "both more than 1"),
     (AdaRoundConfig(learning_rate=0.0), ConfigError, "learning_rate: 0.0"),
+    (AdaQuantConfig(relative_rate=0.0), ConfigError, "relative_rate: 0.0; possible: None or more than 0"),
     (AdaRoundConfig(batch_size=25), CalibrationError, "batch_size=25 needs as many samples; there are 24"),
     (AdaQuantConfig(learning_rate=50.0, num_iterations=20), CalibrationError, "AdaQuant of .*: The training diverges"),
 ]

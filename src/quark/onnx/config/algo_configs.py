@@ -217,12 +217,18 @@ class AdaRoundConfig(_FastFinetune):
 
 @_algorithm
 class AdaQuantConfig(_FastFinetune):
-    """AdaQuant (Hubara et al. 2020): learns the weights themselves through the rounding."""
+    """AdaQuant (Hubara et al. 2020): learns the weights themselves through the rounding.
+
+    Attributes:
+        relative_rate: Instead of `learning_rate`: the same as a share of the scale of each weight, where that has one.
+            One figure then serves weights of any size and of any number of bits (of this package).
+    """
 
     name: ClassVar[str] = "adaquant"
     flag: ClassVar[Mapping[str, Any]] = {"OptimAlgorithm": "adaquant"}
     num_iterations: int = 3000
     learning_rate: float = 1e-5
+    relative_rate: float | None = None
 
 
 @_algorithm

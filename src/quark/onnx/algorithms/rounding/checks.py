@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "log_period": (lambda v: v >= 1, "at least 1"),
     "fixed_seed": (lambda v: v >= 0, "at least 0"),
     "learning_rate": (lambda v: v > 0, "more than 0"),
+    "relative_rate": (lambda v: v is None or v > 0, "None or more than 0"),
     "reg_param": (lambda v: v >= 0, "at least 0"),
     "drop_ratio": (lambda v: 0 <= v <= 1, "from 0 (all inputs of the float model) to 1 (all of the quantized one)"),
     "warm_start": (lambda v: 0 <= v < 1, "from 0 up to 1"),
@@ -38,7 +39,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for a value out of its range, NotSupportedError for what this version does not do."""
     name = type(config).__name__
     for field, (holds, possible) in RANGES.items():
-        if not holds(getattr(config, field)):
+        if hasattr(config, field) and not holds(getattr(config, field)):
             raise ConfigError(f"{name}.{field}: {getattr(config, field)!r}; possible: {possible}.")
     for op_type in config.target_op_type:
         if op_type not in TUNED:

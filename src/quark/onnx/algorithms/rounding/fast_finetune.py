@@ -213,7 +213,7 @@ class _Run:
         else:
             learner = AdaQuant(weight, params, layer.spec)
         rows = _tensors(rows, config.pin_memory)
-        training = self._training(lambda: unit.loss(rows, learner.nearest) / (groups * each))
+        training = self._training(layer, lambda: unit.loss(rows, learner.nearest) / (groups * each))
 
         def note(iteration: int, loss: float) -> None:
             self.data.check_time()
@@ -223,9 +223,11 @@ class _Run:
         with threads_for(weight, training.rows * training.batches * layer.weight.size):
             return train(unit, rows, learner, training, config.update_bias and bias is not None, note)
 
-    def _training(self, error: Callable[[], float]) -> Training:
+    def _training(self, layer: QuantizedLayer, error: Callable[[], float]) -> Training:
         config = self.config
         rate = config.learning_rate
+        if isinstance(config, AdaQuantConfig) and config.relative_rate is not None and layer.spec.has_zero_point:
+            rate = config.relative_rate * float(np.mean(layer.params.scale))
         if config.lr_adjust is not None and error() > config.lr_adjust[0]:
             rate = config.lr_adjust[1]
         rows = ROWS_OF_A_BATCH[type(config)]
