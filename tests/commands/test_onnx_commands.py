@@ -22,7 +22,7 @@ from quark.onnx.evaluation.compare_models import compare_models
 from quark.onnx.evaluation.ort_fusion import inspect_fusion
 from tests.commands.program import Done, quark
 from tests.models.onnx_bodies import in_branches
-from tests.models.onnx_zoo import cnn, images, mlp, run, vectors
+from tests.models.onnx_zoo import Builder, cnn, images, mlp, run, vectors
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +239,24 @@ def test_inspect_counts_what_is_in_the_file_and_what_is_fused(places: dict[str, 
     assert "5 of 12 quantized nodes in integers" in out and "stem_conv_node" in rows and "b_conv_node" not in rows
     assert "12 of 12 quantized nodes" in succeed("inspect {x64}", places)
     assert "No node reads a DequantizeLinear" in succeed("inspect {cnn}", places)
+
+
+def test_inspect_counts_constants_of_nodes_and_what_bodies_hold(places: dict[str, Path], tmp_path: Path) -> None:
+    b = Builder()
+    one = numpy_helper.from_array(np.ones((3, 5), np.float32), "one")
+    b.nodes += [
+        helper.make_node("Constant", [], ["w"], value=one),
+        helper.make_node("Constant", [], ["sizes"], value_ints=[1, 2, 3]),
+        helper.make_node("Constant", [], ["two"], value_float=2.0),
+    ]
+    b.node("Mul", [b.node("MatMul", ["x", "w"], "product"), "two"], "y")
+    flat = b.model({"x": ["n", 3]}, {"y": ["n", 5]})
+    onnx.save(flat, tmp_path / "flat.onnx")
+    onnx.save(in_branches(flat), tmp_path / "if.onnx")
+    for name, times in (("flat", 1), ("if", 2)):
+        rows = {row[0]: row[1:] for row in cells(succeed(f"inspect {tmp_path / name}.onnx", places))}
+        assert rows["MatMul"] == ["ai.onnx", str(times)]
+        assert rows["float"][0] == str(2 * times) and rows["int64"][0] == str(times)
 
 
 # Bad input. -----------------------------------------------------------------------------------------------------------

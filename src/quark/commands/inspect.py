@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import onnx
 
     from quark.onnx.evaluation.ort_fusion import Fusion
+    from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 
@@ -84,7 +85,8 @@ def _print_times(model: Path, data: Path | None, console: Results) -> None:
 
 
 def _operators(graph: onnx.GraphProto) -> Table:
-    counts = Counter((node.op_type, node.domain or "ai.onnx") for node in graph.node)
+    """Of the graph and its bodies."""
+    counts = Counter((node.op_type, node.domain or "ai.onnx") for each, _ in _graphs(graph, {}) for node in each.nodes)
     table = new_table("operator", "domain", "nodes", title="Operators")
     for (op_type, domain), count in counts.most_common():
         table.add_row(op_type, domain, str(count))
@@ -92,23 +94,38 @@ def _operators(graph: onnx.GraphProto) -> Table:
 
 
 def _types(graph: onnx.GraphProto) -> Table:
-    """Of each element type: the constants, and the Q/DQ nodes."""
+    """Of each element type: the constants, and the Q/DQ nodes, of the graph and its bodies."""
     from onnx import TensorProto
 
-    from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
-
-    quantized, rows = QuantizedGraph(graph, Path()), defaultdict[int, Counter[str]](Counter)
-    for tensor in graph.initializer:
-        rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
-    for node in graph.node:
-        if node.op_type in QDQ:
-            rows[quantized.kind(node)][node.op_type] += 1
+    rows = defaultdict[int, Counter[str]](Counter)
+    for quantized, own in _graphs(graph, {}):
+        for tensor in own.values():
+            rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
+        for node in quantized.nodes:
+            if node.op_type in QDQ:
+                rows[quantized.kind(node)][node.op_type] += 1
     table = new_table("element type", "constants", "MB", *QDQ, title="Element types")
     for kind, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
         counts = (str(row[op_type] or "") for op_type in QDQ)
         name = TensorProto.DataType.Name(kind).lower()
         table.add_row(name, str(row["constants"] or ""), f"{row['bytes'] / 1e6:.3f}", *counts)
     return table
+
+
+def _graphs(
+    graph: onnx.GraphProto, around: dict[str, onnx.TensorProto]
+) -> Iterator[tuple[QuantizedGraph, dict[str, onnx.TensorProto]]]:
+    """A graph and the bodies within it, each with the constants around it, and those that are its own."""
+    from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
+    from quark.onnx.graph.check_proto import bodies_of
+
+    quantized = QuantizedGraph(graph, Path())
+    own, quantized.constants = quantized.constants, around | quantized.constants
+    yield quantized, own
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in bodies_of(attribute):
+                yield from _graphs(body, quantized.constants)
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:

@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from quark.errors import FormatError
+from quark.onnx.graph.model_file import CONSTANT_KINDS
 
 ENCODERS, DECODERS = frozenset({"QuantizeLinear"}), frozenset({"DequantizeLinear"})
 PRODUCTS = frozenset({"Conv", "MatMul", "Gemm"})
@@ -24,14 +25,14 @@ class QuantizedGraph:
     """A graph with its edges."""
 
     def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.nodes = folder, graph.node
         self.outputs = {value.name for value in graph.output}
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.producers = {name: node for node in graph.node for name in node.output}
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
-            if node.op_type == "Constant" and [attribute.name for attribute in node.attribute] == ["value"]:
-                self.constants.update(dict.fromkeys(node.output, node.attribute[0].t))
+            if node.op_type == "Constant" and len(node.attribute) == 1:
+                self.constants.update((name, tensor) for name in node.output if (tensor := _stored(node.attribute[0])))
             if node.op_type in ENCODERS | DECODERS and (len(node.input) < 2 or not node.output):
                 raise FormatError(
                     f"{node.name or node.op_type} needs an input and a scale, and has {list(node.input)}."
@@ -63,6 +64,14 @@ class QuantizedGraph:
                 return int(self.constants[name].data_type)
         named = [int(a.i) for a in node.attribute if a.name == "output_dtype"]
         return named[0] if named and named[0] else int(TensorProto.UINT8)
+
+
+def _stored(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
+    """What a Constant holds in one attribute; None where that is no dense array."""
+    if attribute.name == "value":
+        return attribute.t
+    kind = CONSTANT_KINDS.get(attribute.name)
+    return numpy_helper.from_array(np.array(onnx.helper.get_attribute_value(attribute), kind)) if kind else None
 
 
 class QuantizedNode:

@@ -118,7 +118,7 @@ def _check_nodes(nodes: Nodes, where: str, depth: int, folder: Path) -> list[tup
                 check_tensor(tensor, of, folder)
             for whole in _sparse(attribute):
                 dense(whole, of, folder)
-            bodies += [(f" in the body {quoted(attribute.name)} of {who}", g, depth + 1) for g in _graphs(attribute)]
+            bodies += [(f" in the body {quoted(attribute.name)} of {who}", g, depth + 1) for g in bodies_of(attribute)]
     return bodies
 
 
@@ -156,7 +156,8 @@ def _check_text(name: str | bytes, who: str) -> None:
         raise FormatError(f"{who} has a name with a NUL character: {quoted(name)}.")
 
 
-def _graphs(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
+def bodies_of(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs that an attribute holds."""
     if attribute.HasField("g"):
         yield attribute.g
     yield from attribute.graphs
@@ -202,7 +203,7 @@ def _all_nodes(nodes: Nodes) -> Iterator[onnx.NodeProto]:
     while stack:
         for node in stack.pop():
             yield node
-            stack += [graph.node for attribute in node.attribute for graph in _graphs(attribute)]
+            stack += [graph.node for attribute in node.attribute for graph in bodies_of(attribute)]
 
 
 def has_parts(model: onnx.ModelProto) -> bool:
@@ -230,8 +231,8 @@ def _parts(model: onnx.ModelProto, folder: Path) -> Iterator[Callable[[], None]]
                         yield partial(embed, tensor, quoted(tensor.name), folder)
                 if node.op_type == "Constant" and attribute.HasField("sparse_tensor"):
                     yield partial(_make_dense, attribute, folder)
-                graphs += _graphs(attribute)
-                stack += [graph.node for graph in _graphs(attribute)]
+                graphs += bodies_of(attribute)
+                stack += [graph.node for graph in bodies_of(attribute)]
     for graph in graphs:
         for tensor in graph.initializer if graph is not model.graph else ():
             if tensor.data_location == onnx.TensorProto.EXTERNAL:

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.errors import NotSupportedError
+from quark.onnx.graph.check_proto import bodies_of
 from quark.onnx.graph.model_file import split_weights
 
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear")
@@ -69,8 +70,8 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
+            for body in bodies_of(attribute):
+                yield from _graphs(body)
 
 
 def _unknown(model: ir.Model) -> list[ir.Value]:
