@@ -84,15 +84,16 @@ def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:
         ConfigError: A scope matches no node.
     """
 
-    def names(scopes: tuple[Scope, ...], where: str) -> tuple[Scope, ...]:
-        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where, bodies)),)
+    def names(scopes: tuple[Scope, ...], where: str, inner: bool) -> tuple[Scope, ...]:
+        return (frozenset(node.name or "" for node in nodes_of(scopes, model, where, inner)),)
 
     bodies = settings.specs.bodies
     nodes = model.graph.all_nodes() if bodies else model.graph
     require_matches(settings.specs.nodes, [node.name or "" for node in nodes], "NodesToQuantize")
-    by_name = tuple((names(scopes, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name)
+    by_name = tuple((names(scopes, "specific_layer_config", bodies), layer) for scopes, layer in settings.specs.by_name)
     beyond = outside(settings.specs.first, settings.specs.last, model)
-    exclude = (*names(settings.specs.exclude, "exclude"), frozenset(node.name or "" for node in beyond))
+    # Nodes of bodies may be excluded in any case: these are quantized unasked where there is nothing else.
+    exclude = (*names(settings.specs.exclude, "exclude", True), frozenset(node.name or "" for node in beyond))
     return replace(settings, specs=replace(settings.specs, exclude=exclude, first=(), last=(), by_name=by_name))
 
 

@@ -11,13 +11,14 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from quark.errors import DamageError, FormatError
+from quark.errors import DamageError, FormatError, NothingToQuantizeError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.evaluation.compare_models import damaged_layers
-from quark.onnx.evaluation.damage import LEAST, SAMPLES, damage
+from quark.onnx.evaluation.damage import LEAST, SAMPLES, Damage, damage
 from quark.onnx.graph.model_file import load
 from tests.commands.program import quark
+from tests.models.onnx_bodies import in_branches
 from tests.models.onnx_zoo import Builder, run
 
 
@@ -65,6 +66,35 @@ def test_what_is_lost_is_refused_on_request_with_the_node_that_lost_it(tmp_path:
 def _saved(folder: Path) -> Path:
     onnx.save(model(), folder / "in.onnx")
     return folder / "in.onnx"
+
+
+def test_where_all_is_in_bodies_nodes_within_them_are_what_can_be_excluded() -> None:
+    """Without the If nothing would be left; what the message says is tried."""
+    source = in_branches(model())
+    samples = [{**feed, "yes": np.array(True)} for feed in feeds()]
+
+    def damage_without(*excluded: str, least: float | None) -> Damage:
+        layer = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
+        quantizer = ModelQuantizer(QConfig(layer, exclude=list(excluded)))
+        quantizer.settings = replace(quantizer.settings, least_sqnr=least)
+        quantizer.quantize_model(source, None, samples)
+        assert quantizer.damage is not None
+        return quantizer.damage
+
+    with pytest.raises(DamageError, match=r"lost at choice .* Possible: exclude nodes within their bodies, another"):
+        damage_without(least=90)
+    with pytest.raises(NothingToQuantizeError):
+        damage_without("choice", least=90)
+    every, left = damage_without(least=None), damage_without("then_branch_hurt_node", least=None)
+    assert left.sqnr > every.sqnr
+
+
+def test_no_exclusion_is_offered_where_no_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quark.onnx.evaluation.damage.damaged_layers", lambda *_: [])
+    quantizer = ModelQuantizer(config(True))
+    quantizer.settings = replace(quantizer.settings, least_sqnr=LEAST)
+    with pytest.raises(DamageError, match=r"10 dB are asked for\. Possible: another configuration, more"):
+        quantizer.quantize_model(model(), None, feeds())
 
 
 def test_values_that_are_gone_count_as_all_lost() -> None:

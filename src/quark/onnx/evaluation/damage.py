@@ -23,11 +23,12 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.errors import DamageError, FormatError, QuarkError
 from quark.log import logger
+from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.config.settings import Settings
-from quark.onnx.evaluation.compare_models import damaged_layers
+from quark.onnx.evaluation.compare_models import ComparedLayer, damaged_layers
 from quark.onnx.graph.model_file import to_proto
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
@@ -166,9 +167,21 @@ def refuse_damage(
     shown = "; ".join(f"{layer.node} ({before:.1f} dB -> {layer.sqnr:.1f})" for layer, before in nodes)
     raise DamageError(
         f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
-        f"{f'Most is lost at {shown}. ' if shown else ''}Possible: exclude these nodes, another configuration, more or "
-        "better calibration data, or --allow-damage to write it as it is."
+        f"{f'Most is lost at {shown}. ' if shown else ''}Possible: {_exclusion(model, nodes)}another configuration, "
+        "more or better calibration data, or --allow-damage to write it as it is."
     )
+
+
+def _exclusion(model: ir.Model, blamed: Sequence[tuple[ComparedLayer, float]]) -> str:
+    """What excluding can do, with a comma behind: nothing where no node is named.
+
+    Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
+    """
+    if not blamed:
+        return ""
+    holders = {body.node.name for body in bodies_of(model.graph)}
+    within = all(layer.node in holders for layer, _ in blamed)
+    return f"exclude {'nodes within their bodies' if within else 'these nodes'}, "
 
 
 def _outputs(
