@@ -20,21 +20,25 @@ Feed = dict[str, NumpyArray]
 
 @dataclass(frozen=True)
 class Input:
-    """One input: numpy's name of its element type, and its dimensions; a name or None stands for any size."""
+    """One input: numpy's name of its element type, and its dimensions; a name or None stands for any size.
+
+    That of text is "object"; arrays of numpy's own text, as files hold it without pickled objects, are text too.
+    """
 
     name: str
     dtype: str
     shape: tuple[int | str | None, ...] | None
 
     def __str__(self) -> str:
+        kind = "text" if self.dtype == "object" else self.dtype
         if self.shape is None:
-            return f"{self.name}: {self.dtype} of any shape"
+            return f"{self.name}: {kind} of any shape"
         sizes = ("?" if size is None else str(size) for size in self.shape)
-        return f"{self.name}: {self.dtype} [{', '.join(sizes)}]"
+        return f"{self.name}: {kind} [{', '.join(sizes)}]"
 
     def fits(self, array: NumpyArray) -> bool:
         """Whether an array has this element type and shape."""
-        if str(array.dtype) != self.dtype:
+        if str(array.dtype) != self.dtype and not (self.dtype == "object" and array.dtype.kind == "U"):
             return False
         if self.shape is None:
             return True

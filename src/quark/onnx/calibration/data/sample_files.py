@@ -65,7 +65,7 @@ def read_array(path: Path) -> NumpyArray:
     try:
         return np.asarray(np.load(path, allow_pickle=False))
     except Exception as error:  # of numpy, and of zip where it is an archive of another name
-        raise FormatError(f"{path} is not an .npy file: {reason(error)}") from error
+        raise FormatError(f"{path} is not an .npy file: {_cause(error)}") from error
 
 
 def read_arrays(path: Path) -> Feed:
@@ -76,7 +76,14 @@ def read_arrays(path: Path) -> Feed:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in file.files}
     except Exception as error:  # of zip, zlib and numpy
-        raise FormatError(f"{path} is not an .npz file: {reason(error)}") from error
+        raise FormatError(f"{path} is not an .npz file: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    """Why numpy reads no array; of objects, what to store in their place."""
+    if isinstance(error, ValueError) and "allow_pickle" in str(error):
+        return "it holds Python objects, which are not loaded. Possible for text: save array.astype(str)."
+    return reason(error)
 
 
 def read_image(path: Path, mode: str | None = None) -> NumpyArray:
