@@ -38,65 +38,27 @@ from quark.torch import (
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.writers.gguf.architectures import ARCHITECTURES
+from quark.torch.writers.gguf.architectures.table import ARCHITECTURES, architecture_of
 from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
+from quark.torch.writers.gguf.writer import write_gguf
+from tests.models.gguf_rows import (
+    CONFIGS,
+    LLAMA3,
+    PLAIN,
+    VARIANTS,
+    YARN,
+    build,
+    facts_of,
+    filled,
+    known_facts,
+)
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-SIZES = {
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-GPT2 = {"vocab_size": 2048, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
-GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": SIZES | {"attention_bias": True},
-    "mistral": SIZES | {"sliding_window": None},
-    "qwen2": SIZES,
-    "qwen3": SIZES | {"head_dim": 32},
-    "phi3": SIZES | {"sliding_window": None},
-    "starcoder2": SIZES | {"sliding_window": None},
-    "gemma2": SIZES | GEMMA,
-    "gemma3_text": SIZES | GEMMA,
-    "gpt2": GPT2,
-    "gemma": SIZES | {"head_dim": 16},
-    "olmo2": SIZES,
-    "stablelm": SIZES | {"partial_rotary_factor": 0.25},
-    "phi": SIZES | {"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
-    "gpt_neox": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"} | {"rotary_pct": 0.25},
-    "granite": SIZES | {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "logits_scaling": 4.0},
-    "mixtral": SIZES | {"num_local_experts": 4, "sliding_window": None},
-    "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False},
-    "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
-    "olmoe": SIZES | EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": False},
-}
-OURS_ALONE = ("gemma", "olmo2", "phi", "gpt_neox", "granite", "mixtral", "olmoe")
-"""Architectures that transformers reads no GGUF file of, but llama.cpp: by it they were tried out."""
+THEIRS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "starcoder2", "gemma2", "gemma3_text", "gpt2", "stablelm")
+THEIRS += ("qwen2_moe", "qwen3_moe", "nemotron", "bloom", "minimax_m2")
+"""Architectures that transformers reads GGUF files of."""
 IDS = torch.randint(3, 2048, (2, 16), generator=torch.Generator().manual_seed(0))
-
-
-def build(kind: str, dtype: torch.dtype = F32, seed: int = 0, **options: Any) -> Any:
-    """A random model of a model type, its norms and biases random too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **(CONFIGS[kind] | options))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
 
 
 def quantized(scheme: str, kind: str = "llama", dtype: torch.dtype = F32, **options: Any) -> Any:
@@ -218,15 +180,73 @@ def test_a_scheme_is_read_back_or_refused(scheme: str, tmp_path: Path) -> None:
 # Architectures --------------------------------------------------------------------------------------------------------
 
 
+def test_each_row_was_tried_with_llama_cpp() -> None:
+    assert set(ARCHITECTURES) == set(CONFIGS) and set(known_facts()) == CONFIGS.keys() | VARIANTS.keys()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.parametrize(("scheme", "dtype"), [("int4_wo_32", F16), ("uint4_wo_32", F32)])
+@pytest.mark.parametrize("name", [*CONFIGS, *VARIANTS])
+def test_a_file_is_that_of_which_llama_cpp_computed_the_logits(name: str, tmp_path: Path) -> None:
+    """Names, order of rows, values and metadata are those of `python -m benchmarks.gguf_rows`."""
+    write_gguf(filled(name), tmp_path / "m.gguf", LANGUAGE_MODEL)
+    found, expected = facts_of(tmp_path / "m.gguf"), known_facts()[name]
+    factors = [tensor for tensor in expected["tensors"] if tensor.startswith("rope_")]
+    for tensor in factors:
+        assert found["tensors"].pop(tensor) == pytest.approx(expected["tensors"].pop(tensor), rel=1e-6)
+    for key, value in expected["metadata"].items():
+        assert found["metadata"].pop(key) == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
+    assert found == expected | {"metadata": {}}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "the activation relu": ("llama", {"hidden_act": "relu"}),
+    "the activation gelu": ("qwen2", {"hidden_act": "gelu"}),
+    "type dynamic": ("llama", {"rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 2.0}}),
+    "type llama3": ("qwen2", {"rope_parameters": LLAMA3}),
+    "truncate=False": ("qwen2", {"rope_parameters": YARN | {"truncate": False}}),
+    "another rope_theta": (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": PLAIN | {"rope_theta": 500.0}, "full_attention": PLAIN}},
+    ),
+    "full attention in layers other than each 6th": ("gemma3_text", {"layer_types": ["full_attention"] * 6}),
+    "full attention in layers other than each 2th": ("gemma2", {"layer_types": ["sliding_attention"] * 2}),
+    "query_pre_attn_scalar other than 16": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "without softcapping": ("gemma2", {"final_logit_softcapping": None}),
+    "rotations in layers": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    "alibi": ("falcon", {"alibi": True}),
+    "biases": ("falcon", {"bias": True}),
+    "one after the other": ("falcon", {"parallel_attn": False}),
+    "other than 64 layers": ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_llama_cpp_would_not_compute_is_refused(reason: str) -> None:
+    from transformers import AutoConfig
+
+    kind, options = REFUSED[reason]
+    assert architecture_of(AutoConfig.for_model(kind, **CONFIGS[kind]))
+    with pytest.raises(NotSupportedError, match=f"A GGUF file of a {kind} model has no place for .*{reason}"):
+        architecture_of(AutoConfig.for_model(kind, **(CONFIGS[kind] | options)))
+
+
+@pytest.mark.slow
+def test_the_context_ends_where_a_window_does_that_readers_do_not_know(tmp_path: Path) -> None:
+    file = export_gguf(quantized("int8_wo", "phi3", sliding_window=24), tmp_path, "m", LANGUAGE_MODEL)
+    assert metadata(file)["phi3.context_length"] == 24 and "phi3.attention.sliding_window" not in metadata(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scheme", "dtype"),
+    [*((kind, "int4_wo_32", F16) for kind in ARCHITECTURES), *((kind, "uint4_wo_32", F32) for kind in THEIRS)],
+)
 def test_transformers_reads_equal_logits(kind: str, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = quantized(scheme, kind, dtype)
     file = export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
     assert metadata(file)["general.architecture"] == ARCHITECTURES[kind].arch
     loaded = import_model_from_gguf(build(kind, dtype, seed=5), file)
-    for result in (loaded, *(() if kind in OURS_ALONE else (theirs(file, model, dtype),))):
+    for result in (loaded, *((theirs(file, model, dtype),) if kind in THEIRS else ())):
         if scheme == "int4_wo_32" and kind != "gpt2" and not ARCHITECTURES[kind].mixture:
             assert torch.equal(logits(result), logits(model))
         else:
@@ -478,11 +498,9 @@ def test_models_that_cannot_be_verified_are_refused(tmp_path: Path) -> None:
     model = ModelQuantizer(LLMTemplate.get("opt").get_config("int8_wo")).quantize_model(opt)
     with pytest.raises(NotSupportedError, match=r"'opt' models .*Possible: llama, mistral, qwen2"):
         export_gguf(model, tmp_path, "opt", LANGUAGE_MODEL)
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(NotSupportedError, match="rotary scaling of type linear"):
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(NotSupportedError, match="rotary scaling of type dynamic"):
         export_gguf(quantized("int8_wo", rope_parameters=scaled), tmp_path, "m", LANGUAGE_MODEL)
-    with pytest.raises(NotSupportedError, match="query_pre_attn_scalar"):
-        export_gguf(quantized("int8_wo", "gemma2", query_pre_attn_scalar=32), tmp_path, "m", LANGUAGE_MODEL)
     plain = ModelQuantizer(QConfig(global_quant_config=config_of_layer(SCHEMES["int8_wo"]))).quantize_model(mlp())
     with pytest.raises(ConfigError, match="save_params"):
         export_gguf(plain, tmp_path, "m", LANGUAGE_MODEL)

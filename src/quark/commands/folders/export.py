@@ -78,7 +78,7 @@ class Export:
 
     def _check_gguf(self, source: Path) -> None:
         from quark.torch.model.model_folder import load_config
-        from quark.torch.writers.gguf.architectures import architecture_of
+        from quark.torch.writers.gguf.architectures.table import architecture_of
         from quark.torch.writers.gguf.names import import_gguf
 
         import_gguf()

@@ -26,7 +26,7 @@ from quark.errors import CalibrationError, FormatError, NonFiniteError, OutputEr
 from quark.files import atomic_file, require_regular
 from quark.torch.model.batches import run_batches
 from quark.torch.model.passes import prepare, undo
-from quark.torch.writers.gguf.architectures import architecture_of
+from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
 from quark.torch.writers.gguf.open_file import open_gguf
 
@@ -49,7 +49,7 @@ def collect_imatrix(model: nn.Module, data: Iterable[Any]) -> Sums:
         NonFiniteError: A layer reads NaN or Inf; names it.
         NotSupportedError: A model that GGUF files are not written of.
     """
-    name_of = tensor_names(model, architecture_of(getattr(model, "config", None)))
+    name_of = tensor_names(model, architecture_of(getattr(model, "config", None)).arch)
     sums: dict[str, dict[int, tuple[torch.Tensor, int]]] = defaultdict(dict)
 
     def add(tensor: str, expert: int, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -17,7 +17,7 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import layer_class
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.architectures import architecture_of
+from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.names import tensor_names
 from quark.torch.writers.gguf.writer import is_conv1d
 
@@ -99,7 +99,7 @@ def places_of(model: Any) -> list[tuple[str, Place]]:
 
 
 def _places(model: Any) -> Iterator[tuple[str, Place]]:
-    file_name = tensor_names(model, architecture_of(model.config))
+    file_name = tensor_names(model, architecture_of(model.config).arch)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)

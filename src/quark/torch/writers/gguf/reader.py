@@ -19,7 +19,8 @@ from quark.torch.formats import Stored
 from quark.torch.layers import layer_class
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.architectures import Architecture, architecture_of
+from quark.torch.writers.gguf.architectures.architecture import Architecture
+from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
 from quark.torch.writers.gguf.names import expert_of, tensor_names
 from quark.torch.writers.gguf.open_file import open_gguf
@@ -46,11 +47,11 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
     tensors = {
         tensor.name: tensor for tensor in _of_architecture(open_gguf(Path(file)), Path(file), architecture.arch).tensors
     }
-    name_of = tensor_names(model, architecture)
+    name_of = tensor_names(model, architecture.arch)
     # Not every parameter has a name there: a head that is always tied has none.
     originals = unfuse_experts(model, lambda name: True)  # the experts of a block by their own names
     try:
-        names = {name: name_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        names = {name: name_of(name) for name in model.state_dict()}
     finally:
         undo(model, originals)
     if tied := tied_weights(model):
@@ -76,9 +77,11 @@ class TensorReader:
         parent, _, leaf = name.rpartition(".")
         quantized = leaf == "weight" and parent in config.layer_quant_config
         self.flipped = not quantized and is_conv1d(model, name)
-        self.dtype = None if quantized else model.get_parameter(name).dtype
-        self.shape = None if quantized else _shape(model.get_parameter(name), tensor)
         self.expert = expert_of(name)
+        # What is left in float of an expert, its biases, has the dtype of all: it is in one tensor with others here.
+        value = None if quantized or self.expert is not None else value_of(model, name)
+        self.dtype = None if quantized else model.dtype if value is None else value.dtype
+        self.shape = None if value is None else _shape(value, tensor)
 
     def read(self) -> torch.Tensor:
         """The tensor: values in the dtype of the model, or the bytes of a quantized weight."""
@@ -91,8 +94,17 @@ class TensorReader:
         if self.adds_one:
             value = value - 1
         if self.shape is not None:
-            value = value.reshape(self.shape).to(self.dtype)
+            value = value.reshape(self.shape)
+        if self.dtype is not None:
+            value = value.to(self.dtype)
         return value.t().contiguous() if self.flipped else value
+
+
+def value_of(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer of a model."""
+    parent, _, leaf = name.rpartition(".")
+    value: torch.Tensor = getattr(model.get_submodule(parent), leaf)
+    return value
 
 
 def _shape(parameter: torch.Tensor, tensor: Any) -> tuple[int, ...]:
@@ -129,7 +141,7 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
 
 def _is_float(kind: str, model: nn.Module, name: str) -> bool:
     """Whether a tensor is in the dtype of the model already, or in a wider one."""
-    return kind == "F32" or DTYPES.get(kind) == model.get_parameter(name).dtype
+    return kind == "F32" or DTYPES.get(kind) == value_of(model, name).dtype
 
 
 def _spec(name: str, kind: str) -> TensorSpec:

@@ -25,7 +25,10 @@ from quark.torch.config.block_mixes import MIXES, Mix, place_of
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.writers.gguf.architectures import Architecture, architecture_of, write_hyperparameters
+from quark.torch.writers.gguf.architectures.architecture import Architecture
+from quark.torch.writers.gguf.architectures.metadata import write_hyperparameters
+from quark.torch.writers.gguf.architectures.rope import rope_tensors
+from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
 from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
@@ -117,7 +120,7 @@ def _stacked(items: list[GgufTensor]) -> torch.Tensor:
 def _items_of_layers(model: nn.Module, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
     """The tensors under their names in the model, each expert's by itself."""
     layers = quantized_layers(model)
-    file_name = tensor_names(model, architecture)
+    file_name = tensor_names(model, architecture.arch)
     left_out = _left_out(model)
     for name, make, shapes in entries(model, "reorder", True, GgufFormat()):
         if name == left_out:
@@ -139,6 +142,8 @@ def _items_of_layers(model: nn.Module, architecture: Architecture) -> Iterator[t
             raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
         change = _change(architecture, name, model, flipped)
         yield name, GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+    for stored, make_factors, size in rope_tensors(model.config):
+        yield stored, GgufTensor(stored, "F32", (size,), make_factors)
 
 
 def tied_weights(model: Any) -> tuple[str, str] | None:
