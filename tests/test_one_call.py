@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 import quark
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, QConfig
+from quark.torch.layers.replace import quantized_layers
 from tests.models.onnx_zoo import cnn, images
-from tests.models.torch_zoo import tiny_llama, token_batches
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, token_batches
 
 pytestmark = pytest.mark.slow  # each quantizes a model
 
@@ -110,3 +112,24 @@ def test_a_quantizer_takes_a_name_and_a_config_prints_as_a_table() -> None:
     )
     with pytest.raises(ConfigError, match="Did you mean 'A8W8'"):
         quark.onnx.ModelQuantizer("A8W7")
+
+
+def test_a_folder_takes_bits_between_those_of_the_schemes(tmp_path: Path) -> None:
+    """4.25 bits of a weight, scales included, are a choice for each layer; a module in memory cannot have one."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    text = tmp_path / "text.txt"
+    text.write_text((TEXT / "heldout.txt").read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    tiny_llama(vocab_size=2048, max_position_embeddings=64).save_pretrained(tmp_path / "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / name, tmp_path / "llama" / name)
+    made = quark.quantize(tmp_path / "llama", bits=4.25, data=text, samples=4, output=tmp_path / "out", effort="fast")
+    layers = quantized_layers(AutoModelForCausalLM.from_pretrained(made))
+    held = load_file(Path(made) / "model.safetensors")
+    bits = 8 * sum(tensor.nbytes for name, tensor in held.items() if name.rpartition(".")[0] in layers)
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())  # type: ignore[operator]
+    assert 4 < bits / weights <= 4.25
+    assert len({layer.spec.weight for layer in layers.values()}) > 1
+    with pytest.raises(ConfigError, match="A budget for a module"):
+        quark.quantize(tiny_llama(), bits=4.25, data=token_batches(1))

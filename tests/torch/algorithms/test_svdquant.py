@@ -13,18 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from quark.errors import ConfigError, NotSupportedError
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors
 from quark.torch.algorithms import algorithms_of
 from quark.torch.checkpoint.dequantize import dequantize_layers
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.algo_configs import AWQConfig, GPTQConfig, SVDQuantConfig
 from quark.torch.config.config import QConfig
+from quark.torch.flows.predicted_size import planned
 from quark.torch.kernels.accelerate import accelerate
 from quark.torch.layers.low_rank import branch_of, branches
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from tests.models.torch_zoo import tiny_llama, token_batches
+from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
 
 DATA = token_batches(4)
 SMALL = SVDQuantConfig(svd_rank=8, min_layer_size=128)
@@ -144,7 +145,20 @@ def test_formats_without_a_place_for_it_say_so(tmp_path: Path) -> None:
     for form in ("awq", "compressed-tensors"):
         with pytest.raises(NotSupportedError, match=message):
             export_safetensors(model, tmp_path / form, custom_mode=form)
+    with pytest.raises(NotSupportedError, match=message):
+        export_gguf(model, tmp_path, "model", LANGUAGE_MODEL)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_predicted_size_counts_branches(tmp_path: Path) -> None:
+    """Bytes of the plan are those of the file, whose branches have the dtype of the model."""
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        export_safetensors(quantized("int4_wo_32", SMALL, model=tiny_llama(dtype=dtype)), folder, "quark")
+        held = load_file(folder / "model.safetensors")
+        meta = tiny_llama(dtype=dtype).to("meta")
+        assert planned(meta, config("int4_wo_32", SMALL))[1] == sum(tensor.nbytes for tensor in held.values())
+        assert any("correction" in name for name in held)
 
 
 def test_a_failure_gives_the_float_model_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.shards import predicted_bytes
+from quark.torch.config.algo_configs import SVDQuantConfig
+from quark.torch.layers.low_rank import branch_bytes, can_have_branch
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.plan import Plan, chooser, make_plan
@@ -25,4 +30,17 @@ def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
     made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta))
     # ONNX files hold codes and scales as wide as those of a quark folder.
     held: Format = GgufFormat() if form == "gguf" else FORMATS["quark" if form == "onnx" else form]
-    return made, predicted_bytes(meta, made, held)
+    return made, predicted_bytes(meta, made, held) + _branches(meta, made, config)
+
+
+def _branches(meta: nn.Module, made: Plan, config: Any) -> int:
+    """Bytes of SVDQuant's branches: of all layers that may have one, unless the config lists those that do."""
+    total = 0
+    for algo in config.algo_config or []:
+        if isinstance(algo, SVDQuantConfig):
+            for name, layer in meta.named_modules():
+                spec = made.layers.get(name, LayerSpec()).weight
+                listed = algo.correction_layers is None or name in algo.correction_layers
+                if listed and isinstance(layer, nn.Linear) and can_have_branch(algo, name, layer, spec):
+                    total += branch_bytes(algo, layer)
+    return total

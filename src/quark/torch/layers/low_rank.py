@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.core.patterns import matches_any
+from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.algo_configs import SVDQuantConfig
 
@@ -84,6 +86,23 @@ def branches(model: nn.Module) -> Iterator[tuple[str, LowRankBranch]]:
         branch = branch_of(module)
         if branch is not None:
             yield name, branch
+
+
+def can_have_branch(config: SVDQuantConfig, name: str, layer: nn.Module, spec: TensorSpec | None) -> bool:
+    """Whether SVDQuant may give a layer, whose weight is quantized by a spec, a branch."""
+    return (
+        isinstance(layer, nn.Linear)
+        and spec is not None
+        and not spec.is_cast
+        and min(layer.in_features, layer.out_features) >= config.min_layer_size
+        and not matches_any(name, config.exclude_patterns)
+    )
+
+
+def branch_bytes(config: SVDQuantConfig, layer: nn.Linear) -> int:
+    """Bytes of the branch of a layer, rank (in + out) numbers in the dtype of its weight. Reads no value."""
+    rank = min(config.svd_rank, layer.in_features, layer.out_features)
+    return rank * (layer.in_features + layer.out_features) * layer.weight.element_size()
 
 
 def hold_branches(model: nn.Module, config: SVDQuantConfig) -> None:

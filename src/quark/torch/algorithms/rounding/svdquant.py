@@ -19,7 +19,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from quark.core.patterns import matches_any
 from quark.core.quantize import fake_quantize
 from quark.core.solvers.gptq import damped
 from quark.core.solvers.low_rank import nearest_of_rank
@@ -35,7 +34,7 @@ from quark.torch.calibration.calibrate import naming, tensor_qparams
 from quark.torch.config.algo_configs import GPTQConfig, SVDQuantConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
-from quark.torch.layers.low_rank import LowRankBranch, put_branch
+from quark.torch.layers.low_rank import LowRankBranch, can_have_branch, put_branch
 
 CANDIDATES = tuple(step / 20 for step in range(1, 20))
 """alpha, where the config lists none."""
@@ -90,13 +89,7 @@ class SVDQuant(Algorithm):
         return self._can_take(name, layer) and (listed is None or name in listed)
 
     def _can_take(self, name: str, layer: QuantLayer) -> bool:
-        return (
-            isinstance(layer, nn.Linear)
-            and layer.spec.weight is not None
-            and not layer.spec.weight.is_cast
-            and min(layer.in_features, layer.out_features) >= self.config.min_layer_size
-            and not matches_any(name, self.config.exclude_patterns)
-        )
+        return can_have_branch(self.config, name, layer, layer.spec.weight)
 
     def _split(self, layer: QuantLayer, largest: torch.Tensor, inputs: _Inputs) -> None:
         """Give a layer its branch, and the weight that is left."""
