@@ -18,22 +18,28 @@ from quark.commands.folders.bit_budget import (
     choose_for_budget,
 )
 from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
-from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, serve_line
-from quark.commands.options.kinds import is_onnx, require, require_model
+from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, onnx_config, serve_line
+from quark.commands.options.kinds import check_options, folder_option, is_onnx, require, require_model
+from quark.commands.options.log_file import LogFileOption, check_log_file
 from quark.commands.options.words import check_words, layer_schemes, torch_algorithms, usage
 from quark.errors import UsageError
+from quark.progress import log_to
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         Path,
-        typer.Argument(help="Folder of a Hugging Face model (config.json is enough); with --for an ONNX file."),
+        typer.Argument(help="Folder of a Hugging Face model (config.json is enough), or an ONNX file."),
     ],
     goal: GoalOption = None,
     effort: EffortOption = None,
-    scheme: Annotated[str | None, typer.Option(help="Name of a scheme; `quark schemes` lists them.")] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option("--scheme", "--config", help="A scheme or a configuration; `quark schemes` lists them."),
+    ] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
-    layer: Annotated[list[str] | None, typer.Option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
+    layer: Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
     bits: Annotated[float | None, typer.Option(min=0, help=BITS_HELP)] = None,
     size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
     candidates: Annotated[list[str] | None, typer.Option(help=CANDIDATES_HELP)] = None,
@@ -43,7 +49,8 @@ def plan(
     length: LengthOption = None,
     packing: PackingOption = None,
     seed: SeedOption = None,
-    device: Annotated[str, typer.Option(help="Where --bits and --size measure: cpu, cuda ...")] = "cpu",
+    log_file: LogFileOption = None,
+    device: Annotated[str, folder_option(help="Where --bits and --size measure: cpu, cuda ...")] = "cpu",
 ) -> None:
     """Show what a scheme, or a budget, would do to a model, and the size it would have.
 
@@ -53,15 +60,21 @@ def plan(
 
     Example: quark plan ./llama --for llama.cpp --bits 8
 
+    Example: quark plan model.onnx --config A8W8
+
     Example: quark plan ./llama --bits 4.25 --calib heldout.txt --sensitivity llama.json
     """
     # Before the libraries load: a wrong path or word is answered at once.
     onnx = is_onnx(model)
-    if onnx and goal is None:
-        raise UsageError(f"{model} is an ONNX file, of which --for shows what would be done. Possible: --for GOAL.")
+    check_options(context, model)
+    if onnx and goal is None and (bits, size, candidates, sensitivity) != (None,) * 4:
+        raise UsageError(
+            "Of an ONNX file a configuration says the bits. Possible: --config NAME, or --for GOAL --bits N."
+        )
     require_model(model)
+    check_log_file(log_file, str(model), [calib, sensitivity])
     with usage():
-        if goal is None:
+        if goal is None and not onnx:
             check_words([scheme, *layer_schemes(layer)])
         choice = asked_choice(
             goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
@@ -70,9 +83,13 @@ def plan(
     console = results()
     if choice is not None:
         console.print(choice_rows(choice))
-        if onnx:
+    if onnx:
+        from quark.commands.onnx_files.plan import plan_file
+
+        plan_file(model, onnx_config(choice) if choice else scheme, calib is not None, exclude)
+        if choice is not None:
             console.print(serve_line(choice, "OUT.onnx"), highlight=False, soft_wrap=True)
-            return
+        return
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.folders.models import inputs_of, load_meta_model
     from quark.commands.folders.quantize import budget_base, config_of, config_of_choice, scheme_config, with_default
@@ -95,7 +112,8 @@ def plan(
     named = None if budget else choice.scheme if choice else scheme
     calibration = with_default(calibration, named, layer, [], config, budget)
     if budget is not None:
-        table, chosen = choose_for_budget(model, budget, config, calibration, device)
+        with log_to(log_file):
+            table, chosen = choose_for_budget(model, budget, config, calibration, device)
         config = config_of_choice(model, budget, table, chosen, config, layer)
         console.print(choice_table(table, chosen))
     meta = load_meta_model(model)

@@ -101,7 +101,7 @@ def quantize_onnx(
     written, found = "", None
     if name is None:
         target = target or CPU_TARGET
-        name = default_config(reader, target)
+        name = default_config(reader is not None, target)
         recovery, timing = _by_default(reader, target, recovery, timing, quick)
     try:
         written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
@@ -139,7 +139,7 @@ def _quantized(
     return f"; {types}", found
 
 
-def default_config(reader: PathDataReader | None, target: str) -> str:
+def default_config(has_data: bool, target: str) -> str:
     """The preset for a target with or without data. Raises ConfigError for a target that has a choice of presets."""
     if not TARGETS[target].fuses:
         raise ConfigError(
@@ -148,7 +148,7 @@ def default_config(reader: PathDataReader | None, target: str) -> str:
         )
     if target == "openvino":
         return "INT8_OPENVINO"
-    return CPU_DYNAMIC if reader is None else CPU
+    return CPU if has_data else CPU_DYNAMIC
 
 
 def named_config(name: str) -> Any:
