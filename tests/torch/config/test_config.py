@@ -363,7 +363,7 @@ def test_algorithm_configs() -> None:
     }
     gptq = {"name": "gptq", "block_size": 128, "damp_percent": 0.01, "desc_act": True, "static_groups": True,
             "inside_layer_modules": [], "model_decoder_layers": "",
-            "group_aware_order": False, "refine_passes": 1}  # fmt: skip
+            "group_aware_order": False, "refine_passes": 1, "fisher": False}  # fmt: skip
     assert GPTQConfig().to_dict() == gptq and list(GPTQConfig().to_dict()) == list(gptq)
     assert RotationConfig({"first_layer": []}).r2 is False and QuaRotConfig().r4 is True
     assert (

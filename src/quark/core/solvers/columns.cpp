@@ -175,6 +175,31 @@ EXPORT void refine_columns(float* result, float* gradient, float* change, const 
     }
 }
 
+// The same where rows depend on each other by `scores`, (rows, rows), one row after the other in each column:
+//     result_jr <- Q(result_jr + gradient_jr / (scores_rr hessian_jj)),  change_j = moved_j scores
+//     gradient_js += hessian_jj scores_rs moved_jr,  gradient_k += hessian_kj change_j for k > j
+EXPORT void couple_columns(float* result, float* gradient, float* change, const float* hessian, const float* scores,
+                           const float* scale, const float* zero, int64_t stride, int64_t scale_stride,
+                           int64_t hessian_stride, int64_t columns, int64_t rows, const Grid* grid) {
+    for (int64_t j = 0; j < columns; ++j) {
+        const float* sides = hessian + j * hessian_stride;
+        const float* scales = scale + j * scale_stride;
+        const float* zeros = zero ? zero + j * scale_stride : nullptr;
+        float *values = result + j * stride, *slope = gradient + j * stride, *moved = change + j * stride;
+        for (int64_t i = 0; i < j; ++i) add_scaled(sides[i], change + i * stride, slope, rows);
+        std::fill(moved, moved + rows, 0.0f);
+        for (int64_t r = 0; r < rows; ++r) {
+            const float* others = scores + r * rows;
+            const float wanted = values[r] + (slope[r] + sides[j] * moved[r]) / (others[r] * sides[j]);
+            float found;
+            quantize_part(*grid, &wanted, scales + r, zeros ? zeros + r : nullptr, &found, 1);
+            if (found != values[r]) add_scaled(values[r] - found, others, moved, rows);
+            values[r] = found;
+        }
+        add_scaled(sides[j], moved, slope, rows);
+    }
+}
+
 // sum_i weight_i (Q(x_i) - x_i)^2 of `parts` runs of `size` values with one scale each; weights repeat after `period`.
 EXPORT void part_errors(const float* x, const float* weight, int64_t period, const float* scale, const float* zero,
                         int64_t parts, int64_t size, float* errors, const Grid* grid) {

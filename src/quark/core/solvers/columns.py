@@ -141,6 +141,23 @@ def refine_block(grid: ColumnGrid, result: Array, gradient: Array, change: Array
     _each((result, gradient, change, hessian, grid.scale, grid.zero), rows, part)
 
 
+def couple_block(
+    grid: ColumnGrid, result: Array, gradient: Array, change: Array, hessian: Array, scores: Array
+) -> None:
+    """Visit the columns of one block whose rows depend on each other; see `coupled.refine_coupled`.
+
+    Args:
+        grid: Of these columns.
+        result, gradient, change: The columns, shape (columns, rows), views of contiguous arrays.
+        hessian: Of these columns, shape (columns, columns), symmetric.
+        scores: Of these rows, shape (rows, rows), symmetric, contiguous.
+    """
+    columns, rows = result.shape
+    arrays = (result, gradient, change, hessian, scores, grid.scale, grid.zero)
+    strides = (_stride(result), _stride(grid.scale), _stride(hessian))
+    _library().couple_columns(*map(_address, arrays), *strides, columns, rows, _Rule.of(grid.spec))
+
+
 def part_errors(
     values: Array, importance: Array, scale: Array, zero: Array | None, spec: TensorSpec, size: int
 ) -> Array | None:
@@ -308,10 +325,12 @@ def _library() -> Any:
     pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Rule)
     found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
     found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
+    found.couple_columns.argtypes = [pointer] * 7 + [count] * 5 + [rule]
     found.part_errors.argtypes = [pointer, pointer, count, pointer, pointer, count, count, pointer, rule]
     found.candidate_errors.argtypes = [pointer] * 3 + [count] * 3 + [pointer, rule]
     found.candidate_dots.argtypes = [pointer] * 4 + [count] * 3 + [pointer, rule]
     found.row_dots.argtypes = [pointer, pointer, count, count, pointer]
-    for name in ("solve_columns", "refine_columns", "part_errors", "candidate_errors", "candidate_dots", "row_dots"):
+    exported = ("solve_columns", "refine_columns", "couple_columns", "part_errors", "candidate_errors")
+    for name in (*exported, "candidate_dots", "row_dots"):
         getattr(found, name).restype = None
     return found

@@ -35,7 +35,8 @@ from quark.torch.bit_budget.groups import alike_experts, alike_in_block
 from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
 from quark.torch.bit_budget.tape import Tape
 from quark.torch.calibration.distributed import from_first, part_of, rank, shared_work, summed, world
-from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
+from quark.torch.calibration.drawn_labels import drawn_likelihood
+from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
 
 SEED = 0
@@ -182,19 +183,7 @@ class Sweep:
                 calibration_step(self.model, batch, device, 0)
         finally:
             handle.remove()
-        logits = next((x for name, x in named_outputs(seen[0]) if name == "logits"), None)
-        if logits is None:
-            raise NotSupportedError(
-                f"{type(self.model).__name__} gives no logits, by whose distribution a loss is measured. Possible: a "
-                "model with a head (AutoModelForCausalLM, ...)."
-            )
-        rows = torch.log_softmax(logits.float(), -1).flatten(0, -2)
-        labels = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
-        drawn = rows.gather(1, labels)[:, 0]
-        mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-        if isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:-1]:
-            drawn = drawn[mask.flatten().bool().to(drawn.device)]  # padding predicts nothing
-        return drawn.sum(), len(drawn)
+        return drawn_likelihood(self.model, seen[0], batch, generator)
 
     def _back(self, index: int, calls: Sequence[Call]) -> None:
         """Collect the moments of one block, and hand the scores to the one before it."""

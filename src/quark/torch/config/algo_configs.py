@@ -117,29 +117,27 @@ class ImatrixConfig(AlgoConfig):
 class _ColumnOrder:
     """What the GPTQ family has in common.
 
-    Beside the documented fields: `group_aware_order` orders groups, and the columns within each, by importance, so that
-    scales may still be found on the way (desc_act=False, static_groups=False). After the first solution, scales are
-    fitted to the codes and every column is rounded again with the others fixed, `refine_passes` times. `block_size`,
-    and Qronos' `beta`, are steps of other implementations and change nothing here.
+    Beside the documented fields: `group_aware_order` orders groups, and the columns in each, by importance, so that
+    scales may be found on the way; `refine_passes` times, scales are fitted to the codes and each column is rounded
+    again; with `fisher`, as often by what it does to the model's distribution. `block_size`, `beta` change nothing.
     """
 
     desc_act: bool
     static_groups: bool
     group_aware_order: bool
     refine_passes: int
+    fisher: bool
 
     def _check(self) -> None:
+        kind = type(self).__name__
         if self.desc_act and not self.static_groups:
-            raise ConfigError(
-                f"{type(self).__name__}: desc_act=True needs static_groups=True: reordered columns would mix "
-                "groups. Set static_groups=True or desc_act=False."
-            )
+            raise ConfigError(f"{kind}: desc_act=True needs static_groups=True: reordered columns would mix groups.")
         if self.desc_act and self.group_aware_order:
-            raise ConfigError(
-                f"{type(self).__name__}: group_aware_order takes the place of desc_act; set desc_act=False."
-            )
+            raise ConfigError(f"{kind}: group_aware_order takes the place of desc_act; set desc_act=False.")
         if self.refine_passes < 0:
-            raise ConfigError(f"{type(self).__name__}.refine_passes: {self.refine_passes} is below 0.")
+            raise ConfigError(f"{kind}.refine_passes: {self.refine_passes} is below 0.")
+        if self.fisher and self.refine_passes == 0:
+            raise ConfigError(f"{kind}: fisher=True refines: refine_passes must be 1 or more.")
 
 
 @checked_dataclass
@@ -155,6 +153,7 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
     model_decoder_layers: str = ""
     group_aware_order: bool = False
     refine_passes: int = 1
+    fisher: bool = False
 
 
 @checked_dataclass
@@ -171,6 +170,7 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
     model_decoder_layers: str = ""
     group_aware_order: bool = False
     refine_passes: int = 1
+    fisher: bool = False
 
 
 @checked_dataclass
@@ -187,6 +187,7 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     beta: float = 1e4
     group_aware_order: bool = False
     refine_passes: int = 1
+    fisher: bool = False
 
 
 @checked_dataclass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -91,3 +92,15 @@ def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
         return group
     inputs = [fake_quantize(x.contiguous(), None, spec) if x.numel() else x for x in group.inputs]
     return InputGroup(group.layers, inputs, group.float_inputs, group.go_on)
+
+
+@contextmanager
+def damped(gram: torch.Tensor, damping: float) -> Iterator[torch.Tensor]:
+    """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
+    diagonal = gram.diagonal()
+    before = diagonal.clone()
+    diagonal.copy_(torch.where(before == 0, 1.0, before + damping * before.mean()))
+    try:
+        yield gram
+    finally:
+        diagonal.copy_(before)

@@ -6,8 +6,8 @@ Experts of one shape are solved at once: arrays have an axis for the expert in f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -24,7 +24,15 @@ from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
-from quark.torch.algorithms.rounding.column_problem import ColumnProblem, as_read, names_of, stacked, unstacked
+from quark.torch.algorithms.rounding.column_problem import (
+    ColumnProblem,
+    as_read,
+    damped,
+    names_of,
+    stacked,
+    unstacked,
+)
+from quark.torch.algorithms.rounding.coupled_rows import goal_of, refined_rows
 from quark.torch.algorithms.rounding.fix_scales import chosen_layers, fix_scales
 from quark.torch.algorithms.rounding.grids import (
     DynamicGrid,
@@ -34,6 +42,7 @@ from quark.torch.algorithms.rounding.grids import (
     dynamic_group,
     static_grid,
 )
+from quark.torch.algorithms.rounding.output_scores import OutputScores
 from quark.torch.algorithms.rounding.solved_errors import report_layer
 from quark.torch.calibration.calibrate import naming
 from quark.torch.calibration.distributed import shared_work
@@ -50,6 +59,22 @@ class GPTQ(Algorithm):
     rounds = True
     rounds_moved: ClassVar[bool] = True
     """Whether the float weight that `pull` moves is the one that is rounded, or only what refinement comes near to."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.learns = self.needs_whole = config.fisher  # type: ignore[misc]
+        self.sums = not config.fisher  # type: ignore[misc]
+        self.scores: OutputScores | None = None
+        self.of_outputs: dict[str, torch.Tensor] = {}
+
+    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        self.blocks = blocks
+
+    def learn(self, model: nn.Module, layers: Mapping[str, QuantLayer], data: Sequence[Any]) -> None:
+        self.scores = OutputScores(model, self.blocks, data)
+
+    def enter(self, block: Block) -> None:
+        self.of_outputs = {} if self.scores is None else self.scores.of_layers(block)
 
     def on_inputs(self, group: InputGroup, block: Block) -> None:
         self.on_expert_inputs([group], block)
@@ -215,14 +240,29 @@ class _Solver:
                     solved[problem][layer][rows] = values.T
                     found[problem][layer].append(one)
         factors = zip(unstacked(self.feedback, self.problems), unstacked(self.importance, self.problems), strict=True)
-        for problem, factor, of, some, before, values in zip(
-            self.problems, factors, names, weights, qparams, solved, strict=True
-        ):
-            for name, weight, params, value in zip(of, some, before, values, strict=True):
-                report_layer(problem, name, weight, value, (params, spec), factor)
-        for some, values_of, parts_of in zip(own, solved, found, strict=True):
-            for module, weight, parts in zip(some, values_of, parts_of, strict=True):
-                freeze_weight(module, weight, _joined(parts))
+        every = zip(self.problems, factors, names, own, weights, qparams, solved, found, strict=True)
+        for problem, factor, *of_layers in every:
+            for name, module, weight, before, rounded, parts in zip(*of_layers, strict=True):
+                result, scales = self._coupled(problem, name, weight, rounded, _joined(parts), spec, factor)
+                report_layer(problem, name, weight, result, (before, spec), factor)
+                freeze_weight(module, result, scales)
+
+    def _coupled(
+        self,
+        problem: ColumnProblem,
+        name: str,
+        weight: torch.Tensor,
+        values: torch.Tensor,
+        params: QParams,
+        spec: TensorSpec,
+        factor: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, QParams]:
+        """A solution and its scales, refined under the scores of the layer's outputs where they are known."""
+        scores = self.algorithm.of_outputs.pop(name, None)
+        if scores is None or not by_row(spec):
+            return values, params
+        goal = goal_of(problem, name, weight, factor, slice(None))
+        return refined_rows(problem, goal, values, params, spec, scores, self.algorithm.config.refine_passes)
 
     def _pieces(self, rows: list[int], spec: TensorSpec) -> list[list[tuple[int, slice]]]:
         """(layer, rows) that are solved at once."""
@@ -312,25 +352,13 @@ class _Solver:
     ) -> tuple[torch.Tensor, list[list[QParams]]]:
         """All columns visited again in natural order, the scales of each group fitted before."""
         passes, fitted = self.algorithm.config.refine_passes, None
-        with ExitStack() as damped:
-            grams = [damped.enter_context(_damped(problem.group.gram, problem.damping)) for problem in self.problems]
+        with ExitStack() as stack:
+            grams = [stack.enter_context(damped(problem.group.gram, problem.damping)) for problem in self.problems]
             if not can_be_fitted(grid.spec):
                 return refine(goal, solved, stacked(grams), grid, passes, gradient=gradient), qparams
             fitted = FittedScales(qparams, weights, grid)
             solved = refine(goal, solved, stacked(grams), grid, passes, fitted.size, fitted.fit, gradient)
         return solved, fitted.fitted()
-
-
-@contextmanager
-def _damped(gram: torch.Tensor, damping: float) -> Iterator[torch.Tensor]:
-    """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
-    diagonal = gram.diagonal()
-    before = diagonal.clone()
-    diagonal.copy_(torch.where(before == 0, 1.0, before + damping * before.mean()))
-    try:
-        yield gram
-    finally:
-        diagonal.copy_(before)
 
 
 def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:

@@ -20,6 +20,8 @@ from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import FLOAT_SCALES, TensorSpec
 
+ALL = slice(None)
+
 
 def static_grid(
     params: list[list[QParams]],
@@ -136,12 +138,12 @@ class FittedScales:
         scales = [torch.cat([one.scale.reshape(len(one.scale), -1) for one in own]) for own in params]
         self.scale = scales[0] if len(scales) == 1 else torch.stack(scales)
 
-    def fit(self, group: int, factor: torch.Tensor) -> torch.Tensor:
-        """Multiply the scales of a group; the factors that are left when they are rounded."""
-        before = self.scale[..., group].clone()
+    def fit(self, group: int, factor: torch.Tensor, rows: slice = ALL) -> torch.Tensor:
+        """Multiply the scales of a group, of some rows; the factors that are left when they are rounded."""
+        before = self.scale[..., rows, group].clone()
         fitted = round_scale(before * factor, self.grid.spec, self.dtype)
-        self.scale[..., group] = fitted
-        self.grid.scale[..., group * self.size : (group + 1) * self.size, :] = fitted[..., None, :]
+        self.scale[..., rows, group] = fitted
+        self.grid.scale[..., group * self.size : (group + 1) * self.size, rows] = fitted[..., None, :]
         return fitted / before
 
     def fitted(self) -> list[list[QParams]]:

@@ -10,6 +10,7 @@ from quark.core.solvers import gptq
 from quark.core.spec import TensorSpec
 from quark.progress import OUTPUT_ERROR, report
 from quark.torch.algorithms.rounding.column_problem import ColumnProblem
+from quark.torch.algorithms.rounding.coupled_rows import goal_of
 
 
 def report_layer(
@@ -31,11 +32,8 @@ def report_layer(
         factor: F and d of the problem, in its order.
     """
     rows = gptq.some_rows(len(weight))
-    goal = weight[rows].float()
-    if name in problem.pulls:
-        # What is lost is counted from the weight that does best on these inputs; see `gptq.moved_target`.
-        pull = problem.pulls[name][:, rows][problem.order]
-        goal[:, problem.order] += gptq.moved_target(pull, *factor).T
+    # What is lost is counted from the weight that does best on these inputs.
+    goal = goal_of(problem, name, weight, factor, rows)
     before = fake_quantize(weight, *nearest)[rows]
     gram = problem.group.gram
     after = gptq.output_error(goal, solved[rows], gram)

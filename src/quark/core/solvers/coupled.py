@@ -1,0 +1,126 @@
+"""Refinement under the second moments of both sides of a layer: those of what it reads, and of its output's scores.
+
+    objective   tr( G (W - Q) H (W - Q)^T )     H = X X^T of the inputs, G = sum of g g^T of the scores g = d log p / dy
+    element     Q_rj <- quantize( Q_rj + (G (W - Q) H)_rj / (G_rr H_jj) )                all others fixed
+    group       scales of g *= f,   M f = s + M 1,   M_rs = G_rs q_rg H_gg q_sg,   s_r = q_rg (H (W - Q)^T G)_gr
+
+G x H is the Fisher matrix of a layer's weight in its Kronecker form (Martens and Grosse 2015, arXiv:1503.05671), so the
+objective is, to second order, what the rounding does to the distribution that the model gives; rounding by it is
+Tseng et al. 2025 (arXiv:2505.22988). With G = 1 it is that of `refine.py`.
+
+Rows depend on each other here. ROWS neighbouring ones are solved together, column by column, and in a column row by
+row; what the rows before and after them are off is in the gradient that they start from. Each step is the best value of
+one element, so the objective never grows. Arrays hold the columns of W as rows, as in `gptq.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quark.core.array import Array, like, namespace
+from quark.core.solvers.columns import BLOCK, ColumnGrid, compiled_for, couple_block
+from quark.core.solvers.halves import add_product, in_halves
+
+ROWS = 64
+"""Rows of W that are solved together."""
+RIDGE = 1e-6
+"""Share of the mean of its diagonal that M gets, whose groups may be all 0."""
+
+Fit = Callable[[int, Array], Array]
+"""(group, factors of its scales, (rows,)) -> the factors by which they really changed."""
+
+
+def refine_coupled(
+    weight: Array,
+    quantized: Array,
+    hessian: Array,
+    scores: Array,
+    of_rows: Callable[[slice], tuple[ColumnGrid, Fit | None]],
+    passes: int,
+    size: int = 0,
+) -> Array:
+    """Coordinate descent on tr(G (W - Q) H (W - Q)^T) from a first solution.
+
+    Args:
+        weight, quantized: Transposed, shape (columns, rows), float32.
+        hessian: Damped H, shape (columns, columns).
+        scores: Damped G, shape (rows, rows).
+        of_rows: Rows -> their grid and, where their scales are to be fitted before a group is visited, what does it.
+        passes: How often all elements are visited.
+        size: Columns of a group; 0: all.
+
+    Returns:
+        The quantized values, shape (columns, rows).
+    """
+    result = quantized * 1.0
+    for _ in range(passes):
+        for start in range(0, weight.shape[1], ROWS):
+            rows = slice(start, min(start + ROWS, weight.shape[1]))
+            grid, fit = of_rows(rows)
+            gradient = hessian @ ((weight - result) @ scores[:, rows])
+            part = _Rows(result[:, rows] * 1.0, gradient, hessian, scores[rows, rows] * 1.0, grid)
+            part.visit_all(size or len(weight), fit)
+            result[:, rows] = part.result
+    return result
+
+
+class _Rows:
+    """Some rows, in one pass.
+
+    Attributes:
+        result: Their values, (columns, rows).
+        gradient: H (W - Q)^T G of them.
+        change: What each column changed, times G of these rows.
+    """
+
+    def __init__(self, result: Array, gradient: Array, hessian: Array, scores: Array, grid: ColumnGrid) -> None:
+        self.result, self.gradient, self.hessian, self.scores, self.grid = result, gradient, hessian, scores, grid
+        self.change = namespace(result).zeros_like(result)
+        self.blocks = compiled_for(grid, result)
+
+    def visit_all(self, size: int, fit: Fit | None) -> None:
+        """Visit all columns, group by group."""
+        columns = len(self.result)
+        for start in range(0, columns, size):
+            here, rest = slice(start, min(start + size, columns)), slice(start + size, columns)
+            before = self.result[here] * 1.0
+            if fit is not None:
+                self._fit(here, start // size, fit)
+            in_halves(here.start, here.stop, self._step, self._carry, 1, BLOCK if self.blocks else 1)
+            self.change[here] = (before - self.result[here]) @ self.scores
+            if rest.start < columns:
+                add_product(self.gradient[rest], self.hessian[rest, here], self.change[here])
+
+    def _fit(self, here: slice, group: int, fit: Fit) -> None:
+        """Fit the scales of a group, of all rows at once, and move its values and their gradient with them."""
+        xp, values = namespace(self.result), self.result[here]
+        pushed = self.hessian[here, here] @ values
+        form = self.scores * (values.T @ pushed)
+        ridge = RIDGE * xp.diagonal(form).mean() + like([1e-30], form)[0]
+        places = range(len(form))
+        form[places, places] += ridge
+        push = (values * self.gradient[here]).sum(0)
+        factor = fit(group, xp.clip(1 + xp.linalg.solve(form, push[:, None])[:, 0], 0.5, 2.0))
+        self.result[here] = values * factor
+        self.gradient[here] -= (pushed * (factor - 1)) @ self.scores
+
+    def _step(self, start: int, stop: int) -> None:
+        """Visit one column, or a block of them."""
+        here = slice(start, stop)
+        if self.blocks:
+            grid = self.grid.block(start, stop, self.result)
+            result, gradient, change = (x[here] for x in (self.result, self.gradient, self.change))
+            couple_block(grid, result, gradient, change, self.hessian[here, here], self.scores)
+            return
+        result, gradient, own = self.result[start], self.gradient[start], self.hessian[start, start]
+        before = result * 1.0
+        for row in range(len(result)):
+            was = result[row] * 1.0
+            result[row] += gradient[row] / (self.scores[row, row] * own)
+            result[row] = self.grid(start, self.result)[row]
+            gradient += (own * (was - result[row])) * self.scores[row]
+        self.change[start] = (before - result) @ self.scores
+
+    def _carry(self, start: int, middle: int, stop: int) -> None:
+        left, right = slice(start, middle), slice(middle, stop)
+        add_product(self.gradient[right], self.hessian[right, left], self.change[left])
