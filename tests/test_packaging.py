@@ -38,7 +38,10 @@ EXTRAS_OF = {
     "commands/": {"torch", "onnx"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
-COME_WITH_OTHERS = {"pydantic_core": "pydantic brings the one version that it works with"}
+COME_WITH_OTHERS = {
+    "pydantic_core": "pydantic brings the one version that it works with",
+    "tokenizers": "transformers brings the one version that it works with",
+}
 NEVER_IMPORTED = {
     "safetensors": "transformers imports it, to read the files of a folder",
     "accelerate": "transformers imports it, for the `device_map` of import_model_from_safetensors(None, ...)",
