@@ -22,6 +22,7 @@ from quark.onnx.passes.convert_float import convert_fp16_to_fp32
 from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.fix_shapes import fix_shapes
+from quark.onnx.passes.hoist_constants import hoist_constants
 from quark.onnx.passes.simplify import join_constants, simplify
 from quark.onnx.qdq.qdq_nodes import EXTENDED
 from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
@@ -71,10 +72,11 @@ def prepare_body(model: ir.Model, settings: Settings) -> None:
 
 
 def _join_weights(model: ir.Model, settings: Settings) -> None:
-    """Make weights that are constants in parts whole, where they get codes."""
+    """Make weights that are constants in parts whole, and those of bodies constants, where they get codes."""
     simplifies = settings.passes.get(SIMPLIFY, True) not in (None, False)
     if simplifies and settings.specs.weights_apart and settings.qdq.matmul_nbits is None:
         join_constants(model)
+        hoist_constants(model)
 
 
 def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:
