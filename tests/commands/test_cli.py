@@ -21,6 +21,7 @@ from quark.commands import COMMANDS
 from quark.core.schemes import SCHEMES
 from quark.torch.config.block_mixes import MIXES
 from tests.commands.program import Done, quark
+from tests.models.families import family
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
 
@@ -128,18 +129,42 @@ def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path)
 def test_streaming_writes_the_same_files(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quark.commands.folders import quantize as quantize_folders
+    from quark.commands.folders import flows
 
     line = ("quantize", places["llama"], "--scheme", "int8", "--calib", places["text"])
     assert quark(*line, "-o", tmp_path / "memory").code == 0
     assert quark(*line, "-o", tmp_path / "stream", "--stream").code == 0
-    monkeypatch.setattr(quantize_folders, "fits_memory", lambda size: size < 1000)
+    monkeypatch.setattr(flows, "_fits_memory", lambda size: size < 1000)
     assert quark(*line, "-o", tmp_path / "small").code == 0
     for file in (tmp_path / "memory").iterdir():
         for other in ("stream", "small"):
             assert (tmp_path / other / file.name).read_bytes() == file.read_bytes(), file.name
     done = quark(*line, "-o", tmp_path / "no", "--stream", "--dtype", "float32")
     assert done.code == 1 and "--dtype auto" in done.err
+
+
+@pytest.mark.slow
+def test_what_needs_no_data_goes_from_file_to_file(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are those of a model in memory, which is built only where it has to be."""
+    from quark.commands.folders import flows
+
+    ways = []
+    in_memory = flows._in_memory
+    monkeypatch.setattr(flows, "_in_memory", lambda *a: ways.append("memory") or in_memory(*a))
+    line = ("quantize", places["llama"], "--scheme", "int4_wo_32", "--layer", "*.down_proj=int8_wo")
+    assert quark(*line, "-o", tmp_path / "files").code == 0 and not ways
+    assert quark(*line, "-o", tmp_path / "memory", "--no-stream").code == 0 and ways == ["memory"]
+    names = [{file.name for file in (tmp_path / folder).iterdir()} for folder in ("files", "memory")]
+    assert names[0] == names[1] and "config.json" in names[0]
+    for name in names[0]:
+        assert (tmp_path / "files" / name).read_bytes() == (tmp_path / "memory" / name).read_bytes(), name
+    # Conv1D holds its weight transposed: that needs the model.
+    source = tmp_path / "gpt2"
+    family("gpt2").save_pretrained(source)
+    assert quark("quantize", source, "--scheme", "int8_wo", "-o", tmp_path / "gpt2-int8").code == 0
+    assert ways == ["memory", "memory"] and not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ PackMethod = Annotated[str, folder_option(help="Order of 4-bit codes: reorder or
 Stream = Annotated[
     bool | None,
     folder_option(
-        help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small."
+        help="Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small, "
+        "and tensor by tensor where no data are needed."
     ),
 ]
 TrustRemoteCode = Annotated[

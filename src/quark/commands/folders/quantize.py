@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,25 +13,19 @@ from quark.command_line import results
 from quark.commands.folders.bit_budget import Budget, choice_table, choose_for_budget
 from quark.commands.folders.calibration import Calibration
 from quark.commands.folders.export import GGUF, ONNX, Export
+from quark.commands.folders.flows import write_folder
 from quark.commands.folders.quantized_page import page_of_folder
 from quark.commands.recipes.recipe import RECIPE, Recipe
 from quark.commands.results.quantized import say_how_to_evaluate, size_line
 from quark.errors import ConfigError, NotSupportedError
 from quark.goals.efforts import DEFAULT_TEXT
-from quark.memory_and_disk import available_memory
-
-Samples = Callable[["ModelInputs"], list[Any] | None]
-"""The calibration data for a model that takes these inputs."""
 
 if TYPE_CHECKING:
     from quark.commands.folders.imatrix import Imatrices
-    from quark.commands.folders.model_inputs import ModelInputs
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
 MIX_ALGORITHM = "qronos"
 """What rounds a mix of block types where there is calibration data, and no --algorithm."""
-STREAMED = "quark"
-"""The format that is written block by block."""
 
 
 def quantize_folder(
@@ -84,11 +78,8 @@ def quantize_folder(
     if budget is not None:
         config, chosen = _chosen(model, budget, config, calibration, device, layer, imatrix.read)
     recipe, export = _with_recipe(recipe, export, calibration)
-    if _streams(stream, export, model, load):
-        after, errors = _streamed(model, config, calibration.read, device, dtype, export)
-    else:
-        save = partial(imatrix.save, calib=calib)
-        after, errors = _in_memory(model, config, calibration.read, device, dtype, export, load, save)
+    save = partial(imatrix.save, calib=calib)
+    after, errors = write_folder(model, config, calibration, device, dtype, export, stream, load, save)
     console.print(size_line(title, before, after, start), highlight=False)
     _say_how_to_evaluate(model, export, calib)
     load_as = {"device": device, "dtype": dtype, **load}
@@ -185,79 +176,6 @@ def config_of_choice(
     if budget.export_format == GGUF:
         return mix_config(model, choice.schemes, base.exclude, layers, base.algo_config, imatrix=imatrix)
     return table.config(choice, base)
-
-
-def _in_memory(
-    model: Path,
-    config: Any,
-    samples: Samples,
-    device: str,
-    dtype: str,
-    export: Export,
-    load: Mapping[str, bool],
-    before: Callable[[Any, list[Any] | None], None],
-) -> tuple[int, list[Any]]:
-    """Write the quantized model, after `before` has had the float one.
-
-    Returns:
-        The bytes of its weights on disk, and its `quant_errors`.
-    """
-    from quark.commands.folders.models import check_loading, inputs_of, load_model
-    from quark.commands.folders.preflight import preflight_data
-    from quark.torch import ModelQuantizer
-    from quark.torch.model.model_folder import read_config
-
-    check_loading(device, dtype)
-    stored = read_config(model).get("quantization_config")
-    data = None if stored else preflight_data(model, config, samples, export, dtype, load)
-    float_model = load_model(model, device, dtype, **load)
-    if stored:  # only the model that is loaded says what it takes
-        data = samples(inputs_of(model, float_model))
-    before(float_model, data)
-    quantizer = ModelQuantizer(config)
-    quantized: Any = quantizer.freeze(quantizer.quantize_model(float_model, data))
-    return export.write(quantized, model), quantized.quant_errors
-
-
-def _streamed(
-    model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export
-) -> tuple[int, list[Any]]:
-    """The same without a model in memory, whose errors are in the log only."""
-    from quark.commands.folders.models import folder_bytes, inputs_of, load_meta_model
-    from quark.torch.flows.from_disk import stream
-
-    if dtype != "auto":
-        raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
-    data = samples(inputs_of(model, load_meta_model(model)))
-    stream(config, model, export.output, data, device=device, **export.options)
-    return folder_bytes(export.output), []
-
-
-def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
-    """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
-    from quark.commands.folders.models import folder_bytes
-    from quark.torch.calibration.distributed import from_first
-
-    if export.form != STREAMED and stream:
-        raise ConfigError(
-            f"--stream with --export-format {export.form}: block by block only the {STREAMED} format is written. "
-            f"Possible: --export-format {STREAMED}, or no --stream."
-        )
-    if stream and any(load.values()):
-        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in load.items() if value)
-        raise ConfigError(f"{given} with --stream: block by block, a class of transformers is needed that holds all.")
-    if any(load.values()):
-        return False
-    if stream is None:
-        # What is free of the memory differs between processes.
-        stream = not from_first(fits_memory(folder_bytes(model)))
-    return export.form == STREAMED and stream
-
-
-def fits_memory(weight_bytes: int) -> bool:
-    """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
-    available = available_memory()
-    return available is None or 1.5 * weight_bytes < available
 
 
 def with_default(

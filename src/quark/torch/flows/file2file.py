@@ -38,6 +38,7 @@ from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
+from quark.torch.writers.safetensors import write_attachments
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def quantize_files(
     pack_method: str = "reorder",
     max_shard_size: str = "5GB",
     overwrite: bool = False,
+    attachments: Mapping[str, str] | None = None,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -94,7 +96,7 @@ def quantize_files(
         output: Folder to make; it appears when all of it is written.
         devices: Where the arithmetic runs; each gets `workers` processes.
         workers: Processes per device; 1 on one device stays in this process.
-        weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
+        weight_format, pack_method, max_shard_size, overwrite, attachments: As for `export_safetensors`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
@@ -115,6 +117,7 @@ def quantize_files(
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
             job.write_rest(folder)
+            write_attachments(attachments, folder)
     logger.info("Quantized %s to %s.", source, output)
 
 
