@@ -39,6 +39,8 @@ SPARSE = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 4}
 GPT2 = {"vocab_size": 2048, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -82,6 +84,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "internlm3": SIZES | {"head_dim": 16},
     "ministral": SIZES | {"head_dim": 16, "sliding_window": 48},
     "granitemoe": SIZES | {"num_local_experts": 4, "embedding_multiplier": 3.0, "attention_multiplier": 0.1},
+    "deepseek_v2": SIZES | SPARSE | LATENT | {"norm_topk_prob": False},
+    "deepseek_v3": SIZES | SPARSE | LATENT,
+    "glm4_moe_lite": SIZES | SPARSE | LATENT | {"mlp_layer_types": ["dense", "sparse"]},
     "glm4_moe": SIZES | SPARSE | {"head_dim": 16},
     "dots1": SIZES | SPARSE | {"num_key_value_heads": 4},
     "minimax_m2": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
@@ -135,6 +140,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon, one key": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
     "falcon, one norm": ("falcon", {"num_ln_in_parallel_attn": 1}),
+    "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek_v3, groups": ("deepseek_v3", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "deepseek_v2, 27 layers": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 27}),
     "ernie4_5_moe, two shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
 }
 """Name -> `model_type`, and what is other than in CONFIGS."""

@@ -34,6 +34,8 @@ class Architecture:
             know no window.
         window_layers: How many layers models have in which readers know windows, where only such have them.
         mixture: Whether it is a mixture of experts.
+        without: Fields of the config that have to be false: readers know nothing of the kind.
+        whole_heads: Whether a head has hidden_size / heads values, always.
         details: Field of the config -> method of the writer, for what only this architecture has.
         derived: The config -> other metadata, the writer's method without "add_" -> value.
         gating: Name in gguf.ExpertGatingFuncType of what makes weights of experts, where a file has to say it.
@@ -49,6 +51,8 @@ class Architecture:
     window_period: int = 0
     window_layers: int | None = None
     mixture: bool = False
+    without: tuple[str, ...] = ()
+    whole_heads: bool = False
     details: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     gating: str = ""
@@ -77,12 +81,16 @@ class Architecture:
 
 
 def head_size(config: Any) -> int:
-    """Values in an attention head."""
+    """Values in an attention head of queries and keys."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def kv_heads(config: Any) -> int:
     """Heads of keys and values."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.num_attention_heads)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     return int(first_of(config, "num_key_value_heads", "num_kv_heads") or config.num_attention_heads)
@@ -99,6 +107,14 @@ def refuse_activation(architecture: Architecture, config: Any) -> str | None:
     named = (getattr(config, name, None) for name in ACTIVATION_FIELDS)
     other = next((name for name in named if name is not None and name not in possible), None)
     return None if other is None else f"the activation {other}"
+
+
+def refuse_fields(architecture: Architecture, config: Any) -> str | None:
+    """A field that is set, or a size of heads, that readers know nothing of; None if there is none."""
+    if architecture.whole_heads and head_size(config) * config.num_attention_heads != config.hidden_size:
+        return "heads of other than hidden_size / num_attention_heads values"
+    found = ((name, getattr(config, name, None)) for name in architecture.without)
+    return next((f"{name}={value}" for name, value in found if value), None)
 
 
 def sliding_window(config: Any) -> int | None:

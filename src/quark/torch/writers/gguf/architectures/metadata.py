@@ -27,7 +27,7 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads(config))
     writer.add_key_length(head_size(config))
-    writer.add_value_length(head_size(config))
+    writer.add_value_length(first_of(config, "v_head_dim") or head_size(config))
     writer.add_vocab_size(config.vocab_size)
     epsilon = first_of(config, "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps")
     if epsilon is not None:
@@ -43,7 +43,8 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
         )
         writer.add_expert_used_count(first_of(config, "num_experts_per_tok", "moe_k", "moe_topk"))
     for name, method in architecture.details.items():
-        getattr(writer, method)(getattr(config, name))
+        if getattr(config, name) is not None:
+            getattr(writer, method)(getattr(config, name))
     for name, value in architecture.derived(config).items():
         getattr(writer, f"add_{name}")(value)
     if architecture.gating:

@@ -72,8 +72,12 @@ def write_rope(writer: Any, config: Any) -> None:
         return
     factor = full["factor"] or config.max_position_embeddings / original
     writer.add_rope_scaling_factor(factor)
-    # A reader multiplies by this factor of the paper itself.
-    writer.add_rope_scaling_attn_factors(attention / (1 + math.log(factor) / 10))
+    if getattr(config, "kv_lora_rank", None):
+        # Such readers take both factors, of rotations and of attention, from this one; a tenth of it by convention.
+        writer.add_rope_scaling_yarn_log_mul(full.get("mscale_all_dim", 0.0) / 10)
+    else:
+        # A reader multiplies by this factor of the paper itself.
+        writer.add_rope_scaling_attn_factors(attention / (1 + math.log(factor) / 10))
     for name, usual in YARN_BETAS.items():
         if (full.get(name) or usual) != usual:
             getattr(writer, f"add_rope_scaling_yarn_{name}")(full[name])
@@ -120,4 +124,6 @@ def _kind(rotation: Mapping[str, Any]) -> str:
 
 def _size(config: Any, rotation: Mapping[str, Any]) -> int:
     """Values of a head that are rotated."""
+    if getattr(config, "qk_rope_head_dim", None):
+        return int(config.qk_rope_head_dim)
     return int(head_size(config) * rotation.get("partial_rotary_factor", 1.0))

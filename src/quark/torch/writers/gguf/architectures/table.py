@@ -13,12 +13,17 @@ from quark.errors import NotSupportedError
 from quark.torch.writers.gguf.architectures.architecture import (
     Architecture,
     head_size,
+    kv_heads,
     refuse_activation,
+    refuse_fields,
     refuse_windows,
     sliding_window,
 )
 from quark.torch.writers.gguf.architectures.rope import refuse_rope
 
+BIAS = ("attention_bias",)
+BIASES = (*BIAS, "mlp_bias")
+TIED = "tie_word_embeddings"
 EXPERT_SIZE = {"moe_intermediate_size": "add_expert_feed_forward_length"}
 PARALLEL = {"use_parallel_residual": "add_parallel_residual"}
 SPARSE = EXPERT_SIZE | {
@@ -27,21 +32,14 @@ SPARSE = EXPERT_SIZE | {
     "routed_scaling_factor": "add_expert_weights_scale",
     "norm_topk_prob": "add_expert_weights_norm",
 }
+LATENT = SPARSE | {"kv_lora_rank": "add_kv_lora_rank", "q_lora_rank": "add_q_lora_rank"}
+GROUPS = {"n_group": "add_expert_group_count", "topk_group": "add_expert_group_used_count"}
 SCALES = {
     "attention_multiplier": "add_attention_scale",
     "embedding_multiplier": "add_embedding_scale",
     "residual_multiplier": "add_residual_scale",
     "logits_scaling": "add_logit_scale",
 }
-
-
-def refuse_fields(**wrong: str) -> Any:
-    """The refusal of configs in which one of these fields is true; what each is called."""
-
-    def refuse(config: Any) -> str | None:
-        return next((what for name, what in wrong.items() if getattr(config, name, None)), None)
-
-    return refuse
 
 
 def _query_scale(config: Any, layers: int) -> str | None:
@@ -55,12 +53,6 @@ def _gemma2(config: Any) -> str | None:
     # Readers take 50 and 30 where a file says nothing.
     capped = config.attn_logit_softcapping and config.final_logit_softcapping
     return _query_scale(config, 46) if capped else "logits without softcapping"
-
-
-def _gemma3(config: Any) -> str | None:
-    return _query_scale(config, 62) or refuse_fields(
-        final_logit_softcapping="softcapping", attn_logit_softcapping="softcapping"
-    )(config)
 
 
 def _gpt2_scale(config: Any) -> str | None:
@@ -91,90 +83,189 @@ def _exaone4(config: Any) -> str | None:
 
 
 def _falcon(config: Any) -> str | None:
-    if not config.parallel_attn:
-        return "attention and feed-forward one after the other"
-    return refuse_fields(alibi="alibi", bias="biases")(config)
+    return None if config.parallel_attn else "attention and feed-forward one after the other"
 
 
 def _mpt(config: Any) -> str | None:
     attention = config.attn_config
     if not attention.alibi:
         return "positions other than alibi"
-    return refuse_fields(qk_ln="norms of queries and keys", softmax_scale="another attention scale")(attention)
+    found = next((name for name in ("qk_ln", "softmax_scale", "clip_qkv") if getattr(attention, name, None)), None)
+    return f"attn_config.{found}" if found else None
 
 
-QK_NORMS = {"qk_layernorm": "norms of queries and keys"}
+def _bigcode(config: Any) -> str | None:
+    if not config.multi_query:
+        return "keys of more than one head"
+    return None if config.scale_attn_weights else "another attention scale"
+
+
+def _gpt_oss(config: Any) -> str | None:
+    if not config.attention_bias:
+        return "attention without biases"
+    usual = config.swiglu_alpha == 1.702 and config.swiglu_limit == 7.0
+    return None if usual else "a gate with other swiglu_alpha or swiglu_limit"
+
+
+def _shared_heads(config: Any) -> str | None:
+    return None if kv_heads(config) == config.num_attention_heads else "fewer heads of keys than of queries"
+
+
+def _latent(config: Any) -> str | None:
+    """DeepSeek's attention, whose keys and values come from one short vector."""
+    if not config.q_lora_rank and config.num_hidden_layers not in (26, 27):
+        return "queries without q_lora_rank in a model of other than 26 or 27 layers"
+    if not getattr(config, "rope_interleave", True):
+        return "rotations of halves"
+    rope = config.rope_parameters
+    if rope["rope_type"] == "linear":
+        return "rotary scaling of type linear"
+    even = rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim") and not rope.get("attention_factor")
+    return "yarn with mscale other than mscale_all_dim" if rope["rope_type"] == "yarn" and not even else None
+
+
+def _deepseek_v2(config: Any) -> str | None:
+    grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
+    return "experts that are chosen by groups" if grouped else _latent(config)
+
+
 ARCHITECTURES: Registry[Architecture] = Registry("GGUF architecture")
 """`model_type` of a transformers config -> architecture."""
 for _type, _row in {
-    "llama": Architecture("llama", pairs=True, refuse=refuse_fields(mlp_bias="mlp_bias")),
+    "llama": Architecture("llama", pairs=True, without=("mlp_bias",)),
     "mistral": Architecture("llama", pairs=True),
     "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
+    "qwen3": Architecture("qwen3", without=BIAS),
     "phi3": Architecture("phi3"),
-    "starcoder2": Architecture("starcoder2", "gelu", layer_norm=True),
-    "gemma2": Architecture("gemma2", "gelu", unit_norms=True, window_period=2, refuse=_gemma2),
-    "gemma3_text": Architecture("gemma3", "gelu", unit_norms=True, window_period=6, refuse=_gemma3),
-    "gemma": Architecture("gemma", "gelu", unit_norms=True),
-    "smollm3": Architecture("smollm3", pairs=True, refuse=_no_rope_layers),
-    "olmo": Architecture("olmo", pairs=True, derived=lambda c: {"layer_norm_eps": 1e-5}),
-    "olmo2": Architecture("olmo2"),
-    "olmo3": Architecture("olmo2", window_period=4),
-    "cohere": Architecture("command-r", layer_norm=True, details={"logit_scale": "add_logit_scale"}),
-    "cohere2": Architecture("cohere2", layer_norm=True, window_period=4, details={"logit_scale": "add_logit_scale"}),
-    "glm": Architecture("chatglm"),
+    "starcoder2": Architecture(
+        "starcoder2", "gelu", layer_norm=True, refuse=lambda c: None if c.use_bias else "layers without biases"
+    ),
+    "gemma2": Architecture("gemma2", "gelu", unit_norms=True, window_period=2, without=BIAS, refuse=_gemma2),
+    "gemma3_text": Architecture(
+        "gemma3",
+        "gelu",
+        unit_norms=True,
+        window_period=6,
+        without=(*BIAS, "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+        refuse=lambda c: _query_scale(c, 62),
+    ),
+    "gemma": Architecture("gemma", "gelu", unit_norms=True, without=BIAS),
+    "smollm3": Architecture("smollm3", pairs=True, without=BIASES, refuse=_no_rope_layers),
+    "olmo": Architecture(
+        "olmo",
+        pairs=True,
+        without=(*BIAS, "clip_qkv"),
+        derived=lambda c: {"layer_norm_eps": 1e-5},
+    ),
+    "olmo2": Architecture("olmo2", without=(*BIAS, TIED)),
+    "olmo3": Architecture("olmo2", window_period=4, without=(*BIAS, TIED)),
+    "cohere": Architecture(
+        "command-r",
+        layer_norm=True,
+        without=(*BIAS, "use_qk_norm"),
+        details={"logit_scale": "add_logit_scale"},
+    ),
+    "cohere2": Architecture(
+        "cohere2",
+        layer_norm=True,
+        window_period=4,
+        without=BIAS,
+        whole_heads=True,
+        details={"logit_scale": "add_logit_scale"},
+    ),
+    "glm": Architecture("chatglm", whole_heads=True),
     "glm4": Architecture("glm4"),
-    "falcon": Architecture("falcon", "gelu", layer_norm=True, fused_heads="query_key_value", refuse=_falcon),
-    "bloom": Architecture("bloom", "gelu", layer_norm=True, fused_heads="query_key_value"),
+    "falcon": Architecture(
+        "falcon",
+        "gelu",
+        layer_norm=True,
+        fused_heads="query_key_value",
+        without=("alibi", "bias"),
+        refuse=_falcon,
+    ),
+    "bloom": Architecture(
+        "bloom",
+        "gelu",
+        layer_norm=True,
+        fused_heads="query_key_value",
+        without=("apply_residual_connection_post_layernorm",),
+    ),
     "mpt": Architecture("mpt", "gelu", layer_norm=True, derived=lambda c: {"max_alibi_bias": 8.0}, refuse=_mpt),
-    "gpt_bigcode": Architecture("starcoder", "gelu", layer_norm=True),
-    "nemotron": Architecture("nemotron", "relu2", layer_norm=True, unit_norms=True),
-    "arcee": Architecture("arcee", "relu2", pairs=True),
-    "seed_oss": Architecture("seed_oss"),
-    "ernie4_5": Architecture("ernie4_5"),
+    "gpt_bigcode": Architecture("starcoder", "gelu", layer_norm=True, refuse=_bigcode),
+    "nemotron": Architecture("nemotron", "relu2", layer_norm=True, unit_norms=True, without=(TIED,), whole_heads=True),
+    "arcee": Architecture("arcee", "relu2", pairs=True, without=BIASES),
+    "seed_oss": Architecture("seed_oss", without=("attention_out_bias", "mlp_bias")),
+    "ernie4_5": Architecture("ernie4_5", without=("use_bias",)),
     "exaone4": Architecture(
         "exaone4",
         window_period=4,
         window_layers=64,
         refuse=lambda c: None if c.num_hidden_layers == 64 else _exaone4(c),
     ),
-    "hunyuan_v1_dense": Architecture("hunyuan-dense"),
-    "helium": Architecture("llama"),
-    "internlm3": Architecture("llama", pairs=True),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", without=BIAS),
+    "helium": Architecture("llama", without=("mlp_bias",)),
+    "internlm3": Architecture("llama", pairs=True, without=("mlp_bias",)),
     "ministral": Architecture("llama", pairs=True),
-    "stablelm": Architecture("stablelm", layer_norm=True, details=PARALLEL, refuse=refuse_fields(**QK_NORMS)),
-    "phi": Architecture("phi2", "gelu", layer_norm=True, refuse=refuse_fields(**QK_NORMS)),
+    "stablelm": Architecture("stablelm", layer_norm=True, without=("qk_layernorm", TIED), details=PARALLEL),
+    "phi": Architecture("phi2", "gelu", layer_norm=True, without=("qk_layernorm", TIED)),
     "gpt_neox": Architecture(
         "gptneox",
         "gelu",
         layer_norm=True,
         fused_heads="query_key_value",
+        without=(TIED,),
         details=PARALLEL,
         refuse=lambda c: None if c.attention_bias else "attention without biases",
     ),
-    "granite": Architecture("granite", pairs=True, details=SCALES, refuse=refuse_fields(mlp_bias="mlp_bias")),
+    "granite": Architecture("granite", pairs=True, without=("mlp_bias",), details=SCALES),
     "mixtral": Architecture("llama", pairs=True, mixture=True),
     "qwen2_moe": Architecture(
         "qwen2moe",
         mixture=True,
+        without=(TIED,),
         details=EXPERT_SIZE | {"shared_expert_intermediate_size": "add_expert_shared_feed_forward_length"},
         refuse=_qwen2_moe,
     ),
-    "qwen3_moe": Architecture("qwen3moe", mixture=True, details=EXPERT_SIZE, refuse=_qwen3_moe),
+    "qwen3_moe": Architecture("qwen3moe", mixture=True, without=BIAS, details=EXPERT_SIZE, refuse=_qwen3_moe),
     "olmoe": Architecture(
-        "olmoe",
-        mixture=True,
-        refuse=refuse_fields(norm_topk_prob="weights of experts that sum to one", clip_qkv="clipping"),
+        "olmoe", mixture=True, without=(*BIAS, TIED, "norm_topk_prob", "clip_qkv"), refuse=_shared_heads
     ),
     "granitemoe": Architecture("granitemoe", pairs=True, mixture=True, details=SCALES),
-    "glm4_moe": Architecture("glm4moe", mixture=True, details=SPARSE, gating="SIGMOID"),
-    "dots1": Architecture("dots1", mixture=True, details=SPARSE, gating="SIGMOID"),
+    "glm4_moe": Architecture("glm4moe", mixture=True, details=SPARSE | GROUPS, gating="SIGMOID"),
+    "dots1": Architecture(
+        "dots1", mixture=True, without=(*BIAS, TIED), details=SPARSE | GROUPS, gating="SIGMOID", refuse=_shared_heads
+    ),
+    "deepseek_v2": Architecture(
+        "deepseek2",
+        mixture=True,
+        without=(*BIASES, "norm_topk_prob"),
+        details=LATENT,
+        gating="SOFTMAX",
+        refuse=_deepseek_v2,
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek2", mixture=True, without=BIAS, details=LATENT | GROUPS, gating="SIGMOID", refuse=_latent
+    ),
+    "glm4_moe_lite": Architecture(
+        "deepseek2",
+        mixture=True,
+        without=BIAS,
+        details={name: method for name, method in (LATENT | GROUPS).items() if name != "first_k_dense_replace"},
+        derived=lambda c: {"leading_dense_block_count": c.mlp_layer_types.count("dense")},
+        gating="SIGMOID",
+        refuse=_latent,
+    ),
     "minimax_m2": Architecture(
-        "minimax-m2", mixture=True, details={"intermediate_size": "add_expert_feed_forward_length"}, gating="SIGMOID"
+        "minimax-m2",
+        mixture=True,
+        without=(TIED,),
+        details={"intermediate_size": "add_expert_feed_forward_length"},
+        gating="SIGMOID",
     ),
     "ernie4_5_moe": Architecture(
         "ernie4_5-moe",
         mixture=True,
+        without=("use_bias",),
         details=EXPERT_SIZE
         | {
             "moe_num_shared_experts": "add_expert_shared_count",
@@ -186,11 +277,17 @@ for _type, _row in {
     "hunyuan_v1_moe": Architecture(
         "hunyuan-moe",
         mixture=True,
+        without=BIAS,
         details={"intermediate_size": "add_expert_feed_forward_length"},
         derived=lambda c: {"expert_shared_feed_forward_length": c.intermediate_size},
     ),
     "gpt_oss": Architecture(
-        "gpt-oss", mixture=True, window_period=2, details={"intermediate_size": "add_expert_feed_forward_length"}
+        "gpt-oss",
+        mixture=True,
+        without=(TIED,),
+        refuse=_gpt_oss,
+        window_period=2,
+        details={"intermediate_size": "add_expert_feed_forward_length"},
     ),
     "gpt2": Architecture("gpt2", "gelu", layer_norm=True, refuse=_gpt2_scale),
 }.items():
@@ -205,7 +302,7 @@ def architecture_of(config: Any) -> Architecture:
             f"GGUF files of {kind!r} models cannot be verified yet. Possible: {', '.join(ARCHITECTURES)}."
         )
     architecture = ARCHITECTURES[kind]
-    refusals = (refuse_activation, refuse_windows, refuse_rope)
+    refusals = (refuse_fields, refuse_activation, refuse_windows, refuse_rope)
     reason = architecture.refuse(config) or next((r for f in refusals if (r := f(architecture, config))), None)
     if reason:
         raise NotSupportedError(f"A GGUF file of a {kind} model has no place for {reason}. Possible: the quark format.")
