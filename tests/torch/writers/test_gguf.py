@@ -227,6 +227,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "one after the other": ("falcon", {"parallel_attn": False}),
     "mscale other than mscale_all_dim": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}),
     "of other than 26 or 27 layers": ("deepseek_v2", {"q_lora_rank": None}),
+    "rms_norm_eps": ("deepseek_v3", {"rms_norm_eps": 1e-3}),
     "rotations of halves": ("deepseek_v3", {"rope_interleave": False}),
     "other than 64 layers": ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
 }

@@ -117,6 +117,8 @@ def _latent(config: Any) -> str | None:
         return "queries without q_lora_rank in a model of other than 26 or 27 layers"
     if not getattr(config, "rope_interleave", True):
         return "rotations of halves"
+    if config.rms_norm_eps > 1e-5:
+        return "rms_norm_eps above 1e-5"  # the norms of the short vectors have 1e-6, and readers one for all
     rope = config.rope_parameters
     if rope["rope_type"] == "linear":
         return "rotary scaling of type linear"
