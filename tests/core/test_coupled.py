@@ -10,7 +10,7 @@ import torch
 
 from quark.core.quantize import quantize_elements
 from quark.core.schemes import SCHEMES
-from quark.core.solvers import coupled
+from quark.core.solvers import coupled, gptq
 from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.refine import refine
 
@@ -87,6 +87,39 @@ def test_numpy_and_torch_agree() -> None:
     scale = torch.from_numpy(problem.scale)
     found = coupled.refine_coupled(*arrays, lambda rows: (ColumnGrid(SPEC, scale[:, rows], None), None), 1)
     np.testing.assert_array_equal(found.numpy(), problem.refined(1))
+
+
+def solved(problem: Problem) -> Any:
+    """The first solution."""
+    feedback, of_rows = (gptq.factor(x, 1e-9)[0].astype(np.float32) for x in (problem.hessian, problem.scores))
+    return coupled.solve_coupled(problem.weight, feedback, of_rows, problem.grid)
+
+
+def test_a_first_solution_of_independent_outputs_is_that_of_gptq() -> None:
+    problem = Problem(40, 70)
+    problem.scores = np.diag(np.random.default_rng(1).uniform(0.5, 2, 70)).astype(np.float32)
+    feedback = gptq.factor(problem.hessian, 1e-9)[0].astype(np.float32)
+    plain = gptq.solve(problem.weight, feedback, problem.grid()[0])
+    assert np.mean(solved(problem) != plain) < 0.002
+
+
+def test_a_first_solution_is_near_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each u - q is spread evenly over a step of 0.5 where nothing is clipped: the mean square is 0.25 / 12.
+    monkeypatch.setattr(coupled, "ROWS", 4)
+    problem = Problem(30, 30)
+    problem.weight *= 0.2
+    pivots = [gptq.factor(x, 1e-9)[1] for x in (problem.hessian, problem.scores)]
+    expected = float(pivots[0].sum() * pivots[1].sum()) * 0.25 / 12
+    assert problem.loss(solved(problem)) == pytest.approx(expected, rel=0.25)
+    problem.nearest = quantize_elements(problem.weight, problem.scale, None, SPEC)
+    assert problem.loss(solved(problem)) < 0.7 * problem.loss(problem.nearest)
+
+
+def test_compiled_blocks_of_a_first_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(256, 66)
+    found = problem.loss(solved(problem))
+    monkeypatch.setattr(coupled, "compiled_for", lambda grid, work: False)
+    assert found == pytest.approx(problem.loss(solved(problem)), rel=0.02)
 
 
 def test_fitted_scales_lower_the_objective() -> None:

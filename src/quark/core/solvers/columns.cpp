@@ -200,6 +200,29 @@ EXPORT void couple_columns(float* result, float* gradient, float* change, const 
     }
 }
 
+// First solution of such rows, F of the columns and R of the rows being unit upper triangles:
+//     work_j += sum_{i < j} F_ij missed_i,   lost_j = work_j - result_j,   missed_j = target_j - result_j
+//     result_jr = Q(work_jr + offset_jr + sum_{s < r} R_sr lost_js)
+EXPORT void solve_coupled(float* work, float* offset, const float* target, float* missed, float* lost, float* result,
+                          const float* feedback, const float* of_rows, const float* scale, const float* zero,
+                          int64_t stride, int64_t scale_stride, int64_t feedback_stride, int64_t columns, int64_t rows,
+                          const Grid* grid) {
+    for (int64_t j = 0; j < columns; ++j) {
+        const int64_t at = j * stride;
+        for (int64_t i = 0; i < j; ++i) {
+            add_scaled(feedback[i * feedback_stride + j], missed + i * stride, work + at, rows);
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            const float wanted = work[at + r] + offset[at + r];
+            const int64_t scale_at = j * scale_stride + r;
+            quantize_part(*grid, &wanted, scale + scale_at, zero ? zero + scale_at : nullptr, result + at + r, 1);
+            lost[at + r] = work[at + r] - result[at + r];
+            missed[at + r] = target[at + r] - result[at + r];
+            add_scaled(lost[at + r], of_rows + r * rows + r + 1, offset + at + r + 1, rows - r - 1);
+        }
+    }
+}
+
 // sum_i weight_i (Q(x_i) - x_i)^2 of `parts` runs of `size` values with one scale each; weights repeat after `period`.
 EXPORT void part_errors(const float* x, const float* weight, int64_t period, const float* scale, const float* zero,
                         int64_t parts, int64_t size, float* errors, const Grid* grid) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,6 +139,20 @@ def refine_block(grid: ColumnGrid, result: Array, gradient: Array, change: Array
         )  # fmt: skip
 
     _each((result, gradient, change, hessian, grid.scale, grid.zero), rows, part)
+
+
+def solve_coupled_block(grid: ColumnGrid, columns: Sequence[Array], feedback: Array, of_rows: Array) -> None:
+    """Solve the columns of one block whose rows depend on each other; see `coupled.solve_coupled`.
+
+    Args:
+        grid: Of these columns.
+        columns: Work, offset, target, missed, lost and result, each (columns, rows), of one stride.
+        feedback: Of these columns, shape (columns, columns).
+        of_rows: Of these rows, shape (rows, rows), contiguous.
+    """
+    arrays = (*columns, feedback, of_rows, grid.scale, grid.zero)
+    strides = (_stride(columns[0]), _stride(grid.scale), _stride(feedback))
+    _library().solve_coupled(*map(_address, arrays), *strides, *columns[0].shape, _Rule.of(grid.spec))
 
 
 def couple_block(
@@ -325,12 +339,13 @@ def _library() -> Any:
     pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Rule)
     found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
     found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
+    found.solve_coupled.argtypes = [pointer] * 10 + [count] * 5 + [rule]
     found.couple_columns.argtypes = [pointer] * 7 + [count] * 5 + [rule]
     found.part_errors.argtypes = [pointer, pointer, count, pointer, pointer, count, count, pointer, rule]
     found.candidate_errors.argtypes = [pointer] * 3 + [count] * 3 + [pointer, rule]
     found.candidate_dots.argtypes = [pointer] * 4 + [count] * 3 + [pointer, rule]
     found.row_dots.argtypes = [pointer, pointer, count, count, pointer]
     exported = ("solve_columns", "refine_columns", "couple_columns", "part_errors", "candidate_errors")
-    for name in (*exported, "candidate_dots", "row_dots"):
+    for name in (*exported, "solve_coupled", "candidate_dots", "row_dots"):
         getattr(found, name).restype = None
     return found

@@ -1,6 +1,7 @@
 """Refinement under the second moments of both sides of a layer: those of what it reads, and of its output's scores.
 
     objective   tr( G (W - Q) H (W - Q)^T )     H = X X^T of the inputs, G = sum of g g^T of the scores g = d log p / dy
+    first       q_rj = quantize( v_rj + sum_{s < r} (v_sj - q_sj) R_sr ),   v_j as in `gptq.py`,   G = R diag(e) R^T
     element     Q_rj <- quantize( Q_rj + (G (W - Q) H)_rj / (G_rr H_jj) )                all others fixed
     group       scales of g *= f,   M f = s + M 1,   M_rs = G_rs q_rg H_gg q_sg,   s_r = q_rg (H (W - Q)^T G)_gr
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quark.core.array import Array, like, namespace
-from quark.core.solvers.columns import BLOCK, ColumnGrid, compiled_for, couple_block
+from quark.core.solvers.columns import BLOCK, ColumnGrid, compiled_for, couple_block, solve_coupled_block
 from quark.core.solvers.halves import add_product, in_halves
 
 ROWS = 64
@@ -28,6 +29,66 @@ RIDGE = 1e-6
 
 Fit = Callable[[int, Array], Array]
 """(group, factors of its scales, (rows,)) -> the factors by which they really changed."""
+
+
+def solve_coupled(
+    weight: Array, feedback: Array, of_rows: Array, grid_of: Callable[[slice], tuple[ColumnGrid, Fit | None]]
+) -> Array:
+    """A first solution: what a column or a row is off, those after it make up for.
+
+        tr(G E H E^T) = sum_rj e_r d_j (u_rj - q_rj)^2,     u_rj what is rounded      as R^T E F is lower triangular
+
+    Args:
+        weight: W transposed, shape (columns, rows), float32, columns in the order of F.
+        feedback: F of `gptq.factor` for H, shape (columns, columns).
+        of_rows: F of `gptq.factor` for G, shape (rows, rows): R.
+        grid_of: Rows -> their grid, columns in that order.
+
+    Returns:
+        The quantized values, shape (columns, rows).
+    """
+    xp = namespace(weight)
+    result, lost = xp.zeros_like(weight), xp.zeros_like(weight)
+    for start in range(0, weight.shape[1], ROWS):
+        rows = slice(start, min(start + ROWS, weight.shape[1]))
+        offset = lost[:, :start] @ of_rows[:start, rows]
+        part = _First(weight[:, rows] * 1.0, offset, feedback, of_rows[rows, rows] * 1.0, grid_of(rows)[0])
+        result[:, rows], lost[:, rows] = part.result, part.lost
+    return result
+
+
+class _First:
+    """The first solution of some rows.
+
+    Attributes:
+        result: It.
+        lost: What was to be rounded, without what other rows add, less what it became.
+    """
+
+    def __init__(self, target: Array, offset: Array, feedback: Array, of_rows: Array, grid: ColumnGrid) -> None:
+        self.target, self.offset, self.feedback, self.of_rows, self.grid = target, offset, feedback, of_rows, grid
+        zeros = namespace(target).zeros_like
+        self.work, self.missed, self.lost, self.result = target * 1.0, zeros(target), zeros(target), zeros(target)
+        self.blocks = compiled_for(grid, target)
+        in_halves(0, len(target), self._step, self._carry, 1, BLOCK if self.blocks else 1)
+
+    def _step(self, start: int, stop: int) -> None:
+        here = slice(start, stop)
+        if self.blocks:
+            columns = (self.work, self.offset, self.target, self.missed, self.lost, self.result)
+            grid = self.grid.block(start, stop, self.result)
+            solve_coupled_block(grid, [x[here] for x in columns], self.feedback[here, here], self.of_rows)
+            return
+        for row in range(self.target.shape[1]):
+            self.result[start, row] = self.work[start, row] + self.offset[start, row]
+            self.result[start, row] = self.grid(start, self.result)[row]
+            self.lost[start, row] = self.work[start, row] - self.result[start, row]
+            self.offset[start, row + 1 :] += self.lost[start, row] * self.of_rows[row, row + 1 :]
+        self.missed[start] = self.target[start] - self.result[start]
+
+    def _carry(self, start: int, middle: int, stop: int) -> None:
+        left, right = slice(start, middle), slice(middle, stop)
+        add_product(self.work[right], self.feedback[left, right].T, self.missed[left])
 
 
 def refine_coupled(

@@ -9,7 +9,7 @@ import torch
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid
-from quark.core.solvers.coupled import Fit, refine_coupled
+from quark.core.solvers.coupled import Fit, refine_coupled, solve_coupled
 from quark.core.spec import TensorSpec
 from quark.torch.algorithms.rounding.column_problem import ColumnProblem, damped
 from quark.torch.algorithms.rounding.grids import FittedScales, can_be_fitted, static_grid
@@ -35,6 +35,7 @@ def refined_rows(
     params: QParams,
     spec: TensorSpec,
     scores: torch.Tensor,
+    factor: tuple[torch.Tensor, torch.Tensor],
     passes: int,
 ) -> tuple[torch.Tensor, QParams]:
     """A better solution for one layer, and its scales. On the CPU: one element follows from the one before it.
@@ -45,6 +46,7 @@ def refined_rows(
         solved: The solution as it is.
         params, spec: Of the solution; no row has a scale in common with another one.
         scores: Second moments of the scores of its outputs, shape (rows, rows).
+        factor: F and d of the problem, in its order.
         passes: How often each element is rounded again.
     """
     weights = [[solved.cpu()]]
@@ -56,10 +58,18 @@ def refined_rows(
         zero = None if grid.zero is None else grid.zero[:, rows]
         return ColumnGrid(spec, grid.scale[:, rows], zero), partial(fitted.fit, rows=rows) if fitted else None
 
-    both = gptq.damped(scores.cpu(), DAMPING, "float32")
+    scores, order, feedback = scores.cpu(), problem.order.cpu(), factor[0].cpu().float()
+    columns = goal.cpu().T.contiguous()
+
+    def in_order(rows: slice) -> tuple[ColumnGrid, None]:
+        own, _ = of_rows(rows)
+        return ColumnGrid(spec, own.scale[order], None if own.zero is None else own.zero[order]), None
+
+    first = torch.empty_like(columns)
+    first[order] = solve_coupled(columns[order], feedback, gptq.factor(scores, DAMPING)[0].float(), in_order)
+    both = gptq.damped(scores, DAMPING, "float32")
     with damped(problem.group.gram, problem.damping) as gram:
-        columns = goal.cpu().T.contiguous(), solved.cpu().T.float().contiguous()
-        found = refine_coupled(*columns, gram.cpu(), both, of_rows, passes, fitted.size if fitted else 0)
+        found = refine_coupled(columns, first, gram.cpu(), both, of_rows, passes, fitted.size if fitted else 0)
     result = torch.empty_like(solved)
     result.copy_(found.T)
     if fitted is None:

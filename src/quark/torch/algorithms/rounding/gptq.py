@@ -262,7 +262,8 @@ class _Solver:
         if scores is None or not by_row(spec):
             return values, params
         goal = goal_of(problem, name, weight, factor, slice(None))
-        return refined_rows(problem, goal, values, params, spec, scores, self.algorithm.config.refine_passes)
+        passes = self.algorithm.config.refine_passes
+        return refined_rows(problem, goal, values, params, spec, scores, factor, passes)
 
     def _pieces(self, rows: list[int], spec: TensorSpec) -> list[list[tuple[int, slice]]]:
         """(layer, rows) that are solved at once."""
