@@ -28,14 +28,14 @@ def saved(tokenizer: Tokenizer, folder: Path, **special: Any) -> Path:
     return folder
 
 
-def written(folder: Path, rows: int | None = None, stops: tuple[int, ...] = ()) -> dict[str, Any]:
+def written(folder: Path, rows: int | None = None, stops: tuple[int, ...] = (), name: str = "") -> dict[str, Any]:
     """The metadata of a file that holds nothing but the tokenizer of a folder."""
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     file = folder / "tokenizer.gguf"
     rows = rows or Tokenizer.from_str(json.dumps(described)).get_vocab_size()
     writer = gguf.GGUFWriter(file, "llama")
     try:
-        write_tokenizer(writer, folder, rows, stops)
+        write_tokenizer(writer, folder, rows, stops, name)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -338,6 +338,27 @@ def test_tokens_that_take_spaces_along_are_refused(flag: str, tmp_path: Path) ->
     tokenizer.add_tokens([AddedToken("<x>", **{flag: True})])
     with pytest.raises(NotSupportedError, match=f"its token '<x>' has {flag}"):
         written(saved(tokenizer, tmp_path))
+
+
+@pytest.mark.slow
+def test_what_takes_spaces_along_as_in_phi_3_is_said_by_the_name(tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    def folder(name: str, *stripping: str) -> Path:
+        tokenizer = sentencepiece_bpe(["a"], [])
+        added = [AddedToken(token, rstrip=token in stripping, special=True) for token in ("<|endoftext|>", "<|end|>")]
+        tokenizer.add_special_tokens([AddedToken("<unk>", special=True), AddedToken("<s>", special=True), *added])
+        tokenizer.add_tokens([AddedToken("</s>", rstrip="</s>" in stripping)])
+        return saved(tokenizer, tmp_path / name, bos_token=None, eos_token="<|endoftext|>")
+
+    phi = folder("phi", "</s>", "<|end|>")
+    for given, found in (("Phi-3-mini", "Phi-3-mini"), ("phi3", "phi3"), ("mine", "mine (phi-3)"), ("", "(phi-3)")):
+        assert written(phi, name=given)["general.name"] == found
+    for given, found in (("Phi-3-mini", "Phi 3-mini"), ("x-phi3", "x-phi 3"), ("mine", "mine")):
+        assert written(folder("plain"), name=given)["general.name"] == found
+    for others in (("<|end|>",), ("</s>",), ("</s>", "<|end|>", "<|endoftext|>")):
+        with pytest.raises(NotSupportedError, match="has rstrip"):
+            written(folder("other", *others), name="phi-3")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,24 @@ PARTS = {"bos": ("bos", "cls"), "eos": ("eos",), "unk": ("unk",), "sep": ("sep",
 """Key in the file -> which special tokens of transformers it may be, the first that is there."""
 
 
-def write_tokenizer(writer: Any, folder: str | os.PathLike[str], vocabulary: int, stops: Iterable[int] = ()) -> None:
-    """Add the tokenizer of a folder.
+STRIPS = re.compile("(phi)-?(3)", re.IGNORECASE)
+"""Names of models in whose files llama.cpp (llama-vocab.cpp) lets tokens take the spaces behind them along: PHI_3."""
+PHI_3 = "</s>"
+PHI_3_NOT = frozenset(("<unk>", "<s>", "<|endoftext|>"))
+"""That token and all that are special do, these do not; it loads no such file that lacks one of the four."""
+
+
+def write_tokenizer(
+    writer: Any, folder: str | os.PathLike[str], vocabulary: int, stops: Iterable[int] = (), name: str = ""
+) -> None:
+    """Add the tokenizer of a folder, and the name of the model.
 
     Args:
         writer: A gguf.GGUFWriter.
         folder: Holds the tokenizer's files.
         vocabulary: Rows of the embedding; tokens that the tokenizer lacks are filled up.
         stops: Tokens that end a generated text; those beside the tokenizer's own go into the file too.
+        name: Of the model.
 
     Raises:
         FormatError: The folder has no tokenizer, or one with more tokens than the model.
@@ -41,7 +52,8 @@ def write_tokenizer(writer: Any, folder: str | os.PathLike[str], vocabulary: int
     if len(tokens) > vocabulary:
         raise FormatError(f"The tokenizer of {folder} has {len(tokens)} tokens; the model has {vocabulary}.")
     found = Vocabulary(described, tokens, kinds, str(folder))
-    _refuse_stripping(found)
+    if fitting := _fitting_name(found, name):
+        writer.add_name(fitting)
     writer.add_token_list(_add_kind(writer, found))
     writer.add_token_types(kinds)
     _write_special(writer, tokenizer, found, list(stops))
@@ -81,12 +93,26 @@ def _tokens(tokenizer: Any, described: dict[str, Any], vocabulary: int) -> tuple
     return tokens, kinds
 
 
-def _refuse_stripping(vocabulary: Vocabulary) -> None:
-    """Refuse tokens that take spaces around them along, or stand at words only: GGUF has no place for either."""
-    for entry in vocabulary.described["added_tokens"]:
-        for flag in ("lstrip", "rstrip", "single_word"):
+def _fitting_name(vocabulary: Vocabulary, name: str) -> str:
+    """The name, spelled so that llama.cpp strips spaces where this tokenizer does: GGUF has no other place to say it.
+
+    Raises:
+        NotSupportedError: Other tokens take spaces around them along, or stand at words only.
+    """
+    from gguf import TokenType
+
+    added = vocabulary.described["added_tokens"]
+    stripping = {entry["content"] for entry in added if entry["rstrip"]}
+    kinds = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
+    special = {token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind in kinds}
+    fits = {PHI_3, *PHI_3_NOT} <= set(vocabulary.tokens) and stripping == (special | {PHI_3}) - PHI_3_NOT
+    for entry in added:
+        for flag in ("lstrip", "single_word", *(() if fits else ("rstrip",))):
             if entry[flag]:
                 raise vocabulary.refusal(f"its token {entry['content']!r} has {flag}, for which there is no place")
+    if fits:
+        return name if STRIPS.search(name) else f"{name} (phi-3)".lstrip()
+    return STRIPS.sub(r"\1 \2", name)
 
 
 def _add_kind(writer: Any, vocabulary: Vocabulary) -> list[str]:

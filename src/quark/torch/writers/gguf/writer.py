@@ -220,11 +220,11 @@ def _write_header(
 ) -> None:
     """All that comes before the bytes of the tensors."""
     gguf = import_gguf()
-    writer.add_name(_name(model, tokenizer_path))
     writer.add_file_type(int(getattr(gguf.LlamaFileType, _file_type(items, model.config))))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     write_hyperparameters(writer, architecture, model.config)
-    write_tokenizer(writer, tokenizer_path, model.config.vocab_size, _stops(model))
+    name = _name(model, tokenizer_path)
+    write_tokenizer(writer, tokenizer_path, model.config.vocab_size, _stops(model), name)
     for item in items:
         kind = gguf.GGMLQuantizationType[item.kind]
         writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), _size(item), raw_dtype=kind)
