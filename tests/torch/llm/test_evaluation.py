@@ -93,8 +93,9 @@ def test_perplexity_with_a_cache_is_what_amd_quark_measures() -> None:
     ids = get_tokenizer(MODEL)(HELDOUT.read_text(encoding="utf-8")[:20000], return_tensors="pt", verbose=False)
     for patches, theirs in ((5, 49.55444664038748), (None, 47.615400772880086)):
         found = ppl_eval_for_kv_cache(model, ids.input_ids[:, :2000], 64, 16, patches, "cpu")
-        # Both sum in float64 what the float16 model gives; the result here is a float32.
-        assert found.item() == pytest.approx(theirs, rel=1e-6)
+        # Both sum in float64 what the float16 model gives, whose products are rounded in the order of the processor:
+        # by half a step of float16. Another choice of what the cache holds changes this by 4 %.
+        assert found.item() == pytest.approx(theirs, rel=2**-11)
 
 
 @pytest.fixture
