@@ -95,6 +95,14 @@ CONFIGS["XINT8"].global_quant_config.extra_options["BiasCorrection"] = False
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 8])
+def test_what_weights_alone_get_wrong_needs_few_examples(count: int) -> None:
+    held = {"image": np.concatenate([feed["image"] for feed in digits("heldout", 300)])}
+    data = digits("calibration", count)
+    assert gain(onnx.load(DIGITS / "model.onnx"), data, held, Config(get_default_config("INT8_CPU_WEIGHTS"))) > 0.5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_never_hurts(name: str) -> None:
     held = {"image": np.concatenate([feed["image"] for feed in digits("heldout", 300)])}
@@ -236,15 +244,21 @@ def test_a_shared_bias_stays_as_it_is() -> None:
     hidden = b.node("Add", [b.node("MatMul", ["x", weights[0]], "p"), bias], "hidden")
     b.node("Add", [b.node("MatMul", [hidden, weights[1]], "q"), bias], "y")
     model = b.model({"x": ["n", 4]}, {"y": ["n", 4]})
-    data = [{"x": np.float32(b.random.normal(1, 1, (8, 4)))}]
+    data = [{"x": np.float32(b.random.normal(1, 1, (16, 4)))}]
     with pytest.raises(ConfigError, match="BiasCorrectionConfig: nothing in this model qualifies"):
         quantized(model, data, QConfig(LAYER, AllowNoop=False), CORRECTION)
 
 
 def test_too_little_data_is_refused() -> None:
-    for data, message in ((feeds(1)[:0], "no sample"), (feeds(1), "up_node: .*at least 16.*got 8")):
+    three = [{name: array[:3] for name, array in feeds(1)[0].items()}]
+    alone = QConfig(FOUR, WeightsOnly=True)
+    for config, data, message in (
+        (alone, feeds(1)[:0], "no sample"),
+        (alone, three, "at least 4 .*got 3"),
+        (QConfig(LAYER), feeds(1), "at least 16 .*got 8"),
+    ):
         with pytest.raises(CalibrationError, match=message):
-            quantized(chain(True), data, QConfig(FOUR, WeightsOnly=True), CORRECTION)
+            quantized(chain(True), data, config, CORRECTION)
     with pytest.raises(CalibrationError, match="BiasCorrectionConfig needs calibration data"):
         ModelQuantizer(QConfig(FOUR, WeightsOnly=True, BiasCorrection=True)).quantize_model(chain(True))
 

@@ -17,24 +17,32 @@ from quark.errors import CalibrationError
 
 ERRORS = 2.0
 """Standard errors below which a mean is noise."""
-LEAST = 16
-"""Fewer examples have errors of their own that others do not share: correcting those was measured to hurt."""
+LEAST, LEAST_OF_WEIGHTS = 16, 4
+"""Fewer examples have errors of their own that others do not share: correcting those was measured to hurt. What weights
+alone get wrong depends on the mean of their inputs only: four examples gain 5 to 11 dB of three OCR models.
+"""
 
 
-def certain_mean(differences: Array) -> Array:
+def check_examples(count: int, least: int) -> None:
+    """Raise CalibrationError where there are too few."""
+    if count < least:
+        raise CalibrationError(
+            f"Bias correction needs at least {least} examples to tell errors from noise, got {count}."
+        )
+
+
+def certain_mean(differences: Array, least: int = LEAST) -> Array:
     """The mean of each channel, less the more uncertain it is.
 
     Args:
         differences: Of each example the mean over its positions, shape (examples, channels).
+        least: How many examples it takes; at least 2.
 
     Raises:
-        CalibrationError: Fewer than 16 examples.
+        CalibrationError: Fewer.
     """
     xp, count = namespace(differences), len(differences)
-    if count < LEAST:
-        raise CalibrationError(
-            f"Bias correction needs at least {LEAST} examples to tell errors from noise, got {count}."
-        )
+    check_examples(count, least)
     mean = differences.mean(0)
     variance = ((differences - mean) ** 2).sum(0) / (count - 1) / count
     power = mean**2

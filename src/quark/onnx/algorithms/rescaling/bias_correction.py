@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.solvers.bias_correction import LEAST, certain_mean
+from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_mean, check_examples
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
@@ -31,7 +31,13 @@ WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 
 
 def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples | None) -> int:
-    """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only."""
+    """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only.
+
+    Raises:
+        CalibrationError: Too few examples, which is said before any model is run.
+    """
+    if data is not None and len(data):
+        check_examples(_rows(data), _least(settings))
     count = 0
     for node, layer in select_nodes(model, settings).items():
         without = is_op(node, *WITH_BIAS) and (len(node.inputs) < 3 or node.inputs[2] is None)
@@ -52,7 +58,7 @@ def correct_biases(quantized: QuantizedLayers, config: BiasCorrectionConfig) -> 
     Raises:
         CalibrationError: No data, or too few.
     """
-    return _correct(quantized, required(quantized.data, config), least=0)
+    return _correct(quantized, required(quantized.data, config))
 
 
 def correct_where_certain(quantized: QuantizedLayers) -> int:
@@ -61,7 +67,12 @@ def correct_where_certain(quantized: QuantizedLayers) -> int:
     data = quantized.data
     if data is None or any(isinstance(one, BiasCorrectionConfig) for one in algorithms) or _rows(data) < LEAST:
         return 0
-    return _correct(quantized, data, least=LEAST)
+    return _correct(quantized, data, skips=True)
+
+
+def _least(settings: Settings) -> int:
+    """How many examples a correction takes."""
+    return LEAST_OF_WEIGHTS if settings.specs.weights_only else LEAST
 
 
 def _rows(data: Samples) -> int:
@@ -69,17 +80,18 @@ def _rows(data: Samples) -> int:
     return sum(max((len(array) for array in feed.values() if array.ndim), default=1) for feed in data)
 
 
-def _correct(quantized: QuantizedLayers, data: Samples, least: int) -> int:
-    """Correct every bias; layers with fewer examples than `least` keep theirs."""
+def _correct(quantized: QuantizedLayers, data: Samples, skips: bool = False) -> int:
+    """Correct every bias; layers with too few examples keep theirs where they may be skipped."""
+    least = _least(quantized.decision.settings)
     layers, count = [layer for layer in quantized.layers if _qualifies(layer)], 0
     for visit in sweep(quantized, layers, data):
         layer, offset = visit.layer, visit.layer.offset
         assert offset is not None
         differences = _differences(visit)
-        if len(differences) < least:
+        if skips and len(differences) < least:
             continue
         try:
-            change = certain_mean(differences + _rounding(quantized, layer)) / layer.factor
+            change = certain_mean(differences + _rounding(quantized, layer), least) / layer.factor
         except CalibrationError as error:
             raise CalibrationError(f"{layer.name}: {error}") from None
         layer.offset, count = offset + change.astype(np.float32), count + 1
