@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.metrics import UNITS, Comparison, Metric, cosine, decibel, kl, l2, psnr, sqnr
+from quark.core.metrics import (
+    UNITS,
+    Comparison,
+    Metric,
+    cosine,
+    decibel,
+    is_distribution,
+    kl,
+    l2,
+    psnr,
+    scores_of,
+    sqnr,
+)
 from quark.errors import ConfigError
 
 X = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
@@ -80,3 +92,21 @@ def test_a_metric_knows_which_way_it_improves(name: str) -> None:
 def test_a_metric_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="There is no metric 'snr'. Did you mean 'sqnr'"):
         Metric("snr")
+
+
+def test_scores_are_what_the_softmax_was_given() -> None:
+    z = np.random.default_rng(0).normal(0, 5, (3, 7, 50)).astype(np.float32)
+    p = torch.softmax(torch.from_numpy(z), -1).numpy()
+    assert is_distribution(p) and is_distribution(p.astype(np.float16))
+    assert not any(map(is_distribution, (z, p[..., :1], 1 - p, p[:0], np.float32(1), (p * 100).astype(np.int64))))
+    for found in scores_of(p, p):
+        np.testing.assert_allclose(found, z - z.mean(-1, keepdims=True), atol=1e-4)
+
+
+def test_scores_of_codes_are_floored_at_half_of_the_least() -> None:
+    p = np.float32([[0.98, 0.019, 0.001]])
+    codes = np.rint(p * 255) / np.float32(255)
+    assert codes[0, 2] == 0
+    exact, found = scores_of(p, codes)
+    np.testing.assert_allclose(np.exp(exact[0, 2] - exact[0, 0]), codes[0, 1] / 2 / 0.98, rtol=1e-5)
+    assert found[0, 2] - found[0, 0] == pytest.approx(np.log(codes[0, 1] / 2 / codes[0, 0]))

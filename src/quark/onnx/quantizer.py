@@ -33,6 +33,7 @@ from quark.onnx.evaluation.damage import Damage, SpreadSamples, damage, refuse_d
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
+from quark.onnx.evaluation.recovery.weights_alone import or_weights_alone
 from quark.onnx.flow import finish, quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
@@ -129,6 +130,7 @@ class ModelQuantizer:
         target: float | None = None,
         quick: bool = False,
         allow_wider: bool = False,
+        weights_alone: ModelQuantizer | None = None,
     ) -> Recovery:
         """Quantize a model, and better it by other ranges and by algorithms as long as there is time.
 
@@ -146,9 +148,12 @@ class ModelQuantizer:
                 of several outputs the worst counts.
             target: The value of the metric that is enough.
             quick: Try only the steps that gain most for their seconds. Fewer than four samples are then calibrated
-                with and judged by alike.
+                with and judged by alike; an output that is a distribution (a softmax) is judged by its scores where
+                there is no target.
             allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
                 where nothing else reaches the target.
+            weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
+                less than 25 dB, or 30 dB of scores. It gets half of the budget besides.
 
         Raises:
             CalibrationError: Fewer than four samples, or none.
@@ -161,10 +166,15 @@ class ModelQuantizer:
             with discreet(self.settings):
                 model = load(model_input)
                 kept = None if reader is None else SpreadSamples(reader, model)
+                data = repeatable(kept, model, self.settings)
                 found, model = recover(
-                    model, self.settings, kept, measure, target, seconds, QUICK_STEPS if quick else STEPS,
-                    any_count=quick, allow_wider=allow_wider,
+                    model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
+                    quick=quick, allow_wider=allow_wider,
                 )  # fmt: skip
+                if found.lost and weights_alone is not None:
+                    found, model = or_weights_alone(
+                        (found, model), load(model_input), weights_alone.settings, data, seconds
+                    )
             return replace(found, model=self._written(model, model_output, model_input, kept))
 
     def _written(

@@ -98,20 +98,13 @@ def quantize_onnx(
         return quantizer
 
     name, start, before = config, time.perf_counter(), file_bytes(model)
-    written, found = "", None
     if name is None:
         target = target or CPU_TARGET
         name = default_config(reader is not None, target)
         recovery, timing = _by_default(reader, target, recovery, timing, quick)
-    try:
-        written, found = _quantized(settings_of(name, timing), model, output, reader, recovery)
-    except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
-        # Weights alone are never slower where all is in bodies, which are not timed, and lose least in spectra.
-        if config is not None:
-            raise
-        logger.info("%s Weights alone are stored as integers.", error)
-        name = CPU_WEIGHTS
-        _quantized(settings_of(name, Timing()), model, output, reader, None)
+    weights = None if config is not None else settings_of(CPU_WEIGHTS, Timing())
+    written, found, alone = _or_weights(settings_of(name, timing), weights, model, output, reader, recovery)
+    name = CPU_WEIGHTS if alone else name
     results().print(size_line(name, before, file_bytes(Path(output)), start, written), highlight=False)
     say_how_to_evaluate(model, output, getattr(reader, "path", None))
     if page is not None and reader is not None:
@@ -127,15 +120,46 @@ def _by_default(
     return recovery or (QUICK if quick else None), timing.by_default(target)
 
 
+def _or_weights(
+    quantizer: ModelQuantizer,
+    weights: ModelQuantizer | None,
+    model: Path,
+    output: str,
+    reader: PathDataReader | None,
+    recovery: Recovering | None,
+) -> tuple[str, Recovery | None, bool]:
+    """Quantize and write as `_quantized` does; weights alone, where there is a quantizer for them and they are better.
+
+    Returns:
+        What `_quantized` does, and whether it is weights alone.
+    """
+    try:
+        written, found = _quantized(quantizer, model, output, reader, recovery, weights)
+        return written, found, bool(weights and found and found.settings.specs.weights_only)
+    except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
+        # Weights alone are never slower where all is in bodies, which are not timed, and lose least in spectra.
+        if weights is None:
+            raise
+        logger.info("%s Weights alone are stored as integers.", error)
+    if reader is not None:
+        reader.rewind()
+    return *_quantized(weights, model, output, reader, recovery), True
+
+
 def _quantized(
-    quantizer: ModelQuantizer, model: Path, output: str, reader: PathDataReader | None, recovery: Recovering | None
+    quantizer: ModelQuantizer,
+    model: Path,
+    output: str,
+    reader: PathDataReader | None,
+    recovery: Recovering | None,
+    weights_alone: ModelQuantizer | None = None,
 ) -> tuple[str, Recovery | None]:
     """Quantize and write; what the last line says of the best that a recovery found, and what it was."""
     if recovery is None:
         quantizer.quantize_model(model, output, reader)
         return "", None
     # The best may have other types than the name of the config says, and nodes in float.
-    types, found = recovery.run(quantizer, model, output, reader)
+    types, found = recovery.run(quantizer, model, output, reader, weights_alone)
     return f"; {types}", found
 
 

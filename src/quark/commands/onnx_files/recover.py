@@ -13,7 +13,7 @@ from quark.commands.results.counted import counted
 from quark.errors import ConfigError
 from quark.goals.efforts import BALANCED, FAST
 from quark.onnx import ModelQuantizer
-from quark.onnx.evaluation.recovery.search import Recovery
+from quark.onnx.evaluation.recovery.search import Recovery, measure_text
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,19 @@ class Recovering:
     quick: bool = False
     allow_wider: bool = False
 
-    def run(self, quantizer: ModelQuantizer, model: Path, output: str, reader: Any) -> tuple[str, Recovery]:
+    def run(
+        self,
+        quantizer: ModelQuantizer,
+        model: Path,
+        output: str,
+        reader: Any,
+        weights_alone: ModelQuantizer | None = None,
+    ) -> tuple[str, Recovery]:
         """Write the best that is found, and print what each step gave; return what it is in words, and the search."""
         found = quantizer.recover(
             model, output, reader,
             budget=self.budget, metric=self.metric, target=self.target, quick=self.quick,
-            allow_wider=self.allow_wider,
+            allow_wider=self.allow_wider, weights_alone=weights_alone,
         )  # fmt: skip
         console = results()
         console.print(_table(found))
@@ -65,7 +72,8 @@ def asked(
 
 
 def _table(found: Recovery) -> Table:
-    title = f"Recovery: {found.metric.name} of {found.held_out} held-out samples, calibrated on {found.fitted}"
+    measure = measure_text(found.metric, found.by_scores)
+    title = f"Recovery: {measure} of {found.held_out} held-out samples, calibrated on {found.fitted}"
     table = new_table("step", "before", "after", "seconds", "result", title=title)
     for trial in found.trials:
         before, after = ("" if value is None else found.metric.text(value) for value in (trial.before, trial.after))
@@ -74,7 +82,8 @@ def _table(found: Recovery) -> Table:
 
 
 def _summary(found: Recovery) -> str:
-    text = f"{found.metric.name}: {found.metric.text(found.plain)} -> {found.metric.text(found.score)}"
+    measure = measure_text(found.metric, found.by_scores)
+    text = f"{measure}: {found.metric.text(found.plain)} -> {found.metric.text(found.score)}"
     if found.target is not None:
         text += f"; the target of {found.metric.text(found.target)} is {'' if found.reached else 'not '}reached"
     return f"{text} (worst output, {counted(found.held_out, 'held-out sample')} of the calibration data)"

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.metrics import Comparison, Metric
+from quark.core.metrics import Comparison, Metric, is_distribution, scores_of
 from quark.errors import NotSupportedError
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples
@@ -14,6 +14,11 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.settings import Settings
 
 FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
+LOST, SCORES_LOST = 25.0, 30.0
+"""dB: below it, tasks begin to suffer; where outputs are scores to decide by, earlier.
+
+A text recognizer reads 84 % of 96 lines as in float where its scores keep 24.5 dB, and 94 % at 30.7 dB.
+"""
 
 
 def float_outputs(model: ir.Model) -> list[str]:
@@ -43,13 +48,19 @@ class Scorer:
         data: The samples.
         metric: Of each float output over all samples; the worst output counts.
         settings: The execution providers.
+        by_scores: Judge an output that is a distribution by its scores: see `core/metrics.py`.
+
+    Attributes:
+        distributions: Outputs that were judged so.
 
     Raises:
         NotSupportedError: The model has no float output.
     """
 
-    def __init__(self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings) -> None:
-        self.metric = metric
+    def __init__(
+        self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings, by_scores: bool = False
+    ) -> None:
+        self.metric, self._by_scores, self.distributions = metric, by_scores, set[str]()
         names = float_outputs(reference)
         self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
 
@@ -64,7 +75,17 @@ class Scorer:
             for (name, comparison), (expected, array) in zip(comparisons.items(), outputs, strict=True):
                 same_shape(name, expected, array)
                 with np.errstate(invalid="ignore", over="ignore"):
-                    comparison.update(expected, array)
+                    comparison.update(*self._judged(name, expected, array))
         values = {name: self.metric.of(comparison) for name, comparison in comparisons.items()}
         worst = self.metric.worst_of(values)
         return values[worst], worst
+
+    def is_lost(self, score: float, output: str) -> bool:
+        """Whether a score tells that the task suffers; only the SQNR in dB does."""
+        return self.metric.name == "sqnr" and score < (SCORES_LOST if output in self.distributions else LOST)
+
+    def _judged(self, name: str, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+        if not self._by_scores or not is_distribution(expected):
+            return expected, array
+        self.distributions.add(name)
+        return scores_of(expected, array)

@@ -5,7 +5,6 @@ A change gives other settings; or as text why it is out of the question; or None
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -65,7 +64,7 @@ class Situation:
         model: The float model, after its passes.
         data: The samples to calibrate with.
         known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
-        score: The metric of the best model so far.
+        lost: Whether the best model so far lost so much that the task suffers.
     """
 
     plain: Settings
@@ -74,7 +73,7 @@ class Situation:
     model: ir.Model | None = None
     data: Samples | None = None
     known: Mapping[str, Statistics] = field(default_factory=dict)
-    score: float = math.inf
+    lost: bool = False
 
 
 Change = Callable[[Settings, Situation], Settings | str | None]
@@ -145,19 +144,18 @@ def algorithm(config: AlgoConfig) -> Change:
     return change
 
 
-def floating(config: FloatNodes, below: float | None = None) -> Change:
+def floating(config: FloatNodes, where_lost: bool = False) -> Change:
     """The nodes whose noise weighs most in float, if there is a target that nothing else reaches.
 
     Args:
         config: How many.
-        below: In dB: without a target too, where the model keeps less.
+        where_lost: Only where the task suffers, without a target too.
     """
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
-        lost = below is not None and situation.goal.metric.name == "sqnr" and situation.score < below
-        if below is not None and not lost:
+        if where_lost and not situation.lost:
             return None
-        if situation.goal.target is None and not lost:
+        if situation.goal.target is None and not where_lost:
             return "needs a target: it leaves no node in float that the target does not need"
         model, statistics = _calibrated(settings, situation)
         return leave_in_float(model, config, settings, situation.data, statistics)

@@ -103,6 +103,8 @@ class Recovery:
         plain, score: The metric of the plain config, and of the best model.
         trials: The plain config, then the steps, in order.
         fitted, held_out: How many samples were calibrated with, and measured on.
+        by_scores: Whether an output that is a distribution was judged by its scores.
+        lost: Whether the task suffers with the best model.
         types: What the model holds: (element type, "activations" or "weights") -> how many.
     """
 
@@ -115,6 +117,8 @@ class Recovery:
     trials: list[Trial]
     fitted: int
     held_out: int
+    by_scores: bool = False
+    lost: bool = False
     types: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
@@ -126,6 +130,11 @@ class Recovery:
 def reaches(score: float, target: float | None, metric: Metric) -> bool:
     """Whether there is a target, and a score is as good."""
     return target is not None and not metric.better(target, score)
+
+
+def measure_text(metric: Metric, by_scores: bool) -> str:
+    """What a recovery measures, in words."""
+    return f"{metric.name}{' of scores before the softmax' if by_scores else ''}"
 
 
 def duration(text: str | float) -> float:
@@ -145,7 +154,7 @@ def recover(
     target: float | None = None,
     budget: float | None = None,
     steps: Iterable[Step] = STEPS,
-    any_count: bool = False,
+    quick: bool = False,
     allow_wider: bool = False,
 ) -> tuple[Recovery, ir.Model]:
     """Find the best model; see `ModelQuantizer.recover`.
@@ -158,7 +167,8 @@ def recover(
         target: The value at which the search ends.
         budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
         steps: What to try.
-        any_count: Where there are too few samples to hold some out, judge by all of them.
+        quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
+            distributions by their scores.
         allow_wider: Whether steps may give more bits than the config asks for.
     """
     start = time.monotonic()
@@ -169,7 +179,7 @@ def recover(
     check_algorithms(settings.algorithms)
     settings = prepare(model, settings)
     data = repeatable(reader, model, settings)
-    fit, held_out = (data, data) if any_count and data is not None and 0 < len(data) < EVERY else split(data)
+    fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
     if settings.measurement.enabled:
         # Once: what every step then changes has no effect on which kernels there are.
         settings = leave_slower_in_float(model, settings, fit)
@@ -178,11 +188,10 @@ def recover(
     if settings.equalize_if_better:
         # Once too.
         settings, _ = equalize_if_better(model, settings, fit, convert)
-    scorer = Scorer(model, held_out, metric, settings)
+    scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
-    plain = search.quantize_plain(settings)
-    search.start(plain)
-    logger.info("Recovery: %s as it is: %s.", metric.name, metric.text(plain.score))
+    plain = search.start(settings)
+    logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
     for step in steps:
         if search.done:
             break
@@ -194,7 +203,7 @@ def recover(
     best = search.best
     found = Recovery(
         None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
-        element_types(best.model),
+        bool(scorer.distributions), search.lost, element_types(best.model),
     )  # fmt: skip
     return found, best.model
 
@@ -225,6 +234,16 @@ class _Search:
         """Whether the target is reached."""
         return reaches(self.best.score, self.target, self.scorer.metric)
 
+    @property
+    def measure(self) -> str:
+        """What is measured, in words."""
+        return measure_text(self.scorer.metric, bool(self.scorer.distributions))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the task suffers with the best so far."""
+        return self.scorer.is_lost(self.best.score, self.best.output)
+
     def left(self, step: Step) -> float:
         """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
         kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
@@ -247,10 +266,12 @@ class _Search:
                 raise
             return self.quantize(settings)
 
-    def start(self, plain: ScoredModel) -> None:
-        """Begin with this one, and with the clock: the plain config is quantized whatever it takes."""
+    def start(self, settings: Settings) -> ScoredModel:
+        """Begin with the plain config, and with the clock: it is quantized whatever it takes."""
+        plain = self.quantize_plain(settings)
         self.best, self.plain, self._cheapest = plain, plain, plain.seconds
         self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
+        return plain
 
     def leave_out(self, step: Step) -> None:
         """Note a step that would give another scheme than was asked for."""
@@ -284,7 +305,7 @@ class _Search:
         logger.info("Recovery: %s: %s%s, %s%s.", trial.step, scores, trial.result, seconds_text(trial.seconds), rest)
         write_event(
             "block", loop="recovery", block=trial.step, layers=[], error_before=trial.before, error_after=trial.after,
-            measure=metric.name, result=trial.result, seconds=trial.seconds, eta_s=left,
+            measure=self.measure, result=trial.result, seconds=trial.seconds, eta_s=left,
         )  # fmt: skip
 
     def _compared(self, step: Step, settings: Settings, share: float) -> tuple[float | None, str]:
@@ -344,4 +365,4 @@ class _Search:
         share = 1.0 if work <= left else left / work
         outputs = [value.name for value in self.model.graph.outputs]
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
-        return Situation(self.plain.settings, share, goal, self.model, self.fit, self._known, self.best.score)
+        return Situation(self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost)

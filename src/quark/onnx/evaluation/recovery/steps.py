@@ -65,8 +65,6 @@ EQUALIZE = algorithm(CLEConfig(cle_scale_use_threshold=False, cle_steps=4))
 SMOOTH = algorithm(SmoothQuantConfig())
 OFTEN = 10
 """Iterations after which training looks at the clock."""
-LOST = 25.0
-"""dB: below it, tasks begin to suffer, and a few nodes in float cost less than that."""
 SHORT = "AdaQuant, 30 iterations"
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 LONGER, LONGEST = "AdaRound, 1000 iterations", "AdaQuant, 3000 iterations"
@@ -104,10 +102,16 @@ STEPS = (
     Step("more bits for the most sensitive layers", raise_bits, wider=True),
     Step("more bits for all layers", raise_all_bits, last_resort=True, wider=True),
 )
+FEW_IN_FLOAT = tuple(
+    Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), where_lost=True))
+    for share in (0.05, 0.1, 0.2)
+)
 QUICK_STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items() if name != "Entropy"),
-    *(Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), LOST)) for share in (0.05, 0.1, 0.2)),
+    *FEW_IN_FLOAT,
     Step("ranges of each tensor", tensor_ranges(TensorRanges())),
     Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
 )
 """Those that gain most for their seconds, for a configuration that nobody chose."""
+WEIGHTS_STEPS = (Step("BiasCorrection", algorithm(BiasCorrectionConfig())), *FEW_IN_FLOAT)
+"""What helps weights alone."""
