@@ -25,6 +25,14 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """What differs between two settings, each as "name: one there, other now"."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other}, key=str)
+        return [d for k in keys for d in differences(one.get(k), other.get(k), f"{name}.{k}".lstrip("."))]
+    return [] if one == other else [f"{name}: {json.dumps(one)} there, {json.dumps(other)} now"]
+
+
 def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("it has the value NaN")

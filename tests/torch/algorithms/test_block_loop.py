@@ -9,7 +9,8 @@ from torch import nn
 
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.spec import LayerSpec, block_spec
-from quark.torch.algorithms.block_loop import BlockWeights, record_inputs
+from quark.torch.algorithms.block_loop import record_inputs
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.layers.replace import replace_layer
 from quark.torch.model.blocks import find_blocks
 

@@ -11,7 +11,10 @@ import torch
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.base import Block
-from quark.torch.algorithms.rounding.output_scores import SEED, OutputScores
+from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.rounding.output_scores import OutputScores
+from quark.torch.algorithms.score_passes import SEED
+from quark.torch.algorithms.tape import Tape
 from quark.torch.config.algo_configs import AlgoConfig, QronosConfig
 from quark.torch.llm.text import token_windows
 from quark.torch.model.blocks import find_blocks, record_calls
@@ -35,7 +38,7 @@ def windows(name: str, length: int, count: int) -> list[torch.Tensor]:
 def test_scores_are_those_of_one_backward_pass_through_the_whole_model() -> None:
     model, data = language_model(), windows("calibration", 16, 3)
     blocks = find_blocks(model)
-    scores = OutputScores(model, blocks, data)
+    scores = OutputScores(model, blocks, data, BlockWeights(), Tape(None, {}))
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     calls, leaf = record_calls(model, blocks, data), "mlp.down_proj"
@@ -69,9 +72,9 @@ def test_a_model_without_logits_or_blocks_is_refused() -> None:
     data = windows("calibration", 16, 1)
     inner = language_model().model
     with pytest.raises(NotSupportedError, match="gives no logits"):
-        OutputScores(inner, ["layers.0"], data)
+        OutputScores(inner, ["layers.0"], data, BlockWeights(), Tape(None, {}))
     with pytest.raises(NotSupportedError, match="no list of blocks"):
-        OutputScores(inner, [""], data)
+        OutputScores(inner, [""], data, BlockWeights(), Tape(None, {}))
 
 
 def test_needs_refinement() -> None:

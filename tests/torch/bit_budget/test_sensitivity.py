@@ -18,9 +18,9 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import block_spec
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.bit_budget.sensitivity import SensitivityTable
-from quark.torch.bit_budget.tape import Tape
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build

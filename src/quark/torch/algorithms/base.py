@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import Call
@@ -87,7 +89,7 @@ class Algorithm:
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
         rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
-        learns: Whether `learn` runs the whole model on the calibration data.
+        learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
     reads_inputs: ClassVar[bool] = True
@@ -119,8 +121,23 @@ class Algorithm:
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         """Once, before the first block, on the whole float model."""
 
-    def learn(self, model: nn.Module, layers: Mapping[str, QuantLayer], data: Sequence[Any]) -> None:
-        """Once, after `prepare`, where `learns` says so: change the whole float model by what the data show."""
+    def learn(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, QuantLayer],
+        data: Sequence[Any],
+        weights: BlockWeights,
+        work: Path | None,
+    ) -> None:
+        """Once, after `prepare`, where `learns` says so: see what the data say of the whole float model.
+
+        Args:
+            model: Changed, where `needs_whole` says so.
+            layers: Full name -> quantized layer.
+            data: Calibration batches of all processes.
+            weights: Brings and takes the weights of blocks.
+            work: Folder for what it learns, where a killed run finds it; None: in memory.
+        """
 
     def enter(self, block: Block) -> None:
         """Before the block runs."""

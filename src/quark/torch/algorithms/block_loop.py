@@ -9,7 +9,6 @@ Only one block's inputs are in memory. Where the weights of all blocks are, brin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from quark.progress import progress
 from quark.torch.algorithms.base import Block
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import part_of
 from quark.torch.layers import QuantLayer
@@ -42,28 +42,6 @@ class LoopState:
     done: int = 0
     hidden: Hidden = None
     float_hidden: Hidden = None
-
-
-class BlockWeights:
-    """Where the weights of a block come from, and where they go. Here: in memory, where they stay.
-
-    Attributes:
-        device: Where blocks run; None: where they are.
-        whole: Whether all weights are there all the time, so that an algorithm may see the whole model.
-    """
-
-    device: torch.device | None = None
-    whole = True
-
-    def bring(self, name: str) -> None:
-        """Make the weights of a block usable, on `device`."""
-
-    def take(self, name: str) -> None:
-        """The block is finished."""
-
-    def around(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Within: what is not in a block, and the first block, can run where the batches are."""
-        return nullcontext()
 
 
 def record_inputs(

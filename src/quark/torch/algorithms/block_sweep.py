@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +25,21 @@ from torch import nn
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.profiler import ProfileStep, profile_scope
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.block_loop import BlockWeights, Hidden, layers_inside, loop_over_blocks, record_inputs
+from quark.torch.algorithms.block_loop import Hidden, layers_inside, loop_over_blocks, record_inputs
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.keep_better import BlockJudge
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import naming, waiting_activations
-from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, world
+from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, rank, world
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
 from quark.torch.model.blocks import find_blocks
+
+LEARNED = "learned-{index}-{rank}"
+"""Folder of what an algorithm learns in a process."""
 
 
 @profile_scope(ProfileStep.ADVANCED_ALGORITHMS)
@@ -97,6 +102,8 @@ def prepare_algorithms(
     algorithms: Sequence[Algorithm],
     batch: Any = None,
     data: Iterable[Any] | None = None,
+    weights: BlockWeights | None = None,
+    work: Path | None = None,
 ) -> tuple[list[str], list[Algorithm]]:
     """Prepare the algorithms; names of the blocks, and the algorithms that read inputs of layers there.
 
@@ -106,16 +113,20 @@ def prepare_algorithms(
         algorithms: In the order in which they run.
         batch: Of the calibration data, by which blocks are found; see `find_blocks`.
         data: Calibration batches, from which some learn before the first block.
+        weights: Brings and takes the weights of blocks; None: all are in memory.
+        work: Folder for what they learn, where a killed run finds it; None: in memory.
     """
     _refuse_processes(algorithms)
     names = find_blocks(model, blocks_path(model, algorithms), batch)
-    for algorithm in algorithms:
+    for index, algorithm in enumerate(algorithms):
         _refuse_no_layer(algorithm, names, layers)
         algorithm.prepare(model, names, layers)
         if algorithm.learns:
             if data is None:
                 raise ConfigError(f"{type(algorithm.config).__name__} needs calibration data to learn from.")
-            algorithm.learn(model, layers, data if isinstance(data, Sequence) else list(data))
+            own = None if work is None else work / LEARNED.format(index=index, rank=rank())
+            batches = data if isinstance(data, Sequence) else list(data)
+            algorithm.learn(model, layers, batches, weights or BlockWeights(), own)
     return names, [algorithm for algorithm in algorithms if algorithm.reads_inputs]
 
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, ShapeError
-from quark.torch.algorithms.block_loop import BlockWeights
+from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.gguf_rules import GgufRules
 from quark.torch.bit_budget.rules import BudgetRules, FolderRules
 from quark.torch.bit_budget.sensitivity import AlikeLayers, SensitivityTable
 from quark.torch.bit_budget.sweep import Sweep, Swept
-from quark.torch.bit_budget.tape import Tape
 from quark.torch.calibration.distributed import world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig

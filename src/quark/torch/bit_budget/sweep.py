@@ -1,16 +1,11 @@
-"""Two passes over the data, block by block: forward, which keeps the inputs of each block; back, with the scores.
+"""The losses of layers under candidates, from the moments that both `ScorePasses` collect on their way back.
 
-    forward:  for each block: run it on what the block before it gave, keep its inputs
-    tail:     final norm and head; labels drawn from the model's own distribution; scores of the last block's outputs
-    back:     for each block from the last: run it again with gradients, collect `Moments`, hand down the scores
-    front:    embeddings, where a type is chosen for them: from the scores of the first block's inputs
-
-One block is in memory, and what one pass keeps for the next lies on a `Tape`: a killed run goes on at its block.
+Behind them, where a type is chosen for embeddings: these, from the scores of the first block's inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,28 +14,16 @@ import torch
 from torch import nn
 
 from quark.core.spec import LayerSpec
-from quark.errors import CalibrationError, NonFiniteError, NotSupportedError, QuarkError, StructureError
-from quark.progress import progress
-from quark.torch.algorithms.base import Block
-from quark.torch.algorithms.block_loop import (
-    BlockWeights,
-    Hidden,
-    LoopState,
-    is_inside,
-    loop_over_blocks,
-    on_device,
-    record_inputs,
-)
+from quark.errors import CalibrationError, NotSupportedError, QuarkError, StructureError
+from quark.torch.algorithms.block_loop import is_inside
+from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.score_passes import TAIL, ScorePasses, without_gradients
+from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.groups import alike_experts, alike_in_block
 from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
-from quark.torch.bit_budget.tape import Tape
-from quark.torch.calibration.distributed import from_first, part_of, rank, shared_work, summed, world
-from quark.torch.calibration.drawn_labels import drawn_likelihood
+from quark.torch.calibration.distributed import from_first, part_of, shared_work, world
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
-
-SEED = 0
-"""Of the labels of the first batch; those of each next one have the next number, whichever process draws them."""
 
 Losses = dict[str, list[float | None]]
 """Full name of a layer -> divergence in nats for each position, under each candidate; None: it does not fit."""
@@ -59,14 +42,14 @@ class Swept:
     losses: Losses
 
 
-class Sweep:
+class Sweep(ScorePasses):
     """Both passes over one model.
 
     Args:
         model: Float model whose weights `weights` brings; its parameters need no gradient.
         layers: Full name of each linear layer -> its spec under each candidate; the token embeddings may be among
             them.
-        data: BatchedSums as `quantize_model` takes them.
+        data: Batches as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
         tape: Where a killed run goes on.
     """
@@ -79,8 +62,9 @@ class Sweep:
         weights: BlockWeights,
         tape: Tape,
     ) -> None:
-        self.model, self.layers, self.data, self.weights, self.tape = model, layers, data, weights, tape
-        self.names = find_blocks(model)
+        super().__init__(model, find_blocks(model), data, weights, tape)
+        self.layers = layers
+        self._moments: dict[str, Moments] = {}
         if self.names == [WHOLE]:
             raise NotSupportedError(
                 f"{type(model).__name__} has no list of blocks, one of which could be measured at a time. Possible: "
@@ -95,143 +79,53 @@ class Sweep:
             NonFiniteError: Scores hold NaN or Inf; names the block.
             NotSupportedError: The model gives no logits.
         """
-        with evaluating(self.model), _without_gradients(self.model):
-            calls, _ = record_inputs(self.model, {}, self.names, self.data, self.weights)
-            self._forward(calls)
-            if not self.tape.has(self._scores(len(self.names))) and self.tape.result("tail") is None:
-                self._tail(calls[self.names[0]][0])
-            left = [index for index in reversed(range(len(self.names))) if self.tape.result(f"block-{index}") is None]
-            done = len(self.names) - len(left)
-            for index in progress(left, "sensitivity", len(self.names), name=self.names.__getitem__, done=done):
-                self._back(index, calls[self.names[index]])
-            if self.tape.result("front") is None:
+        self.go_back("sensitivity")
+        if self.tape.result("front") is None:
+            with evaluating(self.model), without_gradients(self.model):
                 self._front()
         return self._swept()
+
+    @contextmanager
+    def watching(self, block: str | None) -> Iterator[Callable[[], None]]:
+        """Within: moments of the layers there are collected."""
+        names = self._outside() if block is None else [name for name in self.layers if is_inside(name, block)]
+        layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in names}
+        with collecting(layers, self._live(names)) as self._moments, _all_batches(self._moments, self.data) as add:
+            yield add
+
+    def result(self, block: str | None, call: Call | None, positions: int) -> dict[str, Any]:
+        """The losses of its layers, and which of them must be alike."""
+        losses = self._losses(self._moments, positions)
+        if block is None or call is None:
+            return {"losses": losses, "groups": [[name] for name in losses]}
+        module = self.model.get_submodule(block)
+        with torch.no_grad():
+            groups = from_first(alike_in_block(block, module, list(losses), call))
+        return {"losses": losses, "groups": groups}
+
+    def _outside(self) -> list[str]:
+        """The linear layers behind the blocks."""
+        inside = {name for name in self.layers for block in self.names if is_inside(name, block)}
+        return [name for name in self.layers if name not in inside and name not in self._embeddings()]
 
     def _embeddings(self) -> dict[str, nn.Embedding]:
         """The layers that are embeddings."""
         modules = {name: self.model.get_submodule(name) for name in self.layers}
         return {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
 
-    def _inputs(self, index: int) -> str:
-        return f"inputs-{index}"
-
-    def _scores(self, index: int) -> str:
-        """Scores of the inputs of a block; behind the last one, of its outputs."""
-        return f"scores-{index}"
-
-    def _forward(self, calls: Mapping[str, list[Call]]) -> None:
-        """Keep the inputs of each block, and the outputs of the last."""
-        last = len(self.names)
-        if self.tape.has(self._inputs(last)) or self.tape.result("tail") is not None:
-            return
-        done = next((index for index in range(last, 0, -1) if self.tape.has(self._inputs(index))), 0)
-
-        def work(block: Block) -> tuple[Hidden, Hidden]:
-            index = self.names.index(block.name)
-            with torch.no_grad():
-                outputs = [call.run(block.module) for call in block.calls]
-            if index == 0:
-                self.tape.keep(self._inputs(0), [call.hidden for call in block.calls])
-            self.tape.keep(self._inputs(index + 1), outputs)
-            return outputs, None
-
-        state = LoopState(done, self.tape.read(self._inputs(done)) if done else None)
-        loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state)
-
-    def _tail(self, first: Call) -> None:
-        """What is behind the blocks: the scores of their outputs, and the losses of layers there."""
-        inside = {name for name in self.layers for block in self.names if is_inside(name, block)}
-        outside = [name for name in self.layers if name not in inside and name not in self._embeddings()]
-        output, scores, positions = BlockOutput(), [], 0
-        block = self.model.get_submodule(self.names[0])
-        with self.weights.around(self.names), torch.no_grad():
-            device = input_device(self.model)
-            here = first if self.weights.device is None else on_device(first, device)
-            output.see(self.names[0], here, block)
-            output.fix()
-            layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in outside}
-            with torch.enable_grad(), collecting(layers, self._live(outside)) as moments:
-                batches = BatchedSums(moments)
-                outputs = self.tape.read(self._inputs(len(self.names)))
-                for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
-                    leaf = hidden.to(device).requires_grad_()
-                    generator = torch.Generator().manual_seed(SEED + index * world() + rank())
-                    likelihood, count = self._likelihood(batch, leaf, output, device, generator)
-                    likelihood.backward()  # type: ignore[no-untyped-call]
-                    assert leaf.grad is not None
-                    scores.append(leaf.grad)
-                    positions += count
-                    batches.add()
-                self._finish(batches, len(scores))
-            positions = int(summed(torch.tensor(positions)))
-            _require_finite("the outputs of the model", scores)
-            losses = self._losses(moments, positions)
-        self.tape.keep(self._scores(len(self.names)), scores)
-        self.tape.keep_result("tail", {"positions": positions, "losses": losses, "groups": [[n] for n in outside]})
-
-    def _likelihood(
-        self, batch: Any, hidden: torch.Tensor, output: BlockOutput, device: torch.device, generator: torch.Generator
-    ) -> tuple[torch.Tensor, int]:
-        """The log likelihood of labels drawn at each position, and the number of positions."""
-        seen: list[Any] = []
-        handle = self.model.register_forward_hook(lambda module, args, result: seen.append(result))
-        try:
-            with passing_through(self.model, self.names, lambda name, call: None, output):
-                for name in self.names:
-                    self.model.get_submodule(name).forward = lambda *args, **kwargs: output.of(hidden)
-                calibration_step(self.model, batch, device, 0)
-        finally:
-            handle.remove()
-        return drawn_likelihood(self.model, seen[0], batch, generator)
-
-    def _back(self, index: int, calls: Sequence[Call]) -> None:
-        """Collect the moments of one block, and hand the scores to the one before it."""
-        name = self.names[index]
-        inputs, scores = self.tape.read(self._inputs(index)), self.tape.read(self._scores(index + 1))
-        own = [layer for layer in self.layers if is_inside(layer, name)]
-        below: list[torch.Tensor] = []
-        self.weights.bring(name)
-        try:
-            block = self.model.get_submodule(name)
-            layers = {layer: cast(nn.Linear, self.model.get_submodule(layer)) for layer in own}
-            here = [on_device(call.with_hidden(x), self.weights.device) for call, x in zip(calls, inputs, strict=True)]
-            with torch.no_grad():
-                groups = from_first(alike_in_block(name, block, own, here[0]))
-            with torch.enable_grad(), collecting(layers, self._live(own)) as moments:
-                batches = BatchedSums(moments)
-                for call, score in zip(here, scores, strict=True):
-                    leaf = call.hidden.detach().requires_grad_()
-                    result = call.with_hidden(leaf).run(block)
-                    result.backward(score.to(result.device))  # type: ignore[no-untyped-call]
-                    assert leaf.grad is not None
-                    below.append(leaf.grad.cpu() if self.weights.device is not None else leaf.grad)
-                    batches.add()
-                self._finish(batches, len(below))
-            _require_finite(f"the block {name!r}", below)
-            losses = self._losses(moments, self.tape.result("tail")["positions"])
-        finally:
-            self.weights.take(name)
-        self.tape.keep(self._scores(index), below)
-        self.tape.keep_result(f"block-{index}", {"losses": losses, "groups": groups})
-        self.tape.drop(self._scores(index + 1))
-        self.tape.drop(self._inputs(index + 1))
-
     def _front(self) -> None:
         """Collect the moments of the embeddings: from them to the first block the model runs again."""
         embeddings, losses = self._embeddings(), Losses()
         if embeddings:
-            scores = self.tape.read(self._scores(0))
+            scores = self.tape.read(self.scores_of(0))
             with self.weights.around(self.names), torch.enable_grad(), _read_from_leaves(embeddings.values()):
                 device = input_device(self.model)
-                with collecting(embeddings, []) as moments:
-                    batches = BatchedSums(moments)
+                with collecting(embeddings, []) as moments, _all_batches(moments, self.data) as add:
                     for batch, score in zip(part_of(self.data), scores, strict=True):
                         hidden = self._first_hidden(batch, device)
                         hidden.backward(score.to(hidden.device))  # type: ignore[no-untyped-call]
-                        batches.add()
-                    self._finish(batches, len(scores))
-                losses = self._losses(moments, self.tape.result("tail")["positions"])
+                        add()
+                losses = self._losses(moments, self.tape.result(TAIL)["positions"])
         self.tape.keep_result("front", {"losses": losses, "groups": [[name] for name in embeddings]})
 
     def _first_hidden(self, batch: Any, device: torch.device) -> torch.Tensor:
@@ -246,12 +140,6 @@ class Sweep:
             except _FirstBlockReachedError as reached:
                 return reached.hidden
         raise StructureError(f"The block {self.names[0]!r} is not reached. Possible: --exclude the embeddings.")
-
-    def _finish(self, batches: BatchedSums, own: int) -> None:
-        """The sums are whole, where this process has had `own` batches and others may have one more."""
-        for _ in range(own, -(-len(self.data) // world())):
-            batches.add()
-        batches.finish()
 
     def _live(self, names: Iterable[str]) -> list[Any]:
         """The specs of the inputs that candidates quantize."""
@@ -284,7 +172,7 @@ class Sweep:
 
     def _swept(self) -> Swept:
         results = [self.tape.result(f"block-{index}") for index in range(len(self.names))]
-        results += [self.tape.result("tail"), self.tape.result("front")]
+        results += [self.tape.result(TAIL), self.tape.result("front")]
         losses = {name: row for result in results for name, row in result["losses"].items()}
         return Swept([group for result in results for group in result["groups"]], losses)
 
@@ -311,22 +199,17 @@ def _read_from_leaves(embeddings: Iterable[nn.Embedding]) -> Iterator[None]:
             handle.remove()
 
 
-def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:
-    if not all(bool(torch.isfinite(x).all()) for x in scores):
-        raise NonFiniteError(
-            f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
-            "overflow, and calibration data that it gives finite outputs for."
-        )
-
-
 @contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Within: parameters take no gradient, which would be as large as the model."""
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in asking:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in asking:
-            parameter.requires_grad_(True)
+def _all_batches(moments: Mapping[str, Moments], data: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    """Within: call what it gives after each batch; behind it, moments are sums over those of all processes."""
+    batches, own = BatchedSums(moments), 0
+
+    def add() -> None:
+        nonlocal own
+        own += 1
+        batches.add()
+
+    yield add
+    for _ in range(own, -(-len(data) // world())):
+        batches.add()
+    batches.finish()

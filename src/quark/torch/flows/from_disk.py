@@ -22,8 +22,9 @@ from quark.log import logger, severity
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
-from quark.torch.algorithms.block_loop import BlockWeights, LoopState, is_inside
+from quark.torch.algorithms.block_loop import LoopState, is_inside
 from quark.torch.algorithms.block_sweep import blocks_path
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -158,7 +159,9 @@ class _Run:
             needed = estimate(self.model, size, algorithms, data, whole=False)
             # Of a run that goes on, a part is written already.
             preflight(replace(needed, output=0) if self.manifest.begun else needed, self.folder, data, "fewer samples")
-        quantize_blocks(self.model, self.layers, algorithms, data, self.job.config, self.weights, self._finish, state)
+        work = self.manifest.folder
+        config = self.job.config
+        quantize_blocks(self.model, self.layers, algorithms, data, config, self.weights, self._finish, state, work)
         names = find_blocks(self.model, blocks_path(self.model, algorithms))
         if rank() > 0:
             return

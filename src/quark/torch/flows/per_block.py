@@ -11,6 +11,7 @@ Weights and scales are those of `quantize_model`: a block computes the same on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import nn
 from quark.errors import CalibrationError, NotSupportedError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import (
-    BlockWeights,
     Hidden,
     LoopState,
     is_inside,
@@ -28,6 +28,7 @@ from quark.torch.algorithms.block_loop import (
     record_inputs,
 )
 from quark.torch.algorithms.block_sweep import prepare_algorithms, sweep_block
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights, finish_ranges, share_scales, waiting_activations
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.config.config import QConfig
@@ -72,6 +73,7 @@ def quantize_blocks(
     weights: BlockWeights,
     finish: Callable[[str, LoopState], None] | None = None,
     state: LoopState | None = None,
+    work: Path | None = None,
 ) -> None:
     """Quantize the layers in the blocks of a model; those outside are left to the caller.
 
@@ -84,6 +86,7 @@ def quantize_blocks(
         weights: Brings and takes the weights.
         finish: Called with each finished block while its weights are there, and with what going on needs.
         state: Where an earlier run stopped.
+        work: Folder for what algorithms learn before the first block; None: in memory.
 
     Raises:
         CalibrationError: No data for what needs it.
@@ -92,7 +95,8 @@ def quantize_blocks(
     refuse_attention(config)
     if not weights.whole:
         refuse_whole(algorithms)
-    names, stages = prepare_algorithms(model, layers, algorithms, data=data)
+    with quantizers_off(layers.values()):
+        names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
     waiting = waiting_activations(layers)
     _refuse_outside(waiting, names)
     groups = sibling_groups(model, config.shared_scale_groups)
@@ -108,11 +112,11 @@ def quantize_blocks(
         calls, first = record_inputs(model, layers, names, data, weights, needs_float)
         state = state if state and state.done else first
 
-    def work(block: Block) -> tuple[Hidden, Hidden]:
+    def quantize(block: Block) -> tuple[Hidden, Hidden]:
         with torch.no_grad(), evaluating(block.module):
             return _quantize_block(block, layers_inside(layers, block.name), stages, config)
 
-    loop_over_blocks(model, names, calls, work, weights, groups, finish, state)
+    loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
 
 
 def _quantize_block(

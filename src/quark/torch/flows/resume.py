@@ -24,7 +24,9 @@ import torch
 from quark.__version__ import __version__
 from quark.errors import ConfigError, FormatError, OutputError
 from quark.files import atomic_file, hold, is_temporary
+from quark.json_objects import differences
 from quark.torch.algorithms.block_loop import LoopState
+from quark.torch.algorithms.block_sweep import LEARNED
 from quark.torch.calibration.distributed import rank, wait
 from quark.torch.checkpoint.safetensors_file import ByteRange, read_range
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
@@ -130,6 +132,8 @@ class Manifest:
     def remove(self) -> None:
         """The run is finished. The manifest goes last, so that what is left at any moment is known as ours."""
         shutil.rmtree(self.folder / "model", ignore_errors=True)
+        for learned in self.folder.glob(LEARNED.format(index="*", rank="*")):
+            shutil.rmtree(learned, ignore_errors=True)
         for inputs in self.folder.glob("inputs-*.safetensors"):
             inputs.unlink()
         (self.folder / "manifest.json").unlink()
@@ -158,14 +162,6 @@ def in_use(folder: Path) -> Iterator[None]:
             folder.rmdir()
         if lock is not None:
             os.close(lock)
-
-
-def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """What differs between two settings, each as "name: one there, other now"."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = sorted({*one, *other}, key=str)
-        return [d for k in keys for d in differences(one.get(k), other.get(k), f"{name}.{k}".lstrip("."))]
-    return [] if one == other else [f"{name}: {json.dumps(one)} there, {json.dumps(other)} now"]
 
 
 def fingerprint_of_files(files: Sequence[Path]) -> str:

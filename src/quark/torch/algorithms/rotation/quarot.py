@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, NotSupportedError, StructureError
 from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.rotation.block import R1_SEED, BlockPlan, plan_block, prove_block
 from quark.torch.algorithms.rotation.cayley import MatrixRotation
 from quark.torch.algorithms.rotation.fold import Turning, rotate_readers, rotate_writers
@@ -250,7 +252,14 @@ class QuaRot(Algorithm):
         self.rotation = ModelRotation(model, self.config)
         self.plans = self.rotation.rotate()
 
-    def learn(self, model: nn.Module, layers: Mapping[str, QuantLayer], data: Sequence[Any]) -> None:
+    def learn(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, QuantLayer],
+        data: Sequence[Any],
+        weights: BlockWeights,
+        work: Path | None,
+    ) -> None:
         rotation, folded = self.rotation, self.rotation.folded
         parts = {FRAME: rotation.residual, **{name: plan.residual for name, plan in self.plans.items()}}
         stream = None if folded is None else (folded.size, folded.keep_mean)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,6 +23,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
 from quark.torch.algorithms.rounding.column_problem import (
@@ -40,10 +42,13 @@ from quark.torch.algorithms.rounding.grids import (
     by_row,
     can_be_fitted,
     dynamic_group,
+    joined,
+    rows_of,
     static_grid,
 )
 from quark.torch.algorithms.rounding.output_scores import OutputScores
 from quark.torch.algorithms.rounding.solved_errors import report_layer
+from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.calibrate import naming
 from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
@@ -62,16 +67,22 @@ class GPTQ(Algorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.learns = self.needs_whole = config.fisher  # type: ignore[misc]
-        self.sums = not config.fisher  # type: ignore[misc]
+        self.learns = config.fisher  # type: ignore[misc]
         self.scores: OutputScores | None = None
         self.of_outputs: dict[str, torch.Tensor] = {}
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         self.blocks = blocks
 
-    def learn(self, model: nn.Module, layers: Mapping[str, QuantLayer], data: Sequence[Any]) -> None:
-        self.scores = OutputScores(model, self.blocks, data)
+    def learn(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, QuantLayer],
+        data: Sequence[Any],
+        weights: BlockWeights,
+        work: Path | None,
+    ) -> None:
+        self.scores = OutputScores(model, self.blocks, data, weights, Tape(work, {}))
 
     def enter(self, block: Block) -> None:
         self.of_outputs = {} if self.scores is None else self.scores.of_layers(block)
@@ -224,7 +235,7 @@ class _Solver:
         def solve(index: int) -> tuple[torch.Tensor, list[list[QParams]]]:
             pieces = all_pieces[index]
             some_weights = [[of[layer][rows] for layer, rows in pieces] for of in weights]
-            some_params = [[_rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
+            some_params = [[rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
             pulls = [
                 torch.cat([problem.pulls[of[layer]][:, rows] for layer, rows in pieces], 1) if problem.pulls else None
                 for problem, of in zip(self.problems, names, strict=True)
@@ -243,7 +254,7 @@ class _Solver:
         every = zip(self.problems, factors, names, own, weights, qparams, solved, found, strict=True)
         for problem, factor, *of_layers in every:
             for name, module, weight, before, rounded, parts in zip(*of_layers, strict=True):
-                result, scales = self._coupled(problem, name, weight, rounded, _joined(parts), spec, factor)
+                result, scales = self._coupled(problem, name, weight, rounded, joined(parts), spec, factor)
                 report_layer(problem, name, weight, result, (before, spec), factor)
                 freeze_weight(module, result, scales)
 
@@ -368,22 +379,6 @@ def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:
     for part, weight in zip(torch.split(columns, [len(weight) for weight in weights], 1), weights, strict=True):
         part.copy_(weight.T)
     return columns
-
-
-def _rows_of(params: QParams, rows: slice) -> QParams:
-    """The scales of some rows; those of a whole tensor serve all."""
-    if params.scale.ndim == 0 or (rows.start == 0 and rows.stop >= len(params.scale)):
-        return params
-    zero = params.zero_point
-    return QParams(params.scale[rows], None if zero is None else zero[rows], params.second)
-
-
-def _joined(parts: list[QParams]) -> QParams:
-    """The scales of rows that were solved one part after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    return QParams(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None, parts[0].second)
 
 
 def _qparams(layer: QuantLayer) -> QParams:

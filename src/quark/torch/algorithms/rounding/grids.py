@@ -184,3 +184,19 @@ def dynamic_group(spec: TensorSpec) -> int:
     ):
         return 1
     return max(split.size, 1)
+
+
+def rows_of(params: QParams, rows: slice) -> QParams:
+    """The scales of some rows; those of a whole tensor serve all."""
+    if params.scale.ndim == 0 or (rows.start == 0 and rows.stop >= len(params.scale)):
+        return params
+    zero = params.zero_point
+    return QParams(params.scale[rows], None if zero is None else zero[rows], params.second)
+
+
+def joined(parts: list[QParams]) -> QParams:
+    """The scales of rows that were solved one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    return QParams(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None, parts[0].second)

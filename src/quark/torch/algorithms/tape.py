@@ -16,8 +16,8 @@ import torch
 
 from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
+from quark.json_objects import differences
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
-from quark.torch.flows.resume import differences
 
 SETTINGS = "settings"
 

@@ -1,0 +1,212 @@
+"""Two passes over the data, block by block: forward, which keeps the inputs of each block; back, with the scores.
+
+    g = d log p(label) / d y,   label drawn from p itself
+
+    forward:  for each block: run it on what the block before it gave, keep its inputs
+    tail:     final norm and head; labels drawn from the model's own distribution; scores of the last block's outputs
+    back:     for each block from the last: run it again with gradients, hand down the scores
+
+One block is in memory, and what one pass keeps for the next lies on a `Tape`: a killed run goes on at its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from quark.errors import NonFiniteError
+from quark.progress import progress
+from quark.torch.algorithms.base import Block
+from quark.torch.algorithms.block_loop import (
+    Hidden,
+    LoopState,
+    loop_over_blocks,
+    on_device,
+    record_inputs,
+)
+from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.tape import Tape
+from quark.torch.calibration.distributed import part_of, rank, summed, world
+from quark.torch.calibration.drawn_labels import drawn_likelihood
+from quark.torch.model.batches import calibration_step, evaluating, input_device
+from quark.torch.model.blocks import BlockOutput, Call, passing_through
+
+SEED = 0
+"""Of the labels of the first batch; those of each next one have the next number, whichever process draws them."""
+TAIL = "tail"
+"""The result of what is behind the blocks."""
+
+
+class ScorePasses:
+    """Both passes over one model. Subclasses see the gradients of each part of it.
+
+    Args:
+        model: Float model whose weights `weights` brings; it is not changed.
+        names: Of its blocks, in running order.
+        data: Batches as `quantize_model` takes them.
+        weights: Brings and takes the weights of blocks.
+        tape: Where a killed run goes on.
+    """
+
+    keeps_scores: ClassVar[bool] = False
+    """Whether the scores of what blocks give stay on the tape."""
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], data: Sequence[Any], weights: BlockWeights, tape: Tape
+    ) -> None:
+        self.model, self.names, self.data, self.weights, self.tape = model, list(names), data, weights, tape
+
+    @contextmanager
+    def watching(self, block: str | None) -> Iterator[Callable[[], None]]:
+        """Within: a block, None for what is behind the blocks, runs forward and back; call what it gives a batch."""
+        yield lambda: None
+
+    def result(self, block: str | None, call: Call | None, positions: int) -> dict[str, Any]:
+        """What is kept of a part that was watched, while its weights are there.
+
+        Args:
+            block: Its name; None for what is behind the blocks.
+            call: Its first call; None behind the blocks.
+            positions: Of all data, at which something is predicted.
+        """
+        return {}
+
+    def go_back(self, loop: str) -> None:
+        """Run both passes, or what a killed run left of them.
+
+        Args:
+            loop: What the way back is called where it says how far it is.
+
+        Raises:
+            CalibrationError: No data. NonFiniteError: Scores hold NaN or Inf; names the block.
+            NotSupportedError: The model gives no logits.
+        """
+        with evaluating(self.model), without_gradients(self.model):
+            calls, _ = record_inputs(self.model, {}, self.names, self.data, self.weights)
+            self._forward(calls)
+            if self.tape.result(TAIL) is None:
+                self._tail(calls[self.names[0]][0])
+            left = [index for index in reversed(range(len(self.names))) if self.tape.result(f"block-{index}") is None]
+            done = len(self.names) - len(left)
+            for index in progress(left, loop, len(self.names), name=self.names.__getitem__, done=done):
+                self._back(index, calls[self.names[index]])
+
+    def inputs_of(self, index: int) -> str:
+        """Name on the tape of the inputs of a block; behind the last one, of its outputs."""
+        return f"inputs-{index}"
+
+    def scores_of(self, index: int) -> str:
+        """The same of their scores."""
+        return f"scores-{index}"
+
+    def _forward(self, calls: Mapping[str, list[Call]]) -> None:
+        """Keep the inputs of each block, and the outputs of the last."""
+        last = len(self.names)
+        if self.tape.has(self.inputs_of(last)) or self.tape.result(TAIL) is not None:
+            return
+        done = next((index for index in range(last, 0, -1) if self.tape.has(self.inputs_of(index))), 0)
+
+        def work(block: Block) -> tuple[Hidden, Hidden]:
+            index = self.names.index(block.name)
+            with torch.no_grad():
+                outputs = [call.run(block.module) for call in block.calls]
+            if index == 0:
+                self.tape.keep(self.inputs_of(0), [call.hidden for call in block.calls])
+            self.tape.keep(self.inputs_of(index + 1), outputs)
+            return outputs, None
+
+        state = LoopState(done, self.tape.read(self.inputs_of(done)) if done else None)
+        loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state)
+
+    def _tail(self, first: Call) -> None:
+        """What is behind the blocks, and the scores of what it reads."""
+        output, scores, positions = BlockOutput(), [], 0
+        block = self.model.get_submodule(self.names[0])
+        with self.weights.around(self.names), torch.no_grad():
+            device = input_device(self.model)
+            here = first if self.weights.device is None else on_device(first, device)
+            output.see(self.names[0], here, block)
+            output.fix()
+            with torch.enable_grad(), self.watching(None) as count_batch:
+                outputs = self.tape.read(self.inputs_of(len(self.names)))
+                for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
+                    leaf = hidden.to(device).requires_grad_()
+                    generator = torch.Generator().manual_seed(SEED + index * world() + rank())
+                    likelihood, count = self._likelihood(batch, leaf, output, device, generator)
+                    likelihood.backward()  # type: ignore[no-untyped-call]
+                    assert leaf.grad is not None
+                    scores.append(leaf.grad)
+                    positions += count
+                    count_batch()
+            positions = int(summed(torch.tensor(positions)))
+            _require_finite("the outputs of the model", scores)
+            result = self.result(None, None, positions)
+        self.tape.keep(self.scores_of(len(self.names)), scores)
+        self.tape.keep_result(TAIL, {"positions": positions, **result})
+
+    def _likelihood(
+        self, batch: Any, hidden: torch.Tensor, output: BlockOutput, device: torch.device, generator: torch.Generator
+    ) -> tuple[torch.Tensor, int]:
+        """The log likelihood of labels drawn at each position, and the number of positions."""
+        seen: list[Any] = []
+        handle = self.model.register_forward_hook(lambda module, args, result: seen.append(result))
+        try:
+            with passing_through(self.model, self.names, lambda name, call: None, output):
+                for name in self.names:
+                    self.model.get_submodule(name).forward = lambda *args, **kwargs: output.of(hidden)
+                calibration_step(self.model, batch, device, 0)
+        finally:
+            handle.remove()
+        return drawn_likelihood(self.model, seen[0], batch, generator)
+
+    def _back(self, index: int, calls: Sequence[Call]) -> None:
+        """Watch one block, and hand the scores to the one before it."""
+        name = self.names[index]
+        inputs, scores = self.tape.read(self.inputs_of(index)), self.tape.read(self.scores_of(index + 1))
+        below: list[torch.Tensor] = []
+        self.weights.bring(name)
+        try:
+            block = self.model.get_submodule(name)
+            here = [on_device(call.with_hidden(x), self.weights.device) for call, x in zip(calls, inputs, strict=True)]
+            with torch.enable_grad(), self.watching(name) as count_batch:
+                for call, score in zip(here, scores, strict=True):
+                    leaf = call.hidden.detach().requires_grad_()
+                    given = call.with_hidden(leaf).run(block)
+                    given.backward(score.to(given.device))  # type: ignore[no-untyped-call]
+                    assert leaf.grad is not None
+                    below.append(leaf.grad.cpu() if self.weights.device is not None else leaf.grad)
+                    count_batch()
+            _require_finite(f"the block {name!r}", below)
+            result = self.result(name, here[0], self.tape.result(TAIL)["positions"])
+        finally:
+            self.weights.take(name)
+        self.tape.keep(self.scores_of(index), below)
+        self.tape.keep_result(f"block-{index}", result)
+        if not self.keeps_scores:
+            self.tape.drop(self.scores_of(index + 1))
+        self.tape.drop(self.inputs_of(index + 1))
+
+
+@contextmanager
+def without_gradients(module: nn.Module) -> Iterator[None]:
+    """Within: parameters take no gradient, which would be as large as they are."""
+    asking = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
+
+
+def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:
+    if not all(bool(torch.isfinite(x).all()) for x in scores):
+        raise NonFiniteError(
+            f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
+            "overflow, and calibration data that it gives finite outputs for."
+        )
