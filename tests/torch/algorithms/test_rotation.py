@@ -15,8 +15,10 @@ from quark.torch.algorithms.rotation.quarot import ModelRotation
 from quark.torch.algorithms.scaling.float64_forward import Exact, difference
 from quark.torch.config.algo_configs import OnlineRotationConfig, QuaRotConfig, RotationConfig
 from quark.torch.layers.online_rotation import RotatedAttention, input_rotations
+from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.model.residual_stream import measure_norm
 from tests.models.architectures import build, token_ids
+from tests.models.families import family
 
 ROTARY = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi", "phi3", "falcon", "falcon_new", "gpt_neox"]
 
@@ -66,6 +68,28 @@ def test_gains_of_the_norms_move_into_the_layers_behind_them(name: str) -> None:
     for norm in norms:
         offset, _ = measure_norm(norm)  # type: ignore[misc]
         torch.testing.assert_close(norm.weight + offset, torch.ones_like(norm.weight))
+
+
+@pytest.mark.slow
+def test_experts_that_are_scaled_by_token_and_summed_are_followed() -> None:
+    model = family("llama4_text").double()
+    unfuse_experts(model, lambda layer: True)
+    before, weights = exact(model), state(model)
+    rotate(model, r2=True)
+    assert difference(before, exact(model)) < 1e-9
+    expert = "model.layers.0.feed_forward.experts.3.down_proj.weight"
+    assert not torch.equal(model.state_dict()[expert], weights[expert])
+
+
+def test_a_table_that_another_layer_reads_too_is_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    before = state(model)
+    with pytest.raises(StructureError, match=r"the weight of decoder\.embed_tokens, which is that of encoder\.embed"):
+        rotate(model)
+    assert unchanged(model, before)
 
 
 def test_values_are_rotated_by_one_hadamard_matrix_for_each_head() -> None:

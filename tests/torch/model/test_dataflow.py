@@ -104,6 +104,27 @@ def test_chosen_rows_count_as_the_same_input_and_writes_in_place_are_seen() -> N
     assert names(graph.sources(graph.spans[""][1][0])) == ["0", "1"]
 
 
+class Summed(nn.Module):
+    """Rows of experts, put together and added up along an axis."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.experts = axis, nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([expert(x) for expert in self.experts]).unflatten(0, (4, 4))
+        return x + rows.sum(dim=self.axis)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_sum_of_rows_belongs_to_the_stream_and_one_of_channels_does_not(axis: int) -> None:
+    model = Summed(axis)
+    graph = record(model, lambda: model(torch.randn(4, 4)))
+    stream = graph.addition_chain(graph.spans[""][1][0])
+    expected = ["0", "1", "2", "3"] if axis < 2 else []
+    assert [node.module.rsplit(".")[-1] for node in stream.writers if node.module] == expected
+
+
 class Hidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):  # type: ignore[no-untyped-def]

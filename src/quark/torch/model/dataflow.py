@@ -12,6 +12,7 @@ of those; `quark.torch.model.record_forward` writes it down while the model runs
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ SUMS = {
     *("add", "sub", "__add__", "__radd__", "__sub__", "__iadd__", "__isub__"),
     *("add_", "sub_", "index_add", "index_add_"),
 }
+JOINS = {"cat", "concat", "concatenate"}
+TOTALS = {"sum"}
+"""Operations that add up along axes."""
 PRODUCTS = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__imul__", "mul_", "div_"}
 
 
@@ -69,6 +73,7 @@ class Node:
         scope: Full name of the innermost module around it.
         inputs, outputs: Values read and made, in the order of the arguments. A module reads only what it used.
         move: For `MOVING_FUNCTIONS`: the same rearrangement of another tensor of the input's shape.
+        total: For `TOTALS`: the same sum of another tensor of the input's shape.
     """
 
     index: int
@@ -78,6 +83,7 @@ class Node:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     move: Callable[[torch.Tensor], Any] | None = field(default=None, compare=False, repr=False)
+    total: Callable[[torch.Tensor], Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -220,30 +226,47 @@ class Trace:
 
         links = set()
         for node in self.nodes:
-            for value in self._carried(node):
+            for value, output in self._carried(node):
                 links.add(node.index)
-                parent[root(value)] = root(node.outputs[0])
+                parent[root(value)] = root(output)
         return links, [root(value) for value in range(len(self.values))]
 
     def _chain(self, values: set[int], links: set[int]) -> AdditionChain:
         writers = {node.index: node for node in self._producers(values) if node.index not in links}
         read = {n.index: n for v in values for n in self.readers(v)}
-        readers = [i for i in sorted(read) if i not in links or read[i].outputs[0] not in values]
+        readers = [i for i in sorted(read) if i not in links or not values.issuperset(read[i].outputs)]
         return AdditionChain(
             frozenset(values), tuple(writers[i] for i in sorted(writers)), tuple(read[i] for i in readers)
         )
 
-    def _carried(self, node: Node) -> list[int]:
-        """The inputs that a sum, a copy, or a product with one factor per token or less passes on."""
-        if node.module is not None or len(node.outputs) != 1:
+    def _carried(self, node: Node) -> list[tuple[int, int]]:
+        """What a node passes on, as (input, output): sums, copies, joined rows, products with a factor per token."""
+        if node.module is not None or not node.outputs:
             return []
+        if node.kind in SUMS | PRODUCTS | JOINS:
+            return [(value, node.outputs[0]) for value in self._operands(node)]
+        if node.total is not None:
+            return [(node.inputs[0], node.outputs[0])] if self._adds_rows(node) else []
+        return [(node.inputs[0], output) for output in node.outputs if self._keeps_channels(node, output)]
+
+    def _operands(self, node: Node) -> list[int]:
+        """The operands that a sum, a product or a join passes on."""
         width = self.values[node.outputs[0]].shape[-1:]
         same = [value for value in node.inputs if self.values[value].shape[-1:] == width and width]
         if node.kind in SUMS:
             return same
-        if node.kind in PRODUCTS:
-            return same if len(same) == 1 else []
-        return same[:1] if self._keeps_channels(node, node.outputs[0]) else []
+        # A product of two, and what joins anything else, is no longer of these channels.
+        return same if len(same) == (1 if node.kind in PRODUCTS else len(node.inputs)) else []
+
+    def _adds_rows(self, node: Node) -> bool:
+        """Whether a sum along axes leaves the channels (last axis), each at its place."""
+        assert node.total is not None
+        shape = self.values[node.inputs[0]].shape
+        channels = torch.arange(shape[-1])
+        added = node.total(channels.expand(shape))
+        if added.shape[-1:] != shape[-1:] or not added.numel():
+            return False
+        return bool((added == channels * (math.prod(shape) // added.numel())).all())
 
     def _keeps_channels(self, node: Node, output: int) -> bool:
         """Whether an output holds the channels (last axis) of the first input, each at its place."""

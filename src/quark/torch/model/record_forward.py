@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.dataflow import MOVING_FUNCTIONS, Node, RecordedTensor, Trace
+from quark.torch.model.dataflow import MOVING_FUNCTIONS, TOTALS, Node, RecordedTensor, Trace
 
 
 def record(model: nn.Module, run: Callable[[], object]) -> Trace:
@@ -98,18 +98,20 @@ class _Recorder(TorchFunctionMode):
         results = [t for t in results if isinstance(t, torch.Tensor) and t.is_floating_point()]
         fresh = [t for t in results if written is not None or self.index.get(id(t)) not in inputs]
         if fresh and name != "__set__":
-            self.add(name, None, inputs, fresh, _mover(func, args, kwargs) if name in MOVING_FUNCTIONS else None)
+            again = _again(func, args, kwargs) if name in MOVING_FUNCTIONS | TOTALS else None
+            self.add(name, None, inputs, fresh, again)
         return result
 
     def add(
-        self, kind: str, module: str | None, inputs: tuple[int, ...], tensors: list[torch.Tensor], move: Any
+        self, kind: str, module: str | None, inputs: tuple[int, ...], tensors: list[torch.Tensor], again: Any
     ) -> None:
         at = len(self.nodes)
         # Every view of a tensor that is written to holds a new value as well.
         views = [t for t in self.alive if _same_storage(t, tensors[0])] if id(tensors[0]) in self.index else []
         outputs = tuple(self.bind(t, RecordedTensor(tuple(t.shape), t.dtype, at)) for t in tensors)
         self.index.update({id(view): outputs[0] for view in views})
-        self.nodes.append(Node(at, kind, module, self.scope[-1], inputs, outputs, move))
+        move, total = (None, again) if kind in TOTALS else (again, None)
+        self.nodes.append(Node(at, kind, module, self.scope[-1], inputs, outputs, move, total))
 
     # Modules
 
@@ -181,7 +183,7 @@ def _written(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     return target if isinstance(target, torch.Tensor) and target.is_floating_point() else None
 
 
-def _mover(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Any] | None:
+def _again(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Any] | None:
     """The operation as a function of its first operand; None if it reads other floating-point tensors too."""
     rest = (args[1:], kwargs)
     if not args or any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(rest)):

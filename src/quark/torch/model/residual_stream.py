@@ -10,7 +10,6 @@ or the frame, which is the model with its blocks passing their input through. A 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -126,22 +125,17 @@ def _norm(part: nn.Module, trace: Trace, node: Node) -> StreamNorm:
     if node.module is None or measured is None:
         raise StructureError(f"{_what(node)} reads the residual stream; only norms and linear layers are understood.")
     (normed,) = node.outputs
+    chain = trace.addition_chain(normed)
+    if len(chain.writers) > 1:
+        raise StructureError(f"{_what(chain.writers[-1])} is added to the result of {node.module}; nothing may be.")
+    _refuse_constants(trace, chain, normed)
     readers = []
-    for reader in _consumers(trace, normed):
+    for reader in chain.readers:
         inner = part.get_submodule(reader.module) if reader.module else None
         if reader.module is None or not reads_linearly(inner, trace.values[normed].shape[-1]):
             raise StructureError(f"{_what(reader)} reads the result of {node.module}; only linear layers may.")
         readers.append(reader.module)
     return StreamNorm(node.module, tuple(dict.fromkeys(readers)), *measured)
-
-
-def _consumers(trace: Trace, value: int) -> Iterator[Node]:
-    """The nodes that compute with a value or with a reshaped copy of it."""
-    for node in trace.nodes:
-        if any(trace.origin(v) == value for v in node.inputs):
-            copies = [v for v in node.outputs if trace.origin(v) == value]
-            if len(copies) < len(node.outputs):
-                yield node
 
 
 def _refuse_constants(trace: Trace, stream: AdditionChain, start: int) -> None:

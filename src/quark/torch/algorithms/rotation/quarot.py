@@ -34,6 +34,7 @@ from quark.torch.algorithms.rotation.cayley import MatrixRotation
 from quark.torch.algorithms.rotation.fold import Turning, rotate_readers, rotate_writers
 from quark.torch.algorithms.rotation.frame import (
     FRAME,
+    Frame,
     blocks_path,
     find_frame,
     frame_residual,
@@ -84,6 +85,7 @@ class ModelRotation:
         if config.r1 and not config.online_r1_rotation:
             self.given = given_residuals(model, config, self.frame.blocks)
             self.residual = self.given[FRAME] if self.given else frame_residual(model, self.frame)
+            _refuse_shared_tables(model, self.frame, self.residual)
             size = config.rotation_size or self.frame.width
             if self.frame.width % size:
                 raise ConfigError(
@@ -197,6 +199,19 @@ class ModelRotation:
                 reader.weight = nn.Parameter(reader.weight.detach().clone(), reader.weight.requires_grad)
                 for config in tying_configs(self.model):
                     config.tie_word_embeddings = False
+
+
+def _refuse_shared_tables(model: nn.Module, frame: Frame, residual: Residual) -> None:
+    """Raise StructureError where what writes the stream shares its weight with a layer that R1 leaves as it is."""
+    written = {id(model.get_submodule(name).weight): name for name in residual.writers}
+    turned = {*residual.writers, *residual.readers, *(name for norm in residual.norms for name in norm.readers)}
+    for name in frame.trace.calls:
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if id(weight) in written and name not in turned:
+            raise StructureError(
+                f"R1 would rotate the weight of {written[id(weight)]}, which is that of {name}, too, outside of the "
+                "residual stream that is rotated. Possible: r1=False."
+            )
 
 
 def check_supported(config: RotationConfig) -> None:

@@ -53,8 +53,9 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
     outputs: dict[str, torch.Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
-            if result.numel() == result.shape[-1]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], result: Any) -> None:
+            # Routers are linear layers, of which some return more than scores.
+            if isinstance(result, torch.Tensor) and result.numel() == result.shape[-1]:
                 inputs[name], outputs[name] = args[0].reshape(-1), result.reshape(-1)
 
         return hook
