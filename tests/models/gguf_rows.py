@@ -43,6 +43,12 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rop
 LATENT |= {"num_key_value_heads": 4}
 GPT2 = {"vocab_size": 2048, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+LONG |= {"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2 + 0.7 * i for i in range(8)]}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"attention_bias": True},
     "mistral": SIZES | {"sliding_window": None},
@@ -97,12 +103,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
-LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-LONG |= {"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2 + 0.7 * i for i in range(8)]}
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+CONFIGS |= {
+    "llama4_text": SIZES
+    | {"head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1}
+    | {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": 8192},
+    "ministral3": SIZES
+    | {"head_dim": 16}
+    | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    "jais2": SIZES | {"head_dim": 16, "num_key_value_heads": 4},
+    "cwm": SIZES | {"head_dim": 16, "sliding_window": 48, "rope_parameters": PLAIN},
+    "solar_open": SIZES | SPARSE | {"head_dim": 16},
+    "exaone_moe": SIZES
+    | SPARSE
+    | {"head_dim": 16, "num_experts": 4, "num_shared_experts": 1, "num_hidden_layers": 4, "sliding_window": 8},
+    "youtu": SIZES | LATENT,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
@@ -143,6 +158,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
     "deepseek_v3, groups": ("deepseek_v3", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
     "deepseek_v2, 27 layers": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 27}),
+    "llama4_text, llama3": ("llama4_text", {"rope_parameters": LLAMA3, "interleave_moe_layer_step": 1}),
+    "exaone_moe, no window": (
+        "exaone_moe",
+        {"sliding_window": 64, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2, "n_group": 2},
+    ),
     "ernie4_5_moe, two shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
 }
 """Name -> `model_type`, and what is other than in CONFIGS."""

@@ -229,6 +229,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "of other than 26 or 27 layers": ("deepseek_v2", {"q_lora_rank": None}),
     "rms_norm_eps": ("deepseek_v3", {"rms_norm_eps": 1e-3}),
     "rotations of halves": ("deepseek_v3", {"rope_interleave": False}),
+    "attention_chunk_size=64": ("llama4_text", {"attention_chunk_size": 64}),
+    "normed queries with 128": ("llama4_text", {"use_qk_norm": False}),
+    "another temperature": ("llama4_text", {"attn_temperature_tuning": False}),
+    "experts in other layers": ("llama4_text", {"moe_layers": [0, 1, 2, 3]}),
+    "layers without experts behind": ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}),
     "other than 64 layers": ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
 }
 

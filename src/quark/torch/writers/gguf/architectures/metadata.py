@@ -71,4 +71,7 @@ def _context(architecture: Architecture, config: Any) -> int:
 def _inner(config: Any) -> int:
     """Values between the two layers of a feed-forward network."""
     factor = getattr(config, "expansion_ratio", 4)
-    return int(first_of(config, "ffn_hidden_size", "intermediate_size", "n_inner") or factor * config.hidden_size)
+    return int(
+        first_of(config, "intermediate_size_mlp", "ffn_hidden_size", "intermediate_size", "n_inner")
+        or factor * config.hidden_size
+    )

@@ -23,7 +23,7 @@ from quark.torch.writers.gguf.names import import_gguf
 
 TENSORS = {"llama3": ("ROPE_FREQS",), "longrope": ("ROPE_FACTORS_SHORT", "ROPE_FACTORS_LONG")}
 """Type of scaling -> the tensors, in gguf.MODEL_TENSOR, that a file of it has."""
-READERS = {"llama3": ("llama", "arcee", "exaone4"), "longrope": ("phi3",)}
+READERS = {"llama3": ("llama", "llama4", "arcee", "exaone4"), "longrope": ("phi3",)}
 """Type of scaling -> the architectures whose readers take those tensors; the others refuse to load the file."""
 TWO_BASES = ("gemma3",)
 """Architectures whose readers take another base in layers with a sliding window."""

@@ -32,7 +32,8 @@ SPARSE = EXPERT_SIZE | {
     "routed_scaling_factor": "add_expert_weights_scale",
     "norm_topk_prob": "add_expert_weights_norm",
 }
-LATENT = SPARSE | {"kv_lora_rank": "add_kv_lora_rank", "q_lora_rank": "add_q_lora_rank"}
+RANKS = {"kv_lora_rank": "add_kv_lora_rank", "q_lora_rank": "add_q_lora_rank"}
+LATENT = SPARSE | RANKS
 GROUPS = {"n_group": "add_expert_group_count", "topk_group": "add_expert_group_used_count"}
 SCALES = {
     "attention_multiplier": "add_attention_scale",
@@ -129,6 +130,41 @@ def _latent(config: Any) -> str | None:
 def _deepseek_v2(config: Any) -> str | None:
     grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
     return "experts that are chosen by groups" if grouped else _latent(config)
+
+
+def _llama4(config: Any) -> str | None:
+    # Readers know both published models, by the number of experts, and their windows and temperatures by heart.
+    if config.use_qk_norm == (config.num_local_experts == 128):
+        return "normed queries with 128 experts, or others without"
+    if config.attention_chunk_size != 8192:
+        return f"attention_chunk_size={config.attention_chunk_size}"
+    if not config.attn_temperature_tuning or (config.floor_scale, config.attn_scale) != (8192, 0.1):
+        return "another temperature of attention"
+    step = config.interleave_moe_layer_step
+    mixed = config.moe_layers == list(range(step - 1, config.num_hidden_layers, step))
+    return _no_rope_layers(config) if mixed else "experts in other layers than each interleave_moe_layer_step-th"
+
+
+def _exaone_moe(config: Any) -> str | None:
+    dense = config.mlp_layer_types.count("dense")
+    leading = config.mlp_layer_types == ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
+    return None if leading else "layers without experts behind ones with them"
+
+
+def _temperature(config: Any) -> dict[str, Any]:
+    """By how much queries grow with the logarithm of their position."""
+    beta = config.rope_parameters.get("llama_4_scaling_beta")
+    return {"attn_temperature_scale": beta} if beta else {}
+
+
+def _youtu_derived(config: Any) -> dict[str, Any]:
+    """A model without experts, as one of which all layers lead."""
+    return {
+        "leading_dense_block_count": config.num_hidden_layers,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_count": 0,
+        "expert_weights_scale": 1.0,
+    }
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("GGUF architecture")
@@ -290,6 +326,49 @@ for _type, _row in {
         refuse=_gpt_oss,
         window_period=2,
         details={"intermediate_size": "add_expert_feed_forward_length"},
+    ),
+    "llama4_text": Architecture(
+        "llama4",
+        mixture=True,
+        without=BIAS,
+        details={
+            "intermediate_size": "add_expert_feed_forward_length",
+            "interleave_moe_layer_step": "add_interleave_moe_layer_step",
+        },
+        refuse=_llama4,
+    ),
+    "ministral3": Architecture(
+        "mistral3",
+        pairs=True,
+        derived=_temperature,
+    ),
+    "jais2": Architecture("jais2", "relu2", layer_norm=True, refuse=_shared_heads),
+    "cwm": Architecture("llama", pairs=True, without=("mlp_bias",)),
+    "solar_open": Architecture(
+        "glm4moe",
+        mixture=True,
+        details={name: method for name, method in (SPARSE | GROUPS).items() if name != "first_k_dense_replace"},
+        derived=lambda c: {"leading_dense_block_count": 0},
+        gating="SIGMOID",
+    ),
+    "exaone_moe": Architecture(
+        "exaone-moe",
+        mixture=True,
+        window_period=4,
+        without=(TIED,),
+        details=EXPERT_SIZE
+        | GROUPS
+        | {
+            "num_shared_experts": "add_expert_shared_count",
+            "routed_scaling_factor": "add_expert_weights_scale",
+            "norm_topk_prob": "add_expert_weights_norm",
+        },
+        derived=lambda c: {"leading_dense_block_count": c.mlp_layer_types.count("dense")},
+        gating="SIGMOID",
+        refuse=_exaone_moe,
+    ),
+    "youtu": Architecture(
+        "deepseek2", without=BIAS, details=RANKS, derived=_youtu_derived, gating="SIGMOID", refuse=_latent
     ),
     "gpt2": Architecture("gpt2", "gelu", layer_norm=True, refuse=_gpt2_scale),
 }.items():
