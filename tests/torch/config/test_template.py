@@ -98,6 +98,17 @@ def test_any_model_type() -> None:
     assert made.exclude == ["@output_head", "@router", "@non_text"]
 
 
+def test_a_tower_is_a_part_and_not_what_the_whole_model_is_called() -> None:
+    class Speech(nn.Module):
+        base_model_prefix = "speech"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.speech = nn.ModuleDict({"decoder": nn.Linear(2, 2), "audio_tower": nn.Linear(2, 2)})
+
+    assert SELECTORS["@non_text"](Speech()) == {"speech.audio_tower"}
+
+
 def test_a_documented_family_shows_the_documented_lists() -> None:
     assert LLMTemplate.get("mixtral").get_config("fp8").exclude == ["lm_head", "*.gate"]
     assert LLMTemplate.get("gpt_oss").exclude_layers_name == ["lm_head", "*router*"]

@@ -56,7 +56,10 @@ def non_text(model: nn.Module) -> set[str]:
     writes = getattr(model, "can_generate", lambda: True)
     if not writes():
         return set()
-    return {name for name, module in model.named_modules() if NON_TEXT.search(name) and not list(module.children())}
+    # What the whole model is called (`speecht5.`) says nothing of its parts.
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    leaves = (name for name, module in model.named_modules() if not list(module.children()))
+    return {name for name in leaves if NON_TEXT.search(name.removeprefix(prefix))}
 
 
 SELECTORS: dict[str, Callable[[nn.Module], set[str]]] = {
