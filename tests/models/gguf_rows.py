@@ -118,6 +118,31 @@ CONFIGS |= {
     | {"head_dim": 16, "num_experts": 4, "num_shared_experts": 1, "num_hidden_layers": 4, "sliding_window": 8},
     "youtu": SIZES | LATENT,
 }
+PLAIN_HEADS = SIZES | {"head_dim": 16}
+DELTA = PLAIN_HEADS | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+DELTA |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MIXER = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
+MIXER |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+CONV = SIZES | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
+CONFIGS |= {
+    "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "granitemoehybrid": SIZES
+    | HYBRID
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "shared_intermediate_size": 32},
+    "granitemoeshared": SIZES | {"num_local_experts": 4, "shared_intermediate_size": 32},
+    "lfm2": CONV,
+    "lfm2_moe": CONV | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
+    "mamba": MIXER,
+    "falcon_mamba": MIXER,
+    "mamba2": MIXER | {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "jamba": SIZES
+    | {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False},
+    "qwen3_5_text": DELTA
+    | {"linear_num_key_heads": 4}
+    | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
@@ -162,6 +187,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe, no window": (
         "exaone_moe",
         {"sliding_window": 64, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2, "n_group": 2},
+    ),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"},
+    ),
+    "granitemoehybrid, multipliers": (
+        "granitemoehybrid",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.5,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "lfm2, adjusted": ("lfm2", {"intermediate_size": 200, "block_ffn_dim_multiplier": 1.3}),
+    "qwen3_next, four layers": (
+        "qwen3_next",
+        {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
     "ernie4_5_moe, two shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
 }

@@ -38,6 +38,8 @@ from quark.torch import (
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.passes.unfuse_experts import unfuse_experts
+from quark.torch.writers.gguf.architectures.recurrent import RECURRENT
 from quark.torch.writers.gguf.architectures.table import ARCHITECTURES, architecture_of
 from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
 from quark.torch.writers.gguf.writer import write_gguf
@@ -198,6 +200,29 @@ def test_a_file_is_that_of_which_llama_cpp_computed_the_logits(name: str, tmp_pa
     assert found == expected | {"metadata": {}}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*RECURRENT, "granitemoehybrid, dense"])
+def test_tensors_that_files_hold_in_another_form_are_read_back(name: str, tmp_path: Path) -> None:
+    kind, options = VARIANTS.get(name, (name, {}))
+    model = build(kind, **options)
+    quantizer = ModelQuantizer(gguf_config(model, "q8_0"))
+    model = quantizer.freeze(quantizer.quantize_model(model))
+    file = export_gguf(model, tmp_path, "m", LANGUAGE_MODEL)
+    loaded = import_model_from_gguf(build(kind, seed=5, **options), file)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_half_of_a_matrix_that_is_two_tensors_is_no_model(tmp_path: Path) -> None:
+    model = build("granitemoeshared")
+    file = tmp_path / "m.gguf"
+    unfuse_experts(model, lambda layer: True)
+    write_gguf(model.bfloat16(), file, LANGUAGE_MODEL)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"blk.1.ffn_up_shexp.weight", b"blk.1.ffn_xx_shexp.weight"))
+    with pytest.raises(FormatError, match=r"shared_mlp\.input_linear\.weight is 2 tensors of the file, of which one"):
+        import_model_from_gguf(build("granitemoeshared", BF16), file)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "the activation relu": ("llama", {"hidden_act": "relu"}),
     "the activation gelu": ("qwen2", {"hidden_act": "gelu"}),
@@ -234,6 +259,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "another temperature": ("llama4_text", {"attn_temperature_tuning": False}),
     "experts in other layers": ("llama4_text", {"moe_layers": [0, 1, 2, 3]}),
     "layers without experts behind": ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}),
+    "full attention in other layers": ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}),
+    "values of another length": ("qwen3_next", {"linear_value_head_dim": 32}),
+    "fewer keys than values": ("qwen3_5_text", {"linear_num_key_heads": 2}),
+    "biases of other projections": ("mamba", {"use_bias": True}),
+    "an epsilon of norms": ("falcon_mamba", {"mixer_rms_eps": 1e-3}),
+    "time_step_limit": ("mamba2", {"time_step_limit": (0.1, 0.2)}),
+    "conv_bias=True": ("lfm2", {"conv_bias": True}),
     "other than 64 layers": ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
 }
 

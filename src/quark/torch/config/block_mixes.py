@@ -60,7 +60,7 @@ def place_of(name: str, columns: int, config: Any) -> Place:
         columns: Values in a row.
         config: Of the transformers model.
     """
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1  # a model of states alone has none
     sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     tied = bool(getattr(config, "tie_word_embeddings", False))

@@ -49,7 +49,7 @@ def collect_imatrix(model: nn.Module, data: Iterable[Any]) -> Sums:
         NonFiniteError: A layer reads NaN or Inf; names it.
         NotSupportedError: A model that GGUF files are not written of.
     """
-    name_of = tensor_names(model, architecture_of(getattr(model, "config", None)).arch)
+    name_of = tensor_names(model, architecture_of(getattr(model, "config", None)))
     sums: dict[str, dict[int, tuple[torch.Tensor, int]]] = defaultdict(dict)
 
     def add(tensor: str, expert: int, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -99,7 +99,7 @@ def places_of(model: Any) -> list[tuple[str, Place]]:
 
 
 def _places(model: Any) -> Iterator[tuple[str, Place]]:
-    file_name = tensor_names(model, architecture_of(model.config).arch)
+    file_name = tensor_names(model, architecture_of(model.config))
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)

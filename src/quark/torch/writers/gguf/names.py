@@ -6,15 +6,20 @@ The experts of a block are one tensor there, (experts, rows, columns), and layer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quark.errors import require_packages
 from quark.torch.model.published_names import published_names
+from quark.torch.writers.gguf.architectures.architecture import Architecture
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")
 """The part of a block that holds experts: mlp.experts.0, block_sparse_moe.experts.0."""
+IN_LAYERS = re.compile(r"\.(\d+)\.")
+"""The number of a block."""
+BARE = (".A_log", ".D")
+"""Ends of the names of tensors that have no suffix in files."""
 LEAF_BIAS = re.compile(r"_bias$")
 
 
@@ -31,28 +36,47 @@ def arch_key(arch: str) -> Any:
     return next(key for key, value in import_gguf().MODEL_ARCH_NAMES.items() if value == arch)
 
 
-def tensor_names(model: Any, arch: str) -> Callable[[str], str | None]:
-    """Maps a name of the model to that of the file; to None if it has none. All experts of a block have one name."""
-    table = import_gguf().get_tensor_name_map(arch_key(arch), model.config.num_hidden_layers)
+def tensor_names(model: Any, architecture: Architecture) -> Callable[[str], str | None]:
+    """Maps a name of the model to that of the file; to None if it has none. All experts of a block have one name.
+
+    What is several tensors in the file has the name of the first one.
+    """
+    table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), model.config.num_hidden_layers)
     publish, prefix = published_names(model), f"{getattr(model, 'base_model_prefix', '')}."
 
     def name_in_file(name: str) -> str | None:
+        if parts := architecture.parts(name, model.config):
+            return part_name(name, parts[0])
         # The tables know some models by the names of their published checkpoints alone, or by those of the model
         # inside, and experts in fewer places than there are.
         for known in (name, publish(name)):
-            for form in (known, known.removeprefix(prefix), IN_BLOCK.sub("mlp", known)):
-                found: str | None = table.get_name(_as_in_tables(form), try_suffixes=(".weight", ".bias"))
-                if found is not None:
-                    return found
+            for place in (known, known.removeprefix(prefix), IN_BLOCK.sub("mlp", known)):
+                for form in _as_in_tables(place):
+                    found: str | None = table.get_name(form, try_suffixes=(".weight", ".bias"))
+                    if found is not None:
+                        return found
         return None
 
     return name_in_file
 
 
-def _as_in_tables(name: str) -> str:
-    """Without the number of an expert, and with the suffix that all names have there."""
-    name = LEAF_BIAS.sub(".bias", EXPERT.sub("", name))
-    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+def part_name(name: str, part: str) -> str:
+    """The name in the file of a part of a matrix, which is in the same block."""
+    found = IN_LAYERS.search(name)
+    assert found is not None
+    return f"blk.{found[1]}.{part}"
+
+
+def _as_in_tables(name: str) -> Iterator[str]:
+    """Without the number of an expert, and with the suffixes that names have there."""
+    name = EXPERT.sub("", name)
+    if name.endswith((".weight", ".bias")):
+        yield name
+    elif LEAF_BIAS.search(name):
+        # A bias that is no layer's: expert_bias, sinks_bias, or dt_bias of a projection that is part of another one.
+        yield from (LEAF_BIAS.sub(".bias", name), f"{name}.bias", LEAF_BIAS.sub("_proj.bias", name))
+    else:
+        yield name if name.endswith(BARE) else f"{name}.weight"
 
 
 def expert_of(name: str) -> int | None:

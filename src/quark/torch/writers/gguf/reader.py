@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,7 +25,7 @@ from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures.architecture import Architecture
 from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.names import expert_of, tensor_names
+from quark.torch.writers.gguf.names import expert_of, part_name, tensor_names
 from quark.torch.writers.gguf.open_file import open_gguf
 from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 
@@ -47,7 +50,7 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
     tensors = {
         tensor.name: tensor for tensor in _of_architecture(open_gguf(Path(file)), Path(file), architecture.arch).tensors
     }
-    name_of = tensor_names(model, architecture.arch)
+    name_of = tensor_names(model, architecture)
     # Not every parameter has a name there: a head that is always tied has none.
     originals = unfuse_experts(model, lambda name: True)  # the experts of a block by their own names
     try:
@@ -59,6 +62,10 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
         if names.get(head) not in tensors:  # the head is computed with the embeddings
             names[head] = names[embeddings]
     named = {name: tensors[stored] for name, stored in names.items() if stored in tensors}
+    for name in named:
+        parts = [part_name(name, part) for part in architecture.parts(name, model.config)]
+        if parts:
+            named[name] = _joined(name, [tensors.get(part) for part in parts])
     config = _config(model, named)
     # The values are made while the model changes: what they depend on is known before.
     values = [TensorReader(model, architecture, name, tensor, config) for name, tensor in named.items()]
@@ -72,7 +79,7 @@ class TensorReader:
     def __init__(self, model: Any, architecture: Architecture, name: str, tensor: Any, config: QConfig) -> None:
         self.name = name
         self.tensor = tensor
-        self.adds_one = architecture.adds_one(name)
+        self.adds_one, self.change = architecture.adds_one(name), architecture.change(name)
         self.order = architecture.row_order(name, model.config)
         parent, _, leaf = name.rpartition(".")
         quantized = leaf == "weight" and parent in config.layer_quant_config
@@ -81,7 +88,7 @@ class TensorReader:
         # What is left in float of an expert, its biases, has the dtype of all: it is in one tensor with others here.
         value = None if quantized or self.expert is not None else value_of(model, name)
         self.dtype = None if quantized else model.dtype if value is None else value.dtype
-        self.shape = None if value is None else _shape(value, tensor)
+        self.shape = None if value is None else _shape(value, tensor, self.change is not None)
 
     def read(self) -> torch.Tensor:
         """The tensor: values in the dtype of the model, or the bytes of a quantized weight."""
@@ -93,6 +100,8 @@ class TensorReader:
             value = value[torch.argsort(self.order)]
         if self.adds_one:
             value = value - 1
+        if self.change is not None:
+            value = self.change.read(value)
         if self.shape is not None:
             value = value.reshape(self.shape)
         if self.dtype is not None:
@@ -107,10 +116,28 @@ def value_of(model: nn.Module, name: str) -> torch.Tensor:
     return value
 
 
-def _shape(parameter: torch.Tensor, tensor: Any) -> tuple[int, ...]:
+def _shape(parameter: torch.Tensor, tensor: Any, changed: bool) -> tuple[int, ...]:
     """That of a tensor in the model: a row of its own there may be a vector in the file."""
     stored = tuple(int(size) for size in reversed(tensor.shape))
-    return tuple(parameter.shape) if (1, *stored) == tuple(parameter.shape) else stored
+    alike = changed and math.prod(stored) == parameter.numel()
+    return tuple(parameter.shape) if alike or (1, *stored) == tuple(parameter.shape) else stored
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Tensors of a file that are one in the model, as one of gguf.ReaderTensor."""
+
+    name: str
+    data: Any
+    tensor_type: Any
+    shape: Any
+
+
+def _joined(name: str, parts: list[Any]) -> _Joined:
+    if None in parts or len({part.tensor_type for part in parts}) > 1:
+        raise FormatError(f"{name} is {len(parts)} tensors of the file, of which one is missing or of another type.")
+    shape = [*parts[0].shape[:-1], sum(int(part.shape[-1]) for part in parts)]
+    return _Joined(name, np.concatenate([part.data for part in parts]), parts[0].tensor_type, shape)
 
 
 def _of_architecture(reader: Any, file: Path, arch: str) -> Any:

@@ -30,7 +30,7 @@ from quark.torch.writers.gguf.architectures.metadata import write_hyperparameter
 from quark.torch.writers.gguf.architectures.rope import rope_tensors
 from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
-from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
+from quark.torch.writers.gguf.names import expert_of, import_gguf, part_name, tensor_names
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
 
 OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -120,7 +120,7 @@ def _stacked(items: list[GgufTensor]) -> torch.Tensor:
 def _items_of_layers(model: nn.Module, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
     """The tensors under their names in the model, each expert's by itself."""
     layers = quantized_layers(model)
-    file_name = tensor_names(model, architecture.arch)
+    file_name = tensor_names(model, architecture)
     left_out = _left_out(model)
     for name, make, shapes in entries(model, "reorder", True, GgufFormat()):
         if name == left_out:
@@ -136,14 +136,33 @@ def _items_of_layers(model: nn.Module, architecture: Architecture) -> Iterator[t
             # So is what chooses experts, of which that of a shared one, a single row, is a vector.
             routes = stored is not None and ".ffn_gate_inp" in stored
             shape = shape[1:] if routes and shape[0] == 1 else shape
-            kind = "F32" if len(shape) < 2 or routes else FLOAT_TYPES.get(shapes[""].dtype, "")
+            changed = architecture.change(name)
+            if changed is not None:
+                shape = tuple(changed.write(torch.empty(shape, device="meta"), model.config).shape)
+            plain = len(shape) < 2 or routes or changed is not None
+            kind = "F32" if plain else FLOAT_TYPES.get(shapes[""].dtype, "")
         if not kind or stored is None:
             what = "no name" if kind else f"no type for {shapes[''].dtype}"
             raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
         change = _change(architecture, name, model, flipped)
-        yield name, GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+        item = GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+        for part in _parts(item, [part_name(name, part) for part in architecture.parts(name, model.config)]):
+            yield name, part
     for stored, make_factors, size in rope_tensors(model.config):
         yield stored, GgufTensor(stored, "F32", (size,), make_factors)
+
+
+def _parts(item: GgufTensor, names: list[str]) -> Iterator[GgufTensor]:
+    """The tensor, or those that its rows become."""
+    if not names:
+        yield item
+    shape = (item.shape[0] // max(1, len(names)), *item.shape[1:])
+    for index, name in enumerate(names):
+        yield GgufTensor(name, item.kind, shape, partial(_part, item.make, index, len(names)))
+
+
+def _part(make: Callable[[], torch.Tensor], index: int, count: int) -> torch.Tensor:
+    return make().chunk(count)[index].contiguous()
 
 
 def tied_weights(model: Any) -> tuple[str, str] | None:
@@ -177,9 +196,11 @@ def is_conv1d(model: nn.Module, name: str) -> bool:
 
 def _change(architecture: Architecture, name: str, model: Any, flipped: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """What happens to a tensor on its way into the file."""
-    order = architecture.row_order(name, model.config)
+    order, changed = architecture.row_order(name, model.config), architecture.change(name)
     if order is not None:
         return lambda x: x[order]
+    if changed is not None:
+        return lambda x: changed.write(x.float(), model.config)
     if architecture.adds_one(name):
         return lambda x: x.float() + 1
     return lambda x: x.t().contiguous() if flipped else x

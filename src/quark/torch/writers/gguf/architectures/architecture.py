@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,19 @@ ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "
 
 
 @dataclass(frozen=True)
+class Change:
+    """What becomes of the values of a tensor that stays in float.
+
+    Attributes:
+        write: On its way into the file, given the config; files hold the result in float32.
+        read: On the way back, but for the shape, which is the model's.
+    """
+
+    write: Callable[[torch.Tensor, Any], torch.Tensor]
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+
+@dataclass(frozen=True)
 class Architecture:
     """How models of one `model_type` become a GGUF file.
 
@@ -27,6 +40,7 @@ class Architecture:
         activation: Name in ACTIVATIONS of the one that readers compute with.
         pairs: Whether rows of q and k are reordered, because the reader rotates neighbours and not halves.
         unit_norms: Whether the model computes with 1 + weight in its norms; files hold the sum.
+        plain_norms: End of the names of norms that do not, in a model of which the others do.
         layer_norm: Whether its norms subtract the mean (else they are RMS norms).
         fused_heads: Name of the layer in which the queries, key and value of each group of heads lie together; files
             hold all queries, then all keys, then all values.
@@ -38,6 +52,11 @@ class Architecture:
         whole_heads: Whether a head has hidden_size / heads values, always.
         details: Field of the config -> method of the writer, for what only this architecture has.
         derived: The config -> other metadata, the writer's method without "add_" -> value.
+        inner: The config -> values between the two layers of a feed-forward network, where no field has them.
+        changes: End of a name -> what becomes of the values of such a tensor.
+        splits: The config -> end of a name -> the tensors of a block, by their names in the file, that the rows of
+            such a matrix become in equal parts.
+        attention: The config -> whether each layer has attention; None: all have. Layers without have no heads of keys.
         gating: Name in gguf.ExpertGatingFuncType of what makes weights of experts, where a file has to say it.
         refuse: What of a config has no place in a file; a phrase, or None.
     """
@@ -46,6 +65,7 @@ class Architecture:
     activation: str = "silu"
     pairs: bool = False
     unit_norms: bool = False
+    plain_norms: tuple[str, ...] = ()
     layer_norm: bool = False
     fused_heads: str = ""
     window_period: int = 0
@@ -55,19 +75,23 @@ class Architecture:
     whole_heads: bool = False
     details: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    inner: Callable[[Any], int] | None = None
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    splits: Callable[[Any], Mapping[str, tuple[str, ...]]] = lambda config: {}
+    attention: Callable[[Any], Sequence[bool]] | None = None
     gating: str = ""
     refuse: Callable[[Any], str | None] = lambda config: None
 
     def row_order(self, name: str, config: Any) -> torch.Tensor | None:
         """Which row of the model's tensor each row in the file is; None where nothing moves."""
-        leaf, size = name.rsplit(".", 2)[-2], head_size(config)
+        leaf = name.rsplit(".", 2)[-2]
         if leaf == self.fused_heads:
-            groups = kv_heads(config)
+            groups, size = kv_heads(config), head_size(config)
             rows = torch.arange((config.num_attention_heads + 2 * groups) * size).reshape(groups, -1, size)
             return torch.cat([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
-        heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads(config)}.get(leaf)
-        if not self.pairs or heads is None:
+        if not self.pairs or leaf not in ("q_proj", "k_proj"):
             return None
+        heads, size = config.num_attention_heads if leaf == "q_proj" else kv_heads(config), head_size(config)
         # Halves of a head, one under the other, become neighbours.
         return torch.arange(heads * size).reshape(heads, 2, size // 2).transpose(1, 2).reshape(-1)
 
@@ -77,7 +101,15 @@ class Architecture:
 
     def adds_one(self, name: str) -> bool:
         """Whether the file holds 1 + the tensor."""
-        return self.unit_norms and name.endswith("norm.weight")
+        return self.unit_norms and name.endswith("norm.weight") and not name.endswith(self.plain_norms or ("/",))
+
+    def change(self, name: str) -> Change | None:
+        """What becomes of the values of a tensor; None: they stay."""
+        return next((change for end, change in self.changes.items() if name.endswith(end)), None)
+
+    def parts(self, name: str, config: Any) -> tuple[str, ...]:
+        """Names in the file, within a block, of what a matrix is parted into; none where it is one tensor."""
+        return next((parts for end, parts in self.splits(config).items() if name.endswith(end)), ())
 
 
 def head_size(config: Any) -> int:

@@ -23,11 +23,7 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
     writer.add_context_length(_context(architecture, config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(_inner(config))
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(kv_heads(config))
-    writer.add_key_length(head_size(config))
-    writer.add_value_length(first_of(config, "v_head_dim") or head_size(config))
+    _write_attention(writer, architecture, config)
     writer.add_vocab_size(config.vocab_size)
     epsilon = first_of(config, "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps")
     if epsilon is not None:
@@ -37,10 +33,9 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, cap, None):
             getattr(writer, f"add_{cap}")(getattr(config, cap))
-    if architecture.mixture:
-        writer.add_expert_count(
-            first_of(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        )
+    experts = first_of(config, *EXPERTS) if architecture.mixture else 0
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(first_of(config, "num_experts_per_tok", "moe_k", "moe_topk"))
     for name, method in architecture.details.items():
         if getattr(config, name) is not None:
@@ -52,10 +47,28 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) 
     write_rope(writer, config)
 
 
+def _write_attention(writer: Any, architecture: Architecture, config: Any) -> None:
+    """Heads, and the feed-forward network behind them."""
+    layers = None if architecture.attention is None else list(architecture.attention(config))
+    if layers is not None and not any(layers):
+        writer.add_feed_forward_length(0)
+        writer.add_head_count(first_of(config, "num_heads") or 0)  # of Mamba 2's states
+        writer.add_head_count_kv(0)
+        return
+    writer.add_feed_forward_length((architecture.inner or _inner)(config))
+    writer.add_head_count(config.num_attention_heads)
+    heads = kv_heads(config)
+    writer.add_head_count_kv(heads if layers is None else [heads if attends else 0 for attends in layers])
+    writer.add_key_length(head_size(config))
+    writer.add_value_length(first_of(config, "v_head_dim") or head_size(config))
+
+
 def _context(architecture: Architecture, config: Any) -> int:
     """Tokens that a reader computes as the model does."""
     # A model whose positions are slopes has no longest context; 2048 tokens is what those models were trained with.
-    longest = int(first_of(config, "max_position_embeddings", "max_seq_len", "seq_length") or 2048)
+    # One that keeps a state instead has none at all.
+    unnamed = 2048 if architecture.attention is None else 2**20
+    longest = int(first_of(config, "max_position_embeddings", "max_seq_len", "seq_length") or unnamed)
     window = sliding_window(config)
     if architecture.full_attention_period(config) or window is None or window >= longest:
         return longest

@@ -19,6 +19,7 @@ from quark.torch.writers.gguf.architectures.architecture import (
     refuse_windows,
     sliding_window,
 )
+from quark.torch.writers.gguf.architectures.recurrent import RECURRENT
 from quark.torch.writers.gguf.architectures.rope import refuse_rope
 
 BIAS = ("attention_bias",)
@@ -372,6 +373,8 @@ for _type, _row in {
     ),
     "gpt2": Architecture("gpt2", "gelu", layer_norm=True, refuse=_gpt2_scale),
 }.items():
+    ARCHITECTURES.register(_type, _row)
+for _type, _row in RECURRENT.items():
     ARCHITECTURES.register(_type, _row)
 
 
