@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from quark.errors import NothingToQuantizeError
 from quark.log import logger
-from quark.onnx.algorithms import PRECISION, run_after, run_before, run_precision
+from quark.onnx.algorithms import PRECISION, check_data, run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
@@ -52,14 +52,15 @@ def convert(
         identity: Fingerprint of the model before it was prepared, for the statistics file.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
     """
+    if reader is not None and (settings.algorithms or settings.equalize_if_better):
+        reader = repeatable(reader, model, settings)
+        check_data(model, settings, reader)
     if settings.equalize_if_better:
-        if reader is not None:
-            reader = repeatable(reader, model, settings)
         settings, quantized = equalize_if_better(model, settings, reader, convert, known)
         if quantized is not None:
             return quantized
     bodies = FloatBodies(model, settings)
-    if settings.algorithms or settings.npu.correct_biases or (bodies and settings.specs.bodies):
+    if settings.algorithms or settings.correct_biases or (bodies and settings.specs.bodies):
         reader = repeatable(reader, model, settings)
     nothing: NothingToQuantizeError | None = None
     try:
@@ -99,7 +100,7 @@ def _convert_graph(
     model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
 ) -> None:
     """Quantize the nodes of a model, not those of its bodies."""
-    data = reader if settings.algorithms or settings.npu.correct_biases else None
+    data = reader if settings.algorithms or settings.correct_biases else None
     changed = run_before(model, settings, data)
     if reader is not None and needs_samples(model, settings):
         data = data or repeatable(reader, model, settings)
@@ -125,7 +126,7 @@ def _convert_graph(
     quantized = QuantizedLayers(decide(model, settings, reader, identity, statistics), reference, data)
     quantized.write(twins)
     run_after(quantized)
-    if settings.npu.correct_biases:
+    if settings.correct_biases:
         count = correct_where_certain(quantized)
         logger.info("Biases corrected for the mean error of their layers: %d.", count)
     run_passes(model, settings.passes, on_quantized=True)

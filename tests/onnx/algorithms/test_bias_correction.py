@@ -90,8 +90,9 @@ CONFIGS: dict[str, Any] = {
     "weights alone": QConfig(FOUR, WeightsOnly=True),
     **{name: Config(get_default_config(name)) for name in ("XINT8", "A16W8", "BF16", "BFP16")},
 }
-# Corrects by itself, which is to be seen apart.
-CONFIGS["XINT8"].global_quant_config.extra_options["BiasCorrection"] = False
+for _name in ("XINT8", "A16W8"):
+    # They correct by themselves, which is to be seen apart.
+    CONFIGS[_name].global_quant_config.extra_options["BiasCorrection"] = False
 
 
 @pytest.mark.slow
@@ -114,19 +115,27 @@ def test_it_never_hurts(name: str) -> None:
     assert min(found) > -0.1 and found[1] > 0.3 and found[2] > 0.2
 
 
-def xint8(count: int, **options: Any) -> onnx.ModelProto:
-    """The classifier by the preset, calibrated with so many samples."""
-    config = get_default_config("XINT8")
+def named(name: str, count: int, **options: Any) -> onnx.ModelProto:
+    """The classifier by a preset, calibrated with so many samples."""
+    config = get_default_config(name)
     config.extra_options.update(options)
     return quantized(onnx.load(DIGITS / "model.onnx"), digits("calibration", count), Config(config))
 
 
 @pytest.mark.slow
-def test_the_path_of_the_npu_corrects_by_itself_where_there_are_samples_enough() -> None:
-    assert xint8(16) == xint8(16, BiasCorrection=True) != xint8(16, BiasCorrection=False)
-    assert xint8(15) == xint8(15, BiasCorrection=False)
-    with pytest.raises(CalibrationError, match="at least 16"):
-        xint8(15, BiasCorrection=True)
+@pytest.mark.parametrize("name", ["XINT8", "A8W8", "U8S8_AAWS"])
+def test_one_scale_a_weight_is_corrected_by_itself_where_there_are_samples_enough(name: str) -> None:
+    assert named(name, 16) == named(name, 16, BiasCorrection=True) != named(name, 16, BiasCorrection=False)
+    assert named(name, 15) == named(name, 15, BiasCorrection=False)
+
+
+@pytest.mark.slow
+def test_too_few_samples_are_refused_before_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quark.onnx.flow.decide", None)
+    with pytest.raises(CalibrationError, match="at least 16 examples to tell errors from noise, got 15"):
+        named("A8W8", 15, BiasCorrection=True)
+    with pytest.raises(CalibrationError, match="got 12"):
+        quantized(cnn(), images(3), QConfig(LAYER), CORRECTION)
 
 
 def chain(bias: bool, beta: float = 1.0) -> onnx.ModelProto:

@@ -19,8 +19,8 @@ from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain, perceptro
 pytestmark = pytest.mark.slow
 
 
-def _config(include: bool = True, **options: Any) -> Config:
-    config = get_default_config("XINT8")
+def _config(include: bool = True, name: str = "XINT8", **options: Any) -> Config:
+    config = get_default_config(name)
     config.include_cle = include
     config.extra_options.update(options)
     return Config(config)
@@ -47,6 +47,15 @@ def test_what_pays_is_kept_and_is_what_a_request_gives(caplog: pytest.LogCapture
     assert worst(model, better, images()) > worst(model, plain, images()) + 1
     assert better.SerializeToString() == asked.SerializeToString()
     assert "Cross-layer equalization of 4 pairs" in caplog.text and "kept" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["A8W8", "U8S8_AAWS"])
+def test_float_scales_of_whole_weights_gain_too(name: str) -> None:
+    model = badly_scaled(chain(), CHAIN)
+    plain, better = (quantized(model, images(), include, name=name) for include in (False, True))
+    asked = quantized(model, images(), False, CLEConfig(), name=name)
+    assert worst(model, better, images()) > worst(model, plain, images()) + 1
+    assert better.SerializeToString() == asked.SerializeToString()
 
 
 def test_what_does_not_pay_is_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

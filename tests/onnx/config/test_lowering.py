@@ -16,6 +16,7 @@ from quark.core.spec import LayerSpec, ScaleRule, TensorSpec, spec
 from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config import tensor_specs as specs
+from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.config import Config, QConfig, QLayerConfig, QuantizationConfig
 from quark.onnx.config.enums import (
     CalibMethod,
@@ -81,6 +82,9 @@ def test_a8w8() -> None:
         SpecSettings(LayerSpec(weight=int8, input=int8, output=int8), int32_bias=True),
         qdq=QDQSettings(fold_relu=True, align=("Concat",), force_pass_through=True, contrib_domain=True, target="npu"),
         passes={name: row.for_npu or row.default for name, row in PASSES.items()},
+        equalization=CLEConfig(),
+        equalize_if_better=True,
+        correct_biases=True,
     )
 
 

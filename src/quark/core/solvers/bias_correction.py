@@ -23,8 +23,8 @@ alone get wrong depends on the mean of their inputs only: four examples gain 5 t
 """
 
 
-def check_examples(count: int, least: int) -> None:
-    """Raise CalibrationError where there are too few."""
+def require_examples(count: int, least: int = LEAST) -> None:
+    """Raise CalibrationError for fewer examples than tell errors from noise."""
     if count < least:
         raise CalibrationError(
             f"Bias correction needs at least {least} examples to tell errors from noise, got {count}."
@@ -42,7 +42,7 @@ def certain_mean(differences: Array, least: int = LEAST) -> Array:
         CalibrationError: Fewer.
     """
     xp, count = namespace(differences), len(differences)
-    check_examples(count, least)
+    require_examples(count, least)
     mean = differences.mean(0)
     variance = ((differences - mean) ** 2).sum(0) / (count - 1) / count
     power = mean**2

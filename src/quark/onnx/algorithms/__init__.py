@@ -1,8 +1,9 @@
 """The algorithms by the class of their config. A new one is a file here and a line below.
 
-BEFORE: change the float model, before it is decided what is quantized. PRECISION: changes that decision. AFTER: change
-float weights and biases once all scales are known. BEFORE and AFTER return how many places they changed; each list
-runs in the order that the config has. An algorithm may be in two lists.
+DATA: refuse data that cannot serve, before any work is done. BEFORE: change the float model, before it is decided what
+is quantized. PRECISION: changes that decision. AFTER: change float weights and biases once all scales are known. BEFORE
+and AFTER return how many places they changed; each list runs in the order that the config has. An algorithm may be in
+several lists.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quark.errors import NothingQualifiesError, NotSupportedError
 from quark.log import logger
 from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
-from quark.onnx.algorithms.rescaling.bias_correction import add_biases, correct_biases
+from quark.onnx.algorithms.rescaling.bias_correction import add_biases, check_examples, correct_biases
 from quark.onnx.algorithms.rescaling.cle import equalize
 from quark.onnx.algorithms.rescaling.quarot import rotate
 from quark.onnx.algorithms.rescaling.smooth_quant import smooth
@@ -37,6 +38,9 @@ from quark.onnx.config.algo_configs import (
 )
 from quark.onnx.config.settings import Settings
 
+DATA: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples], None]] = {
+    BiasCorrectionConfig: check_examples,
+}
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,
     SmoothQuantConfig: smooth,
@@ -62,6 +66,13 @@ def check_algorithms(algorithms: Sequence[Any]) -> None:
     if missing:
         possible = ", ".join(kind.__name__ for kind in present)
         raise NotSupportedError(f"{', '.join(missing)}: not part of this version. Possible: {possible}.")
+
+
+def check_data(model: ir.Model, settings: Settings, data: Samples) -> None:
+    """Raise CalibrationError for data that an algorithm could not use."""
+    for algorithm in settings.algorithms:
+        if type(algorithm) in DATA:
+            DATA[type(algorithm)](model, algorithm, settings, data)
 
 
 def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int:

@@ -301,7 +301,12 @@ _obeyed("CLEWeightThreshold", NUMBER, 0.5, "CLEConfig.cle_weight_threshold")
 _obeyed("CLEScaleAppendBias", BOOL, True, "CLEConfig.cle_scale_append_bias")
 _obeyed("CLEScaleUseThreshold", BOOL, True, "CLEConfig.cle_scale_use_threshold")
 _obeyed("CLETotalLayerDiffThreshold", NUMBER, 1.9e-7, "CLEConfig.cle_total_layer_diff_threshold")
-_obeyed("BiasCorrection", BOOL, None, "BiasCorrectionConfig; on by itself in the XINT8 path, with 16 samples or more")
+_obeyed(
+    "BiasCorrection",
+    BOOL,
+    None,
+    "BiasCorrectionConfig; on by itself in named configs of one scale a weight, from 16 samples on",
+)
 _obeyed("UseGPTQ", BOOL, False, "GPTQConfig")
 _obeyed("AllowNoop", BOOL, True, "an algorithm that finds nothing to do is a warning; else it is an error")
 _obeyed("GPTQParams", DICT, {}, "the parameters of GPTQConfig")

@@ -61,7 +61,7 @@ class QuantizationConfig:
         use_external_data_format: Write weights beside the model.
         convert_fp16_to_fp32, convert_nchw_to_nhwc: Not in this version.
         include_sq, include_rotation, include_auto_mp, include_fast_ft: Run the algorithm that the options describe.
-        include_cle: Equalize the channels of consecutive layers (CLE) where scales are powers of two (XINT8) and the
+        include_cle: Equalize the channels of consecutive layers (CLE) where a weight has one scale and the
             outputs for the calibration samples come nearer to the float ones by it. A CLE option that differs from
             its default, or a CLEConfig, runs it in any case.
         enable_npu_cnn: The XINT8 path.

@@ -210,14 +210,12 @@ class NPUSettings:
         rules: The rules that scales are adjusted to (`npu/rules.py`).
         rounds: Most rounds of adjusting.
         check: Whether a broken rule is an error.
-        correct_biases: Correct the biases, where there are samples enough (`algorithms/rescaling/bias_correction.py`).
     """
 
     conversions: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     rounds: int = 5
     check: bool = False
-    correct_biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,6 +249,7 @@ class Settings:
         equalization: A CLEConfig that runs before the algorithms, silent where nothing qualifies; None for none.
         equalize_if_better: Only if the outputs are then no further from the float ones, on calibration samples.
         algorithms: Algorithm configs in their order.
+        correct_biases: Correct the biases, where there are samples enough (`algorithms/rescaling/bias_correction.py`).
         allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
         least_sqnr: In dB, what the outputs must keep on calibration samples; None: it is logged only.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
@@ -272,6 +271,7 @@ class Settings:
     equalization: object = None
     equalize_if_better: bool = False
     algorithms: tuple[object, ...] = ()
+    correct_biases: bool = False
     allow_noop: bool = True
     least_sqnr: float | None = None
     external_data: bool = False

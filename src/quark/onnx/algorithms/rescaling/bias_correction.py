@@ -3,8 +3,9 @@
 Both models run once over the data. Layers with a bias of their own, or of an Add behind a MatMul; one without gets
 zeros first. The formula is in `core/solvers/bias_correction.py`.
 
-The path of the NPU corrects biases by itself. One scale for a tensor, and that a power of two, clips the largest values
-of most tensors: an error of one sign, which adds up from layer to layer where that of rounding cancels.
+The named configurations with one scale a weight correct biases by themselves. Small channels have few codes, and their
+errors a mean, which adds up from layer to layer where noise cancels; a scale that is a power of two clips the largest
+values of most tensors, an error of one sign too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_mean, check_examples
+from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_mean, require_examples
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
@@ -30,14 +31,16 @@ from quark.onnx_ops.graph_writer import add_constant
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 
 
-def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples | None) -> int:
-    """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only.
+def check_examples(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples) -> None:
+    """Raise CalibrationError where no layer sees examples enough, before anything is calibrated."""
+    layers = [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS)]
+    required(data, config)
+    least = _least(settings)
+    require_examples(max((_examples(node, data, least) for node in layers), default=least), least)
 
-    Raises:
-        CalibrationError: Too few examples, which is said before any model is run.
-    """
-    if data is not None and len(data):
-        check_examples(_rows(data), _least(settings))
+
+def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples | None) -> int:
+    """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only."""
     count = 0
     for node, layer in select_nodes(model, settings).items():
         without = is_op(node, *WITH_BIAS) and (len(node.inputs) < 3 or node.inputs[2] is None)
@@ -73,6 +76,18 @@ def correct_where_certain(quantized: QuantizedLayers) -> int:
 def _least(settings: Settings) -> int:
     """How many examples a correction takes."""
     return LEAST_OF_WEIGHTS if settings.specs.weights_only else LEAST
+
+
+def _examples(node: ir.Node, data: Samples, least: int) -> int:
+    """How many examples a layer sees, by the first axis of its output; `least` where that follows from values."""
+    shape = node.outputs[0].shape
+    if shape is None:
+        return least
+    if len(shape) < 2 or isinstance(shape[0], int):
+        return len(data) * (shape[0] if len(shape) > 1 and isinstance(shape[0], int) else 1)
+    assert node.graph is not None
+    named = shape[0].value is not None
+    return _rows(data) if named and any(v.shape and v.shape[0] == shape[0] for v in node.graph.inputs) else least
 
 
 def _rows(data: Samples) -> int:

@@ -11,12 +11,12 @@ from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.extra_options import check_options, refuse_unsupported, value_of
 from quark.onnx.config.lowering.algorithms import with_preference
 from quark.onnx.config.lowering.calibration import lower_calibration
-from quark.onnx.config.lowering.equalization import lower_equalization
 from quark.onnx.config.lowering.measurement import lower_measurement
 from quark.onnx.config.lowering.npu import lower_npu
 from quark.onnx.config.lowering.passes import lower_passes
 from quark.onnx.config.lowering.qdq import lower_qdq
 from quark.onnx.config.lowering.request import Request, from_legacy, from_qconfig
+from quark.onnx.config.lowering.rescaling import lower_rescaling
 from quark.onnx.config.lowering.shapeshifter import expand
 from quark.onnx.config.lowering.specs import lower_layer, lower_specs
 from quark.onnx.config.settings import Settings
@@ -44,7 +44,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
     layer, int32_bias = lower_layer(request)
     libraries = value_of(request.options, "UserCustomOpLibPath")
     specs = lower_specs(request, layer, int32_bias)
-    equalization = lower_equalization(request, specs)
+    equalization, correct_biases = lower_rescaling(request, specs)
     return Settings(
         specs=specs,
         passes=lower_passes(request),
@@ -55,6 +55,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         equalization=equalization,
         equalize_if_better=equalization is not None,
         algorithms=request.algorithms,
+        correct_biases=correct_biases,
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
         custom_libraries=find_libraries(libraries) if libraries else (),

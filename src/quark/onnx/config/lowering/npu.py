@@ -34,5 +34,4 @@ def lower_npu(request: Request, layer: LayerSpec) -> NPUSettings:
         rules=rules if positions else (),
         rounds=rounds,
         check=positions and value_of(options, "NPULimitationCheck"),
-        correct_biases=positions and value_of(options, "BiasCorrection") is None,
     )

@@ -70,6 +70,7 @@ class Request:
         extended: Whether Q/DQ of com.microsoft, or the extended operators, are written.
         npu_cnn: Whether this is the XINT8 path.
         algorithms: In their order.
+        legacy: Whether this is a config of the older generation, whose named configurations have defaults of their own.
         include_cle: Whether the model is equalized where that pays; only of the legacy config.
         external_data: Write weights beside the model.
         dynamic: Whether activations are quantized as they come.
@@ -84,6 +85,7 @@ class Request:
     npu_cnn: bool
     algorithms: tuple[AlgoConfig, ...]
     external_data: bool
+    legacy: bool = False
     include_cle: bool = False
     dynamic: bool = False
     by_name: Mapping[QLayerConfig, list[Any]] = field(default_factory=dict)
@@ -167,6 +169,7 @@ def from_legacy(config: QuantizationConfig) -> Request:
         npu_cnn=bool(options.get("EnableNPUCnn", config.enable_npu_cnn)),
         algorithms=lower_algorithms((), options, {name: getattr(config, name) for name in FLAGS}),
         external_data=config.use_external_data_format,
+        legacy=True,
         include_cle=config.include_cle,
         dynamic=config.use_dynamic_quant,
         exclude=(*config.nodes_to_exclude, *config.subgraphs_to_exclude),
