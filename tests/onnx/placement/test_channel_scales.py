@@ -100,9 +100,11 @@ def recurrent(op_type: str, sizes: NumpyArray, directions: int) -> onnx.ModelPro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [weights_only, dynamic])
 @pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("op_type", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    ("op_type", "quantize"),
+    [("LSTM", weights_only), ("GRU", weights_only), ("RNN", weights_only), ("LSTM", dynamic)],
+)
 def test_gates_of_different_size_keep_their_states(op_type: str, directions: int, quantize: Any) -> None:
     """In the integer kernel of an LSTM, too."""
     model = recurrent(op_type, np.geomspace(1, 1e-2, 8), directions)

@@ -29,7 +29,7 @@ def store_float16(model: ir.Model) -> int:
         if tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size < LEAST_SIZE or value.is_graph_output():
             continue
         array = tensor.numpy()
-        half = _half(array)
+        half = as_float16(array)
         if half is None:
             continue
         stored = writer.shared(free_name(f"{name}_float16", graph.initializers), half)
@@ -42,7 +42,7 @@ def store_float16(model: ir.Model) -> int:
     return count
 
 
-def _half(array: NumpyArray) -> NumpyArray | None:
+def as_float16(array: NumpyArray) -> NumpyArray | None:
     """The array as float16; None where that loses more than its last digits."""
     with np.errstate(over="ignore"):
         half = array.astype(np.float16)

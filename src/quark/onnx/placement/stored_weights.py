@@ -1,6 +1,8 @@
 """Weights that are stored as codes beside float activations, though Q/DQ cannot reach what the node computes.
 
 LSTM, GRU, RNN    W (directions, gates * hidden, inputs), R (directions, gates * hidden, hidden)
+                  as float16 in dynamic quantization, but for an LSTM in integers: with no kernel to gain, and no data
+                  to judge what the states make of an error, half the size is taken where it costs nothing
 Gather            a table (rows, columns) of which rows are picked, as an embedding
 com.microsoft     the matrix (inputs, 3 * hidden) of an Attention, the tables of an EmbedLayerNormalization
 """
@@ -12,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.config.settings import Settings
@@ -19,9 +22,11 @@ from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import FUSED_LAYERS, RECURRENT, rule_of
 from quark.onnx.operators.axes import output_axis
+from quark.onnx.passes.store_float16 import as_float16
 from quark.onnx.placement.kernels import fits_block_kernel
 from quark.onnx.placement.placement import Placement
 
+HALF = TensorSpec(DTYPES["float16"])
 SMALLEST_TABLE = 1024
 """Values of a table below which two more nodes weigh as much as what they save."""
 
@@ -42,6 +47,8 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
             index: fused_spec(node, spec) for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE
         }
     if is_op(node, *RECURRENT):
+        if dynamic and spec.dtype.bits == 8 and not fits_lstm_kernel(node, spec):
+            return {index: HALF for index in indices if _fits_half(node, index)}
         return {index: _recurrent(node, index, spec, is_op(node, "LSTM") and dynamic) for index in indices}
     if dynamic and isinstance(spec.granularity, PerTensor):
         # What is picked is an activation, whose zero point costs nothing.
@@ -65,6 +72,11 @@ def fused_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
     if isinstance(spec.granularity, PerGroup):
         return replace(spec, granularity=PerGroup(1 - axis, spec.granularity.size, pad=True))
     return replace(spec, granularity=PerChannel(axis)) if isinstance(spec.granularity, PerChannel) else spec
+
+
+def _fits_half(node: ir.Node, index: int) -> bool:
+    array = constant(node.inputs[index])
+    return array.dtype == np.float32 and as_float16(array) is not None
 
 
 def fits_lstm_kernel(node: ir.Node, spec: TensorSpec) -> bool:

@@ -20,8 +20,9 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.qparams import balanced, channel_bias, encode, largest_bias
 from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant
-from quark.onnx.operators import FUSED_LAYERS
+from quark.onnx.operators import FUSED_LAYERS, RECURRENT
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.qdq_nodes import QdqNodes, onnx_type, stored_qparams
@@ -112,6 +113,8 @@ class ConstantStore:
         nodes = QdqNodes(self.writer, self.settings, source.name or "", reader=node)
         if spec.is_block:
             decoded = nodes.fake_quantize(source, spec)
+        elif spec.is_cast and is_op(node, *RECURRENT):
+            decoded = nodes.cast_back(self.codes(operand, spec), self.qparams[operand], spec)
         elif self._folds(node, spec):
             codes = self.codes(operand, spec)
             decoded = nodes.decode_once(codes, self.qparams[operand], getattr(spec.granularity, "axis", None))
