@@ -388,3 +388,38 @@ def test_the_module_is_the_program(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == f"quark: {tmp_path} is no model folder: it has no config.json.\n"
+
+
+FIRST_LINE = """
+import logging, os, sys
+from quark.cli import main
+from quark.log import logger
+
+class First(logging.Handler):
+    def emit(self, record):
+        loaded = [name for name in ("torch", "transformers", "onnx", "onnxruntime") if name in sys.modules]
+        os.write(1, f"{record.getMessage()} {loaded}".encode())
+        os._exit(0)
+
+logger.addHandler(First())
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quantize {folder} --scheme mxfp4 -o out",
+        "plan {folder} --scheme mxfp4",
+        "plan {file} --config A8W8",
+        "compare {folder} --schemes mxfp4 --calib {text}",
+        "evaluate {folder} {folder} --text {text}",
+        "convert {folder} --format gguf -o out.gguf",
+    ],
+)
+def test_the_first_line_comes_before_libraries_load(line: str) -> None:
+    places = {"folder": LANGUAGE_MODEL, "file": LANGUAGE_MODEL.parent / "digits_cnn" / "model.onnx"}
+    words = line.format(**places, text=TEXT / "heldout.txt").split()
+    done = subprocess.run([sys.executable, "-c", FIRST_LINE, *words], capture_output=True, text=True, check=False)
+    assert words[1] in done.stdout and done.stdout.endswith(" []"), done

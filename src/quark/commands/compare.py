@@ -9,7 +9,7 @@ import typer
 
 from quark.commands.evaluate import Length, Samples, Threads, Windows
 from quark.commands.options.kinds import check_options, is_onnx, require, require_model
-from quark.commands.options.log_file import LogFileOption, check_log_file
+from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.options.words import check_words, members, scheme_names, usage
 from quark.commands.quantize import (
     BatchSize,
@@ -67,6 +67,7 @@ def compare(
     measured = require(data or calib, "--calib or --data", model)
     check_page(report, model, calib, data)
     check_log_file(log_file, str(model), [calib, data, report])
+    say_first("Comparing schemes of", model, *names)
     words = f"measured on {measured}" if data else f"measured on {measured}, the calibration data"
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):

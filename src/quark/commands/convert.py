@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quark.command_line import results
-from quark.commands.options.log_file import LogFileOption, check_log_file
+from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.errors import CalibrationError, ConfigError
 from quark.files import require_config, require_regular
 from quark.progress import log_to
@@ -35,6 +35,7 @@ def convert(
     Example: quark convert ./llama-uint4 --format gguf --requantize q4_k_m -o llama.gguf
     """
     (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
+    say_first("Converting", model, requantize, output=output)
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.commands.folders.export import ONNX, Export
     from quark.commands.options.processes import refuse_processes

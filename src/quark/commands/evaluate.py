@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require
-from quark.commands.options.log_file import LogFileOption, check_log_file
+from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, ReportFile, Std, TrustRemoteCode
 from quark.errors import ConfigError
 from quark.progress import log_to
@@ -63,6 +63,7 @@ def evaluate(
     check_options(context, float_model)
     check_page(report, float_model, quantized, data, text)
     check_log_file(log_file, str(quantized), [float_model, data, text, report])
+    say_first("Comparing", quantized, f"with {float_model}")
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(float_model):
         from quark.commands.onnx_files.evaluate import evaluate_onnx

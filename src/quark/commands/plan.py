@@ -20,7 +20,7 @@ from quark.commands.folders.bit_budget import (
 from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, onnx_config, serve_line
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, require, require_model
-from quark.commands.options.log_file import LogFileOption, check_log_file
+from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.options.words import check_words, layer_schemes, torch_algorithms, usage
 from quark.errors import UsageError
 from quark.progress import log_to
@@ -80,6 +80,8 @@ def plan(
             goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
             has_data=calib is not None, candidates=candidates, sensitivity=sensitivity,
         )  # fmt: skip
+    amount = f"{bits:g} bits" if bits is not None else size
+    say_first("Planning", model, scheme or amount, f"for {goal}" if goal else None)
     console = results()
     if choice is not None:
         console.print(choice_rows(choice))

@@ -208,7 +208,8 @@ def quantize(
     onnx = is_onnx(model)
     check_log_file(log_file, output, [model, calib, imatrix, sensitivity, statistics, profile, report, save_imatrix])
     amount = f"{bits:g} bits" if bits is not None else size
-    say_first(model, output, scheme or config or amount, f"for {goal}" if goal else None, *(algorithm or []))
+    words = [scheme or config or amount, f"for {goal}" if goal else None, *(algorithm or [])]
+    say_first("Quantizing", model, *words, output=output)
     with usage():
         if goal is None and not onnx:
             check_words([scheme, *layer_schemes(layer)], export_format, algorithm, dtype)

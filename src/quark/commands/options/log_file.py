@@ -43,7 +43,8 @@ def check_log_file(path: Path | None, output: str, read: Iterable[Path | None]) 
     check_log(path)
 
 
-def say_first(model: Path, output: str, *words: str | None) -> None:
+def say_first(doing: str, model: Path, *words: str | None, output: str | Path | None = None) -> None:
     """Say what is going to be done, before libraries load that take seconds."""
     named = ", ".join(filter(None, words))
-    logger.info("Quantizing %s%s to %s.", model, f" ({named})" if named else "", output)
+    to = "" if output is None else f" to {output}"
+    logger.info("%s %s%s%s.", doing, model, f" ({named})" if named else "", to)
