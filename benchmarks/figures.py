@@ -77,7 +77,7 @@ FIGURES = [
     Figure("packing", "pack int4 4096 x 4096 per group", ("layouts", "per_group", "pack_seconds"), 0.05, " s"),
     Figure("calibration", "static w8a8 / float forward", ("ratio",), 1.15),
     Figure("file2file", "MXFP4, file to file / copy and fake quantization", ("time_ratio",), 1 / 0.6),
-    Figure("file2file", "two processes / one", ("two_workers_ratio",), 1 / 1.7),
+    Figure("file2file", "two workers / one", ("two_workers_ratio",), 1 / 1.7),
     Figure("file2file", "peak memory of a process", ("peak_tensors",), 2.0, " tensors"),
     Figure("streaming", "static w8a8, streamed / in memory", ("time_ratio",), 1.2),
     Figure("streaming", "peak memory with twice the blocks", ("memory_growth",), 1.1),

@@ -196,7 +196,7 @@ class ModelQuantizer:
                 they are; else they are stored in the dtype of the model.
             weight_converters, presharded_weights: Not in this version.
             device: Where the arithmetic runs, or a list of such; default: the CPU.
-            options: `workers` (processes per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
+            options: `workers` (threads per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
         """
         for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
             if value is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from quark.errors import (
     NonFiniteError,
     NotSupportedError,
     OutputExistsError,
-    QuarkError,
 )
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.checkpoint.safetensors_file import DTYPES, TensorFile, create_file, write_tensor
@@ -244,17 +243,43 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [1, 2, 3, None])
+def test_as_many_workers_write_the_same_bytes(workers: int | None, tmp_path: Path) -> None:
+    source = save_float(tmp_path / "float")
+    expected = in_memory(scheme("mxfp4"), source, tmp_path / "memory")
+    threads = torch.get_num_threads()
+    assert file_to_file(scheme("mxfp4"), source, tmp_path / "files", workers=workers) == expected
+    assert torch.get_num_threads() == threads
+
+
+def test_workers_convert_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quark.torch.flows import file2file
 
-    monkeypatch.setattr(file2file, "_work", die)
-    with pytest.raises(QuarkError, match="A worker process ended before its work was done"):
-        file_to_file(scheme("int8_wo"), save_float(tmp_path / "float"), tmp_path / "out", workers=2)
+    both, convert = threading.Barrier(2, timeout=20), file2file.Converter.__call__
+    tensors: list[int] = []
+
+    def wait(converter: file2file.Converter, family: file2file.Family) -> None:
+        tensors.append(id(converter))
+        if len(tensors) <= 2:
+            both.wait()
+        convert(converter, family)
+
+    monkeypatch.setattr(file2file.Converter, "__call__", wait)
+    file_to_file(scheme("int8_wo"), save_float(tmp_path / "float"), tmp_path / "files", workers=2)
+    assert len(set(tensors)) == 2
+
+
+def test_an_error_of_a_worker_names_the_tensor_and_leaves_nothing(tmp_path: Path) -> None:
+    source = save_float(tmp_path / "float", shard="5GB")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    threads = torch.get_num_threads()
+    with pytest.raises(NonFiniteError, match=name):
+        file_to_file(scheme("int8_wo"), source, tmp_path / "out", workers=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
-
-
-def die(family: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    assert torch.get_num_threads() == threads
 
 
 # The file format. ----------------------------------------------------------------------------------------------------

@@ -2,25 +2,24 @@
 
 A skeleton on the meta device says which tensor belongs to which layer; from it come the plan, the shards, their headers
 and the place of every tensor. Then each tensor is read, quantized and written to its place on its own, in any order, by
-any number of processes. The files are those that `quantize_model` and `export_safetensors` write.
+any number of threads and processes. The files are those that `quantize_model` and `export_safetensors` write.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, QuarkError
+from quark.errors import ConfigError
 from quark.files import check_apart
 from quark.log import logger
 from quark.progress import progress
@@ -61,6 +60,9 @@ class TensorJob:
     places: dict[str, ByteRange]
 
 
+MOST_WORKERS = 4
+"""More would hold more tensors at once than reading and writing keep busy."""
+
 Family = tuple[TensorJob, ...]
 """Tensors that share a second-level scale, or one alone: what a worker takes at once."""
 
@@ -81,7 +83,7 @@ def quantize_files(
     output: Path,
     *,
     devices: list[str],
-    workers: int = 1,
+    workers: int | None = None,
     weight_format: str = REAL_QUANTIZED,
     pack_method: str = "reorder",
     max_shard_size: str = "5GB",
@@ -94,8 +96,9 @@ def quantize_files(
         config: Weights, and activations that are dynamic or float.
         source: Folder of a float, FP8-block or compressed-tensors checkpoint.
         output: Folder to make; it appears when all of it is written.
-        devices: Where the arithmetic runs; each gets `workers` processes.
-        workers: Processes per device; 1 on one device stays in this process.
+        devices: Where the arithmetic runs; each gets `workers` threads.
+        workers: Threads per device, each of which holds a tensor or two; None: one, and for the CPU as many as torch
+            has threads, at most MOST_WORKERS.
         weight_format, pack_method, max_shard_size, overwrite, attachments: As for `export_safetensors`.
 
     Raises:
@@ -177,33 +180,42 @@ def _share(families: list[Family], source: Source, own: int, size: int) -> list[
     return [f for f, middle in zip(families, middles, strict=True) if min(middle * size // whole, size - 1) == own]
 
 
-def _run(conversion: Conversion, families: list[Family], devices: list[str], workers: int) -> None:
-    """Convert all families, in this process or in workers."""
-    total = len(families)
-    if workers * len(devices) == 1:
-        convert = Converter(conversion, devices[0])
-        for family in progress(families, "tensors", total=total):
+def _run(conversion: Conversion, families: list[Family], devices: list[str], workers: int | None) -> None:
+    """Convert all families, in this thread or in one for each worker.
+
+    Nearly all of the work is done without Python's lock: reading pages, arithmetic, writing. Processes would spend more
+    on importing torch than a thread on several gigabytes.
+    """
+    if workers is None:
+        workers = min(torch.get_num_threads(), MOST_WORKERS) if devices == ["cpu"] else 1
+    converters = [Converter(conversion, device) for device in devices * workers]
+    if len(converters) == 1:
+        for family in progress(families, "tensors", total=len(families)):
             check_alive()
-            convert(family)
+            converters[0](family)
         return
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    for device in devices * workers:
-        queue.put(device)
-    threads = max(1, torch.get_num_threads() // (workers * len(devices)))
-    pool = ProcessPoolExecutor(workers * len(devices), context, _start_worker, (conversion, queue, threads))
+    idle: SimpleQueue[Converter] = SimpleQueue()
+    for converter in converters:
+        idle.put(converter)
+
+    def work(family: Family) -> None:
+        converter = idle.get()
+        try:
+            converter(family)
+        finally:
+            idle.put(converter)
+
+    threads = torch.get_num_threads()
+    each = max(1, threads // len(converters))
+    pool = ThreadPoolExecutor(len(converters), "converter", torch.set_num_threads, (each,))
     try:
-        done = [pool.submit(_work, family) for family in families]
-        for future in progress(done, "tensors", total=total):
+        done = [pool.submit(work, family) for family in families]
+        for future in progress(done, "tensors", total=len(done)):
             check_alive()
             future.result()
-    except BrokenProcessPool as error:
-        raise QuarkError(
-            "A worker process ended before its work was done: it was killed or ran out of memory, or the script that "
-            'starts it does so without `if __name__ == "__main__":`.'
-        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # theirs is the default of threads to come
 
 
 class Converter:
@@ -248,18 +260,3 @@ class Converter:
     def _read(self, item: TensorJob) -> torch.Tensor:
         x = self.source.read(item.source, item.dtype, item.shape)
         return x.to(self.device) if item.spec else x
-
-
-_converter: Converter | None = None
-"""The converter of a worker process."""
-
-
-def _start_worker(conversion: Conversion, devices: Any, threads: int) -> None:
-    global _converter
-    torch.set_num_threads(threads)
-    _converter = Converter(conversion, devices.get())
-
-
-def _work(family: Family) -> None:
-    assert _converter is not None
-    _converter(family)
