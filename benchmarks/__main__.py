@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -37,7 +38,10 @@ Results = dict[str, dict[str, Any] | None]
 def run(python: Path | str, case: str) -> dict[str, Any] | None:
     """The JSON line that a case prints last, or None if it fails."""
     command = [str(python), *MODULES.get(case, [str(CASES / f"{case}.py")])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    environment = dict(os.environ)
+    if Path(python) == PEER:
+        environment.pop("PYTHONPATH", None)  # which may name this package: else quark would be measured twice
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
 
 

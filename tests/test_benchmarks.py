@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,12 @@ def test_parts_and_cases_are_named() -> None:
     assert program.cases_of([]) == [case for cases in PARTS.values() for case in cases]
     with pytest.raises(ValueError, match="no part nonsense"):
         program.cases_of(["nonsense"])
+
+
+def test_the_peer_does_not_see_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "where.py").write_text('import json, os\nprint(json.dumps({"path": os.environ.get("PYTHONPATH")}))\n')
+    monkeypatch.setattr(program, "CASES", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "src")
+    assert program.run(sys.executable, "where") == {"path": "src"}
+    monkeypatch.setattr(program, "PEER", Path(sys.executable))
+    assert program.run(sys.executable, "where") == {"path": None}

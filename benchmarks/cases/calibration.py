@@ -1,7 +1,7 @@
 """Static w8a8 calibration of a small random Llama, against the float forward of the same data.
 
 Six layers, hidden 1024, float32, int8 per tensor for weights and inputs (min_max), lm_head
-excluded; 16 batches of 1 x 512 tokens from a DataLoader. Each round makes a fresh model, runs one
+excluded; 8 batches of 1 x 512 tokens from a DataLoader. Each round makes a fresh model, runs one
 forward as a warm-up, times the float forward of all batches under no_grad, then times
 `quantize_model` on the same model and batches. The first round is reported as `first_*` (the peer
 may compile there, with an empty compiler cache), the others as medians. `ratio` is the median of
@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-ROUNDS = 3
-BATCHES = 16
+ROUNDS = 2
+BATCHES = 8
 TOKENS = 512
 VOCABULARY = 2048
 

@@ -4,7 +4,8 @@ Each case runs in processes of its own, with torch's default threads. The peer c
 at the first use in a process, so first and later models are told apart:
 
 * `first_seconds`: the first model of a process, with an empty compiler cache on disk.
-* `first_cached_seconds`: the same in a second process, with the cache that the first one left.
+* `first_cached_seconds`: the same in a second and a third process, with the cache that the first one left; of these
+  the better one, since a first model comes only once in a process.
 * `seconds`: median of three more models in that second process, all fresh.
 * `clone_seconds`: cloning the four weights, median of 7 after a warm-up. `first_cached_clone_ratio`
   and `clone_ratio` divide by it, within one process and so fair on a busy machine.
@@ -32,6 +33,7 @@ from pathlib import Path
 LAYERS = 4
 SIZE = 4096
 WEIGHT_BYTES = SIZE * SIZE * 4
+FIRST_RATIO = "first_cached_clone_ratio"
 CASES = ("int8_per_channel", "int4_group_128", "fp8_per_tensor", "mxfp4")
 
 
@@ -85,7 +87,7 @@ def run_case(case: str) -> dict[str, float]:
     peak_extra_bytes = statistics.median(peak_extra_bytes_on_fresh_model() for _ in range(3))
     return {
         "first_cached_seconds": first,
-        "first_cached_clone_ratio": first / clone,
+        FIRST_RATIO: first / clone,
         "seconds": seconds,
         "clone_seconds": clone,
         "clone_ratio": seconds / clone,
@@ -121,10 +123,10 @@ def high_water_bytes() -> int:
 
 
 def run_in_children(case: str) -> dict[str, float]:
-    """Measure one case in two new processes; only the second finds a compiler cache."""
+    """Measure one case in three new processes; only the first finds no compiler cache."""
     with tempfile.TemporaryDirectory() as cache:
-        cold, warm = (run_in_child(case, cache) for _ in range(2))
-    return {"first_seconds": cold["first_cached_seconds"], **warm}
+        cold, *warm = (run_in_child(case, cache) for _ in range(3))
+    return {"first_seconds": cold["first_cached_seconds"], **min(warm, key=lambda found: found[FIRST_RATIO])}
 
 
 def run_in_child(case: str, cache: str) -> dict[str, float]:
