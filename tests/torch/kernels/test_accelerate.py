@@ -394,3 +394,18 @@ def test_generate_compile_and_reloaded_folders(
         assert float((compiled - logits).norm() / logits.norm()) < 0.05
         tokens = model.generate(ids[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert tokens.shape[1] == ids.shape[1] + 4
+
+
+@pytest.mark.parametrize("split", [PerTensor(), PerChannel(0), PerGroup(-1, 64)], ids=str)
+def test_codes_are_the_same_in_pieces(split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LayerSpec(weight=spec("uint4", split, symmetric=False, scale_type=ScaleType.float))
+    model = frozen(layer, 100, 256, torch.bfloat16)
+    whole = coded_weight(model[0])  # type: ignore[arg-type]
+    monkeypatch.setitem(coded_weight.__globals__, "CODE_BYTES", 7 * 4 * 256)
+    monkeypatch.setitem(coded_weight.__globals__, "chunk_bytes_for", lambda x: 0)
+    pieces = coded_weight(model[0])  # type: ignore[arg-type]
+    assert whole is not None and pieces is not None
+    assert torch.equal(whole.codes, pieces.codes)
+    assert torch.equal(pieces.decoded().bfloat16(), model[0].weight)  # type: ignore[arg-type]
+    model[0].weight[99, 255] *= 1.5  # type: ignore[index, operator]
+    assert coded_weight(model[0]) is None  # type: ignore[arg-type]

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quark.core.array import chunk_bytes_for, row_chunks
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import dequantize, quantize, recover_codes
 from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger
 from quark.torch.checkpoint.loading import StoredTensor
@@ -36,6 +38,9 @@ Choice = tuple[Kernel, tuple[str, ...]]
 
 _CHOICES: dict[Hashable, Choice | None] = {}
 """What was measured in this process; None where the float layer is fastest."""
+
+CODE_BYTES = 1 << 20
+"""Of a weight in float32, whose codes are made at once."""
 
 AGREEMENT = 2.0**-7
 """A kernel is wrong on this device if it differs from the formula by more than this share of sum |x| |w|: two roundings
@@ -106,7 +111,7 @@ def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight 
     spec = quantizer.spec
     plain = spec.scale_spec is None and spec.code_spec is None and not spec.dynamic and not spec.dtype.is_block
     rows = spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
-    if not plain or not (rows or isinstance(spec.granularity, PerGroup)):
+    if not plain or not (rows or (isinstance(spec.granularity, PerGroup) and spec.granularity.axis % 2 == 1)):
         return None
     if isinstance(quantizer, StoredTensor):
         try:
@@ -118,14 +123,35 @@ def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight 
         params, dtype = quantizer.params, layer.weight.dtype
         if params is None or quantizer.mode not in (Mode.quantize, Mode.frozen) or quantizer.learned is not None:
             return None
-        weight = layer.weight.detach()
-        codes = quantize(weight, params, spec)
-        if quantizer.mode is Mode.frozen:
-            codes = recover_codes(weight, codes, params, spec)
-            if not torch.equal(dequantize(codes, params, spec).to(dtype), weight):
-                return None  # the weight was changed after it was frozen
+        found = _codes_of(layer.weight.detach(), params, spec, quantizer.mode is Mode.frozen)
+        if found is None:
+            return None  # the weight was changed after it was frozen
+        codes = found
     assert params is not None
     return _by_rows(codes, params, layer, dtype, any_rounding, quantizer)
+
+
+def _codes_of(weight: torch.Tensor, params: QParams, spec: TensorSpec, frozen: bool) -> torch.Tensor | None:
+    """Codes of a weight, some rows at a time, so that steps in between stay in the cache.
+
+    Of a frozen weight those that stand for it; None where no codes do.
+    """
+    codes, chunk_bytes = torch.empty(weight.shape, device=weight.device), max(CODE_BYTES, chunk_bytes_for(weight))
+    for rows in row_chunks(weight.shape[0], 4 * weight.shape[1], chunk_bytes):
+        each = (params.scale, params.zero_point)
+        scale, zero = (p if p is None or p.ndim == 0 or p.shape[0] == 1 else p[rows] for p in each)
+        x, own = weight[rows], QParams(scale, zero)
+        part = quantize(x, own, spec)
+        if frozen and not _stands_for(part, x, own, spec):
+            part = recover_codes(x, part, own, spec)
+            if not _stands_for(part, x, own, spec):
+                return None
+        codes[rows] = part
+    return codes
+
+
+def _stands_for(codes: torch.Tensor, x: torch.Tensor, params: QParams, spec: TensorSpec) -> bool:
+    return torch.equal(dequantize(codes, params, spec).to(x.dtype), x)
 
 
 def _by_rows(
@@ -138,7 +164,7 @@ def _by_rows(
 ) -> CodedWeight | None:
     spec = quantizer.spec
     n, k = codes.shape
-    if isinstance(spec.granularity, PerGroup) and (spec.granularity.axis % 2 != 1 or k % spec.granularity.size):
+    if isinstance(spec.granularity, PerGroup) and k % spec.granularity.size:
         return None
 
     def each_row(parameter: torch.Tensor) -> torch.Tensor:
@@ -198,7 +224,8 @@ def _measured(weight: CodedWeight, fitting: list[Kernel], clock: Clock) -> Choic
     by_name = {kernel.name: kernel for kernel in fitting}
     ways = {(k.name, way): run for k in fitting for way, run in k.ways(weight.input_quantizer).items()}
     runs = {key: partial(_layer, weight, by_name[key[0]], run, packed[key[0]]) for key, run in ways.items()}
-    right = {key: run for key, run in runs.items() if _agrees(weight, run)}
+    probe = _probe(weight)
+    right = {key: run for key, run in runs.items() if _agrees(run, *probe)}
     seconds: list[dict[Hashable, float]] = []
     for rows in ROWS:
         x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
@@ -234,13 +261,19 @@ def _float_layer(weight: CodedWeight, decoded: torch.Tensor, x: torch.Tensor) ->
     return F.linear(x if weight.input_quantizer is None else weight.input_quantizer(x), decoded)
 
 
-def _agrees(weight: CodedWeight, run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether a way computes the formula on this device, extreme inputs included, on which integer sums saturate."""
+def _probe(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, extreme ones included, on which integer sums saturate; what the formula gives, and sum |x| |w|."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randn(2, weight.shape[1], generator=generator).sign()
     x = torch.cat([torch.randn(3, weight.shape[1], generator=generator), 4 * signs, torch.full_like(signs[:1], 4.0)])
     x = x.to(weight.codes.device, weight.dtype)
     read = x if weight.input_quantizer is None else weight.input_quantizer(x)
     decoded = weight.decoded()
-    expected, most = F.linear(read.float(), decoded), F.linear(read.float().abs(), decoded.abs())
+    return x, F.linear(read.float(), decoded), F.linear(read.float().abs(), decoded.abs_())
+
+
+def _agrees(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor, most: torch.Tensor
+) -> bool:
+    """Whether a way computes the formula on this device."""
     return bool(((run(x).float() - expected).abs() <= AGREEMENT * most).all())

@@ -50,7 +50,6 @@ class Int4Groups(Kernel):
         group = _kernel_group(weight.group)
         assert group is not None
         repeat = weight.group // group
-        codes = F.pad((weight.codes + signed).to(torch.int32), (0, 0, 0, pad))
         scale = weight.scale.repeat_interleave(repeat, 1)
         offset = torch.full_like(scale, 8 - signed)
         if weight.zero is not None:
@@ -59,7 +58,7 @@ class Int4Groups(Kernel):
         rest = offset - offset.bfloat16().float()
         pairs = F.pad(torch.stack([scale, offset], -1), (0, 0, 0, 0, 0, pad)).bfloat16()
         return {
-            "weight": torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1).reshape(-1, codes.shape[1] // 2),
+            "weight": _packed_codes(weight.codes, signed),
             "scale_and_offset": pairs.transpose(0, 1).contiguous(),
             "rest": rest.t().contiguous() if bool(rest.any()) else None,
             "signed": signed,
@@ -74,6 +73,17 @@ class Int4Groups(Kernel):
 
     def ways(self, input_quantizer: nn.Module | None) -> dict[str, Multiply]:
         return {"packed": _packed, "decoded": _decoded}
+
+
+def _packed_codes(codes: torch.Tensor, signed: int) -> torch.Tensor:
+    """The kernel's layout, some blocks of rows at a time, so that their int32 codes stay in the cache."""
+    n, k = codes.shape
+    out = torch.empty(n + -n % ROWS, k // 2, dtype=torch.uint8)
+    for start in range(0, n, ROWS):
+        block = codes[start : start + ROWS].to(torch.int32) + signed
+        block = F.pad(block, (0, 0, 0, ROWS - len(block))) if len(block) < ROWS else block
+        out[start : start + ROWS] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(block, 1).reshape(ROWS, -1)
+    return out
 
 
 def _packed(x: torch.Tensor, packed: Packed) -> torch.Tensor:
