@@ -145,6 +145,20 @@ def test_fixed_dimensions_of_an_open_shape_are_computed() -> None:
     assert np.array_equal(outputs(changed, sample)[0], outputs(proto, sample)[0])
 
 
+@pytest.mark.parametrize("picker", ["Slice", "Gather"])
+def test_open_dimensions_that_index_a_constant_stay(picker: str) -> None:
+    b = Builder()
+    table = b.constant("table", b.random.normal(size=(8, 3)))
+    length = b.node("Shape", ["x"], "length", start=0, end=1)
+    inputs = [b.integers("from", [0]), length] if picker == "Slice" else [length]
+    b.node("Add", ["x", b.node(picker, [table, *inputs], "picked")], "y")
+    proto = b.model({"x": ["n", 3]}, {"y": ["n", 3]})
+    changed = passed(proto, "simplify")
+    assert types(changed) == ["Shape", picker, "Add"]
+    sample = feed(proto)
+    assert np.array_equal(outputs(changed, sample)[0], outputs(proto, sample)[0])
+
+
 def test_gemm_whose_bias_is_scaled_keeps_its_batch_norm() -> None:
     b = Builder()
     weight, bias = b.constant("w", b.random.normal(size=(4, 3))), b.constant("c", b.random.normal(size=3))

@@ -98,8 +98,9 @@ def _fold(model: ir.Model, node: ir.Node, joins: bool = False) -> None:
 
 
 def _is_known(value: ir.Value, reader: ir.Node) -> bool:
-    picks = is_op(reader, "Gather", "Slice") and is_op(value.producer(), "Shape")
-    return is_constant(value) or (picks and _known(value) is not None)
+    """Whether it is constant, or a shape of which the reader picks some dimensions: as its data, never as an index."""
+    picks = is_op(reader, "Gather", "Slice") and is_op(value.producer(), "Shape") and reader.inputs.index(value) == 0
+    return is_constant(value) or (picks and reader.inputs.count(value) == 1 and _known(value) is not None)
 
 
 def _known(value: ir.Value) -> Any:
