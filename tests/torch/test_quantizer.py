@@ -183,6 +183,20 @@ def test_a_view_of_another_weight_is_frozen_on_its_own(view: Any, tmp_path: Path
     same(load_params(start, path, tmp_path / "m.safetensors")(inputs(1)[0]), before)
 
 
+def test_a_weight_whose_rows_are_one_in_memory_is_frozen() -> None:
+    model = mlp()
+    model.up.weight = nn.Parameter(torch.randn(1, 128, generator=torch.Generator().manual_seed(0)).expand(128, 128))
+    quantized = quantize(model, LayerSpec(weight=INT8))
+    before = quantized(inputs(1)[0])
+    assert torch.equal(ModelQuantizer.freeze(quantized)(inputs(1)[0]), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_a_scripted_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TorchScript module"):
+        quantize(torch.jit.trace(nn.Linear(128, 8), inputs(1)[0]), LayerSpec(weight=INT8))
+
+
 def test_training_flags_and_gradients_survive() -> None:
     model = mlp().train()
     quantize(model, LayerSpec(weight=INT8, input=spec("int8")), inputs())

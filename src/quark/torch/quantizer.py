@@ -87,6 +87,8 @@ class ModelQuantizer:
                 f"quantize_model takes a torch.nn.Module, got {model!r:.60}. A folder: load it with transformers' "
                 "from_pretrained, or call direct_quantize_checkpoint(folder, output)."
             )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigError("This is a TorchScript module, whose layers cannot be replaced: give the nn.Module itself.")
         data: Iterable[Any] | None = calibration_data(model, dataloader)
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.

@@ -19,9 +19,12 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Ids of the tensors that share memory with another of these: the same object, a view (`a.data.t()`), a slice."""
-    ranges = sorted((*_bytes(tensor), id(tensor)) for tensor in tensors if tensor.numel())
-    found: set[int] = set()
+    """Ids of the tensors that share memory: with another of these (the same object, a view, a slice), or in
+    themselves, as what `expand` gives.
+    """
+    held = [tensor for tensor in tensors if tensor.numel()]
+    ranges = sorted((*_bytes(tensor), id(tensor)) for tensor in held)
+    found = {id(tensor) for tensor in held if 0 in tensor.stride() and not tensor.is_contiguous()}
     furthest, holder = 0, 0
     for start, end, identity in ranges:
         if start < furthest:
