@@ -88,7 +88,7 @@ class ModelQuantizer:
                 "from_pretrained, or call direct_quantize_checkpoint(folder, output)."
             )
         if isinstance(model, torch.jit.ScriptModule):
-            raise ConfigError("This is a TorchScript module, whose layers cannot be replaced: give the nn.Module itself.")
+            raise ConfigError("A TorchScript module has no layers to replace: give the nn.Module that it was made of.")
         data: Iterable[Any] | None = calibration_data(model, dataloader)
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
