@@ -156,13 +156,17 @@ def test_the_factors_of_smoothquant_are_float16() -> None:
     assert quality[1] > quality[0] + 3
 
 
-def test_float32_scales_between_float16_ends() -> None:
+@pytest.mark.parametrize(
+    ("asked", "target"),
+    [({"QuantizeFP16": True, "UseFP32Scale": True}, {}), ({}, {"Target": "ort_x64"}), ({}, {"Target": "ort_arm64"})],
+    ids=["asked", "ort_x64", "ort_arm64"],
+)
+def test_float32_scales_between_float16_ends(asked: dict[str, Any], target: dict[str, Any]) -> None:
     """The integers are those of the model that ConvertFP16ToFP32 makes; inputs and outputs stay float16."""
-    done = ModelQuantizer(QConfig(LAYER, QuantizeFP16=True, UseFP32Scale=True)).quantize_model(
-        half_cnn(), None, Reader(feeds())
-    )
+    done = ModelQuantizer(QConfig(LAYER, **asked, **target)).quantize_model(half_cnn(), None, Reader(feeds()))
     same = [{"x": feed["x"].astype(np.float32)} for feed in feeds()]
-    whole = ModelQuantizer(QConfig(LAYER, ConvertFP16ToFP32=True)).quantize_model(half_cnn(), None, Reader(same))
+    config = QConfig(LAYER, ConvertFP16ToFP32=True, **target)
+    whole = ModelQuantizer(config).quantize_model(half_cnn(), None, Reader(same))
     assert done is not None and whole is not None
     onnx.checker.check_model(done, full_check=True)
     ends = [value.type.tensor_type.elem_type for value in (*done.graph.input, *done.graph.output)]

@@ -32,7 +32,7 @@ def lower_passes(request: Request) -> dict[str, object]:
     check_slim_options(slim_options)
     if slim_options and arguments[simplify.__name__]:
         arguments[simplify.__name__] = dict(slim_options)
-    if computes_in_float32(options):
+    if computes_in_float32(options) or _float16_becomes_float32(request):
         arguments[convert_fp16_to_fp32.__name__] = KEEP_IO_TYPES
     return arguments
 
@@ -47,6 +47,13 @@ def computes_in_float32(options: Mapping[str, Any]) -> bool:
             "float16, which ConvertFP16ToFP32=True does not."
         )
     return True
+
+
+def _float16_becomes_float32(request: Request) -> bool:
+    """Whether a float16 model becomes float32 without being asked: the kernels of the target are of float32."""
+    options = request.options
+    given = any(value_of(options, name) for name in ("QuantizeFP16", "ConvertFP16ToFP32", "SkipPreprocess"))
+    return bool(request.target.activations) and not given
 
 
 def _default(row: Pass, options: Mapping[str, Any], for_npu: bool) -> Any:
