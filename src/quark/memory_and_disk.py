@@ -70,8 +70,9 @@ def check_disk(path: str | os.PathLike[str], needed: int) -> None:
     free = free_disk(path)
     if free is not None and needed > free:
         raise OutputError(
-            f"{path} will take about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Possible: "
-            "another disk, or a scheme of fewer bits."
+            # By its name: it is made in a temporary folder beside its place.
+            f"The output {Path(path).name!r} will take about {needed / 1e6:.2f} MB, and {free / 1e6:.2f} MB are free "
+            "on its disk. Possible: another disk, or a scheme of fewer bits."
         )
 
 

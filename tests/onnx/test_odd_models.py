@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from quark.core.metrics import sqnr
 from quark.errors import CalibrationError, ConfigError, FormatError, QuarkError
@@ -29,7 +29,7 @@ from quark.onnx.config.presets import get_default_config
 from quark.onnx.graph.model_file import load
 from tests.commands.program import quark
 from tests.models import onnx_odd as odd
-from tests.models.onnx_zoo import Builder, Reader, cnn, feed, images, outputs
+from tests.models.onnx_zoo import Builder, Reader, cnn, feed, images, outputs, run
 
 MIN_MAX = UInt8Spec(calibration_method=CalibMethod.MinMax)
 CHANNELS = QLayerConfig(input_tensors=MIN_MAX, weight=Int8Spec(quant_granularity=QuantGranularity.Channel))
@@ -287,3 +287,21 @@ def test_what_functions_hold_is_quantized(version: int, inlined: bool) -> None:
     sources = {name: node.op_type for node in made.graph.node for name in node.output}
     products = [node for node in made.graph.node if node.op_type == "MatMul"]
     assert {sources[name] for node in products for name in node.input} == {"DequantizeLinear"}
+
+
+@pytest.mark.parametrize("fill", [float("nan"), float("-inf"), -3.4e38])
+@pytest.mark.parametrize("preset", ["A8W8", "XINT8", "MXINT8"])
+def test_what_missing_rows_are_filled_with_stays_in_float(fill: float, preset: str) -> None:
+    """As models of graphs do where an atom is absent: NaN for what no one is to read."""
+    b = Builder()
+    filled = helper.make_tensor("fill", TensorProto.FLOAT, [1], [fill])
+    product = b.node("MatMul", ["x", b.constant("w", b.random.normal(size=(64, 32)))], "product")
+    other = b.node("ConstantOfShape", [b.node("Shape", [product], "shape")], "other", value=filled)
+    there = b.node("Less", ["x0", b.constant("most", np.array(1e30))], "there")
+    b.node("Where", [there, product, other], "y")
+    model = b.model({"x": ["n", 64], "x0": ["n", 1]}, {"y": ["n", 32]})
+    sample = {"x": b.random.normal(size=(8, 64)).astype(np.float32), "x0": np.zeros((8, 1), np.float32)}
+    done = ModelQuantizer(Config(get_default_config(preset))).quantize_model(model, None, Reader([sample]))
+    assert done is not None
+    assert sqnr(run(model, sample), run(done, sample)) > 25
+    assert "other" not in {n.input[0] for n in done.graph.node if n.op_type == "QuantizeLinear"}

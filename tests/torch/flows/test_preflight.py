@@ -62,7 +62,7 @@ def test_too_little_is_said_before_the_first_block(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     done = quark(*job)
-    assert done.code == 1 and "0.00 GB are free on that disk" in done.err and "blocks 1" not in done.log
+    assert done.code == 1 and " 0.00 MB are free on its disk" in done.err and "blocks 1" not in done.log
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant
 from quark.onnx.operators import RULES
 
@@ -22,11 +23,13 @@ CARRIES |= {name for name, rule in RULES.items() if rule.shares_scale}
 
 
 def is_mask(value: ir.Value) -> bool:
-    """Whether a constant is the -3e38 of an attention mask."""
-    array = constant(value)
+    """Whether a constant, or what a ConstantOfShape fills with, is the -3e38 of an attention mask, -inf or NaN."""
+    node = value.producer()
+    filling = node is not None and is_op(node, "ConstantOfShape") and node.attributes.get("value")
+    array = filling.as_tensor().numpy() if filling else constant(value)
     if array is None or array.dtype.kind != "f" or not array.size:
         return False
-    return bool(abs(array.astype(np.float64)).max() > limit(array.dtype.name))
+    return not bool((abs(array.astype(np.float64)) <= limit(array.dtype.name)).all())
 
 
 def limit(dtype: str) -> float:

@@ -17,7 +17,7 @@ from quark.errors import NothingToQuantizeError
 from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
-from quark.onnx.graph.masks import masked_values
+from quark.onnx.graph.masks import is_mask, masked_values
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
@@ -55,9 +55,10 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         raise _nothing_to_quantize(model, selected, placement, settings)
     if not settings.specs.weights_only:
         _arrange_scales(placement, settings)
-    if any(spec.is_block for spec in placement.activations.values()):
-        for value in masked_values(model.graph):
-            placement.activations.pop(value, None)
+    blocks = any(spec.is_block for spec in placement.activations.values())
+    # Calibration finds masks by their range; NaN, with which outputs are filled, has none.
+    for value in masked_values(model.graph) if blocks else [v for v in placement.activations if is_mask(v)]:
+        placement.activations.pop(value, None)
     refine_block_axes(placement, settings.specs.refine_block_axis)
     return placement
 
