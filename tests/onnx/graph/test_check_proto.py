@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from quark.core.metrics import sqnr
-from quark.errors import FormatError
+from quark.errors import FormatError, NotSupportedError
 from quark.onnx import ModelQuantizer
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
@@ -388,6 +388,16 @@ def test_bodies_without_end_are_refused() -> None:
     model = odd.linear()
     model.graph.CopyFrom(graph)
     with pytest.raises(FormatError, match="over 24 deep"):
+        read(model)
+
+
+def test_maps_are_refused_with_what_to_do() -> None:
+    """Classifiers of scikit-learn and LightGBM give a list of dicts, label -> probability."""
+    model = odd.linear()
+    kind = model.graph.output.add(name="probabilities").type.sequence_type.elem_type.map_type
+    kind.key_type = TensorProto.INT64
+    kind.value_type.tensor_type.elem_type = TensorProto.FLOAT
+    with pytest.raises(NotSupportedError, match=r"'probabilities' is a map.*zipmap=False"):
         read(model)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from quark.errors import FormatError, one_line
+from quark.errors import FormatError, NotSupportedError, one_line
 from quark.files import require_regular
 from quark.onnx.graph.check_proto import check_proto
 from quark.onnx_ops.encryption import is_encrypted, load_encrypted
@@ -22,6 +22,7 @@ def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
     Raises:
         FormatError: It is none, is no regular file (a device or a pipe is never opened), or contradicts itself.
+        NotSupportedError: An input, output or tensor of it is a map.
         ConfigError: It is encrypted, and QUARK_ENCRYPTION_KEY holds no key.
     """
     proto = _read_message(Path(path))
@@ -32,11 +33,25 @@ def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
 
 def check_message(proto: onnx.ModelProto, name: str, folder: Path) -> None:
-    """Raise FormatError, with the name of the model, for a message that contradicts itself."""
+    """Raise FormatError, with the name of the model, where it contradicts itself, and NotSupportedError for maps."""
     try:
         check_proto(proto, folder)
     except FormatError as error:
         raise FormatError(f"{name} is no valid ONNX model: {error}") from None
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        if _holds_map(value.type):
+            raise NotSupportedError(
+                f"{name}: {value.name!r} is a map, as ZipMap gives; onnx_ir reads tensors, sequences and optionals. "
+                "Possible: export without ZipMap (zipmap=False of skl2onnx and onnxmltools)."
+            )
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    """Whether a type is a map, or a sequence or optional of maps."""
+    inner = kind.WhichOneof("value")
+    if inner in ("sequence_type", "optional_type"):
+        return _holds_map(getattr(kind, inner).elem_type)
+    return inner == "map_type"
 
 
 def _read_message(path: Path) -> onnx.ModelProto:
