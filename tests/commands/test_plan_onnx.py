@@ -41,6 +41,28 @@ def different_branches() -> onnx.ModelProto:
     return model
 
 
+def in_half(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model in float16."""
+    for tensor in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    return model
+
+
+@pytest.mark.slow
+def test_a_float16_file_has_the_size_that_was_planned(tmp_path: Path) -> None:
+    """Its weights are float32 on the way."""
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(in_half(wide()), source)
+    planned = quark("plan", source)
+    size = re.search(r"size: [\d.]+ MB -> about ([\d.]+) MB", planned.out)
+    assert size is not None, planned.err
+    assert quark("quantize", source, "-o", out).code == 0
+    assert float(size[1]) == pytest.approx(out.stat().st_size / 1e6, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "A8W8", "MATMUL_NBITS", "INT8_CPU_WEIGHTS"])
 @pytest.mark.parametrize("branches", [False, True])
