@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quark.commands.folders.bit_budget import bytes_of
+from quark.commands.folders.bit_budget import bytes_of, size_within
 from quark.errors import ConfigError
 from quark.torch.layers.replace import quantized_layers
 from tests.commands.program import quark
@@ -63,6 +63,7 @@ USAGE = (
     "say the same twice",
     "is no size",
     "is no number",
+    "is no part",
     "belong to",
     "belongs to",
     "Missing option",
@@ -82,6 +83,8 @@ USAGE = (
         ("--size 3MB --bits 4", "--bits and --size say the same twice"),
         ("--size 3bananas", "'3bananas' is no size"),
         ("--size 0", "--size 0 is no size"),
+        ("--size 120% --calib {text}", "--size 120% is no part of"),
+        ("--size 1% --sensitivity {table}", "is below the smallest choice"),
         *((f"--bits {bits} --sensitivity {{table}}", f"--bits {bits} is no number") for bits in ("inf", "0")),
         ("--scheme int8_wo --candidates int8_wo", "--candidates belongs to --bits or --size"),
         ("--bits 4 --sensitivity {table} --export-format awq", "not counted in the format awq"),
@@ -119,6 +122,25 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_other_words_are_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size"):
         bytes_of(text)
+
+
+def test_a_share_of_a_size_is_that_of_the_weight_files(tmp_path: Path) -> None:
+    """However many they are; what else lies in the folder does not count."""
+    for name, count in (("a.safetensors", 3000), ("b.safetensors", 1001), ("tokenizer.json", 500)):
+        (tmp_path / name).write_bytes(bytes(count))
+    assert [size_within(text, tmp_path) for text in ("25%", "12.5 %", "2k")] == [1000, 500, 2000]
+
+
+@pytest.mark.parametrize("text", ["0%", "100%", "250%", "-5%", "%", "5%B"])
+def test_other_words_are_no_shares(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(3000))
+    with pytest.raises(ConfigError, match="is no (part of|size)"):
+        size_within(text, tmp_path)
+
+
+def test_a_folder_without_weight_files_has_no_shares(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no safetensors files to be a share of"):
+        size_within("50%", tmp_path)
 
 
 @pytest.fixture(scope="module")

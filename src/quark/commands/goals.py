@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from quark.command_line import new_table
-from quark.commands.folders.bit_budget import asked_budget, bytes_of, named_candidates
+from quark.commands.folders.bit_budget import asked_budget, named_candidates, size_within
 from quark.commands.folders.calibration import Calibration
 from quark.commands.options.kinds import require_model
 from quark.commands.options.words import onnx_algorithms, torch_algorithms
@@ -80,7 +80,7 @@ def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_co
     if offer is None:
         choose(goal, onnx=False)  # which says what is possible
         raise AssertionError(goal)
-    limit = bytes_of(size)
+    limit = size_within(size, model)
     rows = [row for row in offer.bits.values() if form in (None, row[0])]
     sizes = {}
     for made, scheme in rows:
@@ -161,7 +161,7 @@ def quantize_path(
     export = Export(Path(output), choice.form, "real_quantized", "reorder", "5GB", force)
     budget = None
     if choice.mixed is not None:
-        budget = asked_budget(None, bits, None, list(choice.mixed), None, choice.form)
+        budget = asked_budget(model, None, bits, None, list(choice.mixed), None, choice.form)
     quantize_folder(
         model, budget or choice.scheme, exclude=exclude,
         calibration=Calibration(None if data is None else Path(data), samples),

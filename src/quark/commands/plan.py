@@ -101,9 +101,9 @@ def plan(
     calibration = Calibration(calib, samples, length, packing, seed)
     form, budget = choice.form if choice else "quark", None
     if choice is None:
-        budget = asked_budget(scheme, bits, size, candidates, sensitivity)
+        budget = asked_budget(model, scheme, bits, size, candidates, sensitivity)
     elif choice.mixed is not None:
-        budget = asked_budget(None, bits, size, list(choice.mixed), sensitivity, form)
+        budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form)
     if budget is not None:
         config = budget_base(budget, exclude, layer)
     elif choice is not None:

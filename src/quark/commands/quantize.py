@@ -255,9 +255,9 @@ def quantize(
 
         named, bit_budget = choice.scheme if choice is not None else None, None
         if choice is None:
-            bit_budget = asked_budget(scheme, bits, size, candidates, sensitivity, form)
+            bit_budget = asked_budget(model, scheme, bits, size, candidates, sensitivity, form)
         elif choice.mixed is not None:
-            bit_budget = asked_budget(None, bits, size, list(choice.mixed), sensitivity, form)
+            bit_budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form)
         export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
         recipe = quantize_folder(
             model, bit_budget or named or require(scheme, "--scheme or --for", model),

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 BITS_HELP = "In place of --scheme: bits for each weight, scales included; layers get schemes that lose least."
 SIZE_HELP = (
-    "In place of --scheme: size of all tensors, as in 2.1GB; a tokenizer, in GGUF files too, comes on top. Layers get "
-    "schemes that lose least."
+    "In place of --scheme: size of all tensors, as in 2.1GB, or a share of the model's, as in 30%; a tokenizer, in "
+    "GGUF files too, comes on top. Layers get schemes that lose least."
 )
 CANDIDATES_HELP = "Schemes that --bits and --size choose from, with commas or repeated."
 SENSITIVITY_HELP = "File of what each layer loses: written, or read for another --bits or --size."
 
+SIZES = "Possible: 2.1GB, 800MB, 2GiB, 30%."
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
          "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}  # fmt: skip
 
@@ -61,6 +62,7 @@ class Budget:
 
 
 def asked_budget(
+    model: Path,
     scheme: str | None,
     bits: float | None,
     size: str | None,
@@ -68,11 +70,11 @@ def asked_budget(
     sensitivity: Path | None,
     export_format: str = "quark",
 ) -> Budget | None:
-    """The budget that the options ask for, or None where --scheme says all.
+    """The budget that the options ask for of the model of a folder, or None where --scheme says all.
 
     Raises:
         UsageError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
-            size that is no size.
+            size that is no size, or as large as the model.
         NotSupportedError: A format that holds one scheme only.
     """
     given = {"--scheme": scheme, "--bits": bits, "--size": size}
@@ -91,7 +93,7 @@ def asked_budget(
 
     mixed_format(export_format)
     named = named_candidates(candidates)
-    return Budget(bits, None if size is None else bytes_of(size), named, sensitivity, export_format)
+    return Budget(bits, None if size is None else size_within(size, model), named, sensitivity, export_format)
 
 
 def named_candidates(words: Sequence[str] | None) -> tuple[str, ...]:
@@ -99,14 +101,30 @@ def named_candidates(words: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name.strip() for item in words or [] for name in item.split(",") if name.strip())
 
 
+def size_within(text: str, model: Path) -> int:
+    """The bytes of a size, or of a share such as 30% of the weight files of a folder. Raises UsageError."""
+    from quark.commands.folders.models import folder_bytes
+
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if not share:
+        return bytes_of(text)
+    whole = folder_bytes(model)
+    if not whole:
+        raise UsageError(f"--size {text.strip():.40}: {model} holds no safetensors files to be a share of. {SIZES}")
+    size = int(Decimal(share[1]) * whole / 100)
+    if not 0 < size < whole:
+        raise UsageError(f"--size {text.strip():.40} is no part of {model} ({whole / 1e6:.2f} MB). Possible: 25%, 50%.")
+    return size
+
+
 def bytes_of(text: str) -> int:
     """The bytes of a size such as 2.1GB (10^9) or 2GiB (2^30). Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
     if not found:
-        raise UsageError(f"--size {text!r} is no size. Possible: 2.1GB, 800MB, 2GiB.")
+        raise UsageError(f"--size {text!r} is no size. {SIZES}")
     size = int(Decimal(found[1]) * UNITS[found[2] or ""])
     if not 0 < size < 1 << 63:
-        raise UsageError(f"--size {text.strip():.40} is no size that a file can have. Possible: 2.1GB, 800MB, 2GiB.")
+        raise UsageError(f"--size {text.strip():.40} is no size that a file can have. {SIZES}")
     return size
 
 
