@@ -75,7 +75,7 @@ def test_independent_outputs_are_refined_as_without_scores() -> None:
 def test_compiled_blocks_give_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(256, 6)
     found = problem.refined(1)
-    monkeypatch.setattr(coupled, "compiled_for", lambda grid, work: False)
+    monkeypatch.setattr(coupled, "compiled_for", lambda *_: False)
     plain = problem.refined(1)
     assert np.mean(found != plain) < 0.002  # sums of another order: a value within float32 of a tie
     assert problem.loss(found) == pytest.approx(problem.loss(plain), rel=1e-4)
@@ -118,7 +118,7 @@ def test_a_first_solution_is_near_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
 def test_compiled_blocks_of_a_first_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(256, 66)
     found = problem.loss(solved(problem))
-    monkeypatch.setattr(coupled, "compiled_for", lambda grid, work: False)
+    monkeypatch.setattr(coupled, "compiled_for", lambda *_: False)
     assert found == pytest.approx(problem.loss(solved(problem)), rel=0.02)
 
 
@@ -149,3 +149,20 @@ def test_fitted_scales_lower_the_objective() -> None:
                 inside = 0.5 < factors[-1][row] < 2
                 assert not inside or problem.loss(other) > problem.loss(rows.result) * (1 - 1e-6)
         rows.gradient = problem.hessian @ (problem.weight - rows.result) @ problem.scores
+
+
+@pytest.mark.slow  # imports scikit-learn
+@pytest.mark.parametrize("count", [5, 60, 4000])
+def test_shrunk_moments_are_those_of_scikit_learn(count: int) -> None:
+    from sklearn.covariance import ledoit_wolf
+
+    random = np.random.default_rng(count)
+    samples = random.normal(size=(count, 12)) @ (random.normal(size=(12, 12)) * np.geomspace(0.3, 3, 12))
+    expected, share = ledoit_wolf(samples, assume_centered=True)
+    fourth = float(np.square(np.square(samples).sum(1)).sum())
+    for xp in (np.asarray, torch.from_numpy):
+        moments = xp(samples.T @ samples)
+        found = coupled.shrunk(moments, fourth, count)
+        np.testing.assert_allclose(found / count, expected, rtol=1e-9)
+        assert not np.array_equal(found, moments) and found is not moments
+    assert (share > 0.2) == (count == 5) and (share < 0.02) == (count == 4000)

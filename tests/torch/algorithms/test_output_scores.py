@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from quark.core.solvers.coupled import shrunk
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
-from quark.torch.algorithms.rounding.output_scores import OutputScores
+from quark.torch.algorithms.rounding.output_scores import OutputScores, scores_bytes
 from quark.torch.algorithms.score_passes import SEED
 from quark.torch.algorithms.tape import Tape
 from quark.torch.config.algo_configs import AlgoConfig, QronosConfig
@@ -42,7 +43,7 @@ def test_scores_are_those_of_one_backward_pass_through_the_whole_model() -> None
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     calls, leaf = record_calls(model, blocks, data), "mlp.down_proj"
-    name, expected = f"{blocks[1]}.{leaf}", 0
+    name, gradients = f"{blocks[1]}.{leaf}", []
     block = Block(blocks[1], model.get_submodule(blocks[1]), calls[blocks[1]], groups=[(leaf,)])
     hidden = {index: _inputs_of(model, blocks[1], batch) for index, batch in enumerate(data)}
     block.calls = [call.with_hidden(hidden[index]) for index, call in enumerate(calls[blocks[0]])]
@@ -53,9 +54,11 @@ def test_scores_are_those_of_one_backward_pass_through_the_whole_model() -> None
         handle.remove()
         labels = torch.multinomial(probabilities.detach(), 1, generator=torch.Generator().manual_seed(SEED + index))
         (gradient,) = torch.autograd.grad(probabilities.gather(1, labels).log().sum(), seen)
-        expected += gradient[0].T @ gradient[0]
+        gradients.append(gradient[0])
     found = scores.of_layers(block)
     assert list(found) == [name]
+    rows = torch.cat(gradients)
+    expected = shrunk(rows.T @ rows, float(rows.square().sum(1).square().sum()), len(rows))
     torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-6)
 
 
@@ -77,6 +80,39 @@ def test_a_model_without_logits_or_blocks_is_refused() -> None:
         OutputScores(inner, [""], data, BlockWeights(), Tape(None, {}))
 
 
+@pytest.mark.slow
+def test_where_it_is_chosen_and_there_is_no_room_it_is_as_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def weights(fisher: Any, head: bool = True) -> dict[str, torch.Tensor]:
+        model, config = language_model(), LLMTemplate.get("llama").get_config("int3_wo_128")
+        config = replace(config, algo_config=[QronosConfig(["self_attn.k_proj"], fisher=fisher)])
+        made = ModelQuantizer(config).quantize_model(model if head else model.model, data)
+        return {name.removeprefix("model."): x for name, x in made.state_dict().items() if "lm_head" not in name}
+
+    def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(one[name], x) for name, x in other.items())
+
+    data = windows("calibration", 32, 4)
+    plain, by_scores = weights(False), weights(True)
+    assert not equal(plain, by_scores)
+    with caplog.at_level("INFO", logger="quark"):
+        assert equal(weights("auto"), by_scores)
+        assert "qronos by Fisher information" in caplog.text and "without Fisher" not in caplog.text
+        assert equal(weights("auto", head=False), plain)
+        assert "without Fisher information of outputs: LlamaModel gives no logits" in caplog.text
+        needed = scores_bytes(language_model(), [f"model.layers.{index}" for index in range(5)], data)
+        # Of six states of 128 positions in 256 channels, and of moments of 640 outputs with what is made of them.
+        assert needed == 6 * 128 * 256 * 4 + 3 * 640**2 * 4
+        monkeypatch.setattr("quark.torch.algorithms.rounding.output_scores.available_memory", lambda: 2 * needed - 1)
+        assert equal(weights("auto"), plain)
+        assert "0.01 GB are free" in caplog.text
+        monkeypatch.setattr("quark.torch.algorithms.rounding.output_scores.available_memory", lambda: None)
+        monkeypatch.setattr("quark.torch.algorithms.rounding.output_scores.compiles", lambda spec: False)
+        assert equal(weights("auto"), plain)
+        assert "no compiler, or none of the element types is compiled" in caplog.text
+
+
 def test_needs_refinement() -> None:
     with pytest.raises(ConfigError, match="refine_passes must be 1 or more"):
         QronosConfig(fisher=True, refine_passes=0)
@@ -85,8 +121,7 @@ def test_needs_refinement() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "most"), [("int3_wo_128", 0.85), ("int2_wo_64", 1.0), ("mxfp4_wo", 0.85)])
 def test_held_out_divergence_falls(scheme: str, most: float) -> None:
-    # Tseng et al. 2025 (arXiv:2505.22988) report a third less divergence than rounding by inputs alone. Moments of so
-    # few windows say less at 2 bits, where errors are large.
+    # Tseng et al. 2025 (arXiv:2505.22988) report a third less divergence than rounding by inputs alone.
     data, heldout = windows("calibration", 256, 16), torch.cat(windows("heldout", 256, 8))
 
     def log_probabilities(model: Any) -> torch.Tensor:

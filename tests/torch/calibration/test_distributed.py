@@ -62,11 +62,12 @@ def configs() -> dict[str, QConfig]:
         "gptq": replace(uint4, algo_config=[GPTQConfig()]),
         "awq": replace(uint4, algo_config=[AWQConfig()]),
         "qronos": replace(uint4, algo_config=[QronosConfig()]),
+        "fisher": replace(uint4, algo_config=[QronosConfig(fisher=True)]),
         "mxfp4": template.get_config("mxfp4"),
     }
 
 
-CALIBRATED = ("int8", "gptq", "awq", "qronos")
+CALIBRATED = ("int8", "gptq", "awq", "qronos", "fisher")
 
 
 def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path, count: int) -> None:

@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClass
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
-from quark.torch.config.algo_configs import AWQConfig, GPTAQConfig, GPTQConfig, RotationConfig, SmoothQuantConfig
+from quark.torch.config.algo_configs import (
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+)
 from quark.torch.config.config import QConfig
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest, in_use
@@ -53,6 +60,7 @@ CASES = {
     "shared scales": (scheme("nvfp4"), True),
     "GPTQ": (scheme("uint4_wo_32", [GPTQ]), True),
     "SmoothQuant, static activations": (scheme("int8", [SmoothQuantConfig(alpha=0.5)]), True),
+    "Qronos by Fisher information": (scheme("uint4_wo_32", [QronosConfig(fisher=True)]), True),
     "AWQ and GPTQ": (scheme("uint4_wo_32", [AWQConfig(), GPTQ]), True),
     "GPTAQ, static activations": (scheme("int8", [GPTAQConfig()]), True),
 }
@@ -106,7 +114,9 @@ def killed_after(blocks: int, monkeypatch: pytest.MonkeyPatch, before_manifest: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["weights", "static activations", "GPTAQ, static activations"])
+@pytest.mark.parametrize(
+    "case", ["weights", "static activations", "GPTAQ, static activations", "Qronos by Fisher information"]
+)
 @pytest.mark.parametrize(("blocks", "before_manifest"), [(1, False), (2, True), (3, False)])
 def test_a_killed_run_goes_on(
     case: str, blocks: int, before_manifest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +292,9 @@ def test_what_streaming_cannot_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["static activations", "shared scales", "GPTAQ, static activations"])
+@pytest.mark.parametrize(
+    "case", ["static activations", "shared scales", "GPTAQ, static activations", "Qronos by Fisher information"]
+)
 def test_per_block_gives_what_the_standard_flow_gives(case: str) -> None:
     config, _ = CASES[case]
     one, other = (tiny_llama(dtype=torch.float32) for _ in range(2))

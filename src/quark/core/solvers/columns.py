@@ -90,11 +90,23 @@ class _Rule(ctypes.Structure):
         return cls(dtype.min, dtype.max, dtype.is_block, before, shifted and not before, shifted, -1, 0.0)
 
 
-def compiled_for(rounder: Any, work: Array) -> bool:
-    """Whether blocks of columns of `work` are solved by compiled code under that rounder."""
-    if not hasattr(rounder, "block") or work.shape[-2] < WORTH_COMPILING or not _plain(work):
+def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
+    """Whether blocks of columns of `work` are solved by compiled code under that rounder.
+
+    Args:
+        rounder: What rounds columns.
+        work: The columns, shape (..., columns, rows).
+        least: Columns from which on that is worth it; None: WORTH_COMPILING.
+    """
+    least = WORTH_COMPILING if least is None else least
+    if not hasattr(rounder, "block") or work.shape[-2] < least or not _plain(work):
         return False
     return _Rule.of(rounder.spec) is not None and _library() is not None
+
+
+def compiles(spec: TensorSpec) -> bool:
+    """Whether this machine compiles blocks of columns of that element type."""
+    return _Rule.of(spec) is not None and _library() is not None
 
 
 def solve_block(

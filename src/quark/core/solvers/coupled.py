@@ -19,16 +19,53 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quark.core.array import Array, like, namespace
-from quark.core.solvers.columns import BLOCK, ColumnGrid, compiled_for, couple_block, solve_coupled_block
+from quark.core.solvers.columns import (
+    BLOCK,
+    WORTH_COMPILING,
+    ColumnGrid,
+    compiled_for,
+    couple_block,
+    solve_coupled_block,
+)
 from quark.core.solvers.halves import add_product, in_halves
 
 ROWS = 64
 """Rows of W that are solved together."""
+ELEMENTS = 1 << 12
+"""Elements that are worth compiling: one by one they take a second."""
 RIDGE = 1e-6
 """Share of the mean of its diagonal that M gets, whose groups may be all 0."""
 
 Fit = Callable[[int, Array], Array]
 """(group, factors of its scales, (rows,)) -> the factors by which they really changed."""
+
+
+def shrunk(moments: Array, fourth: float, count: int) -> Array:
+    """Second moments of few samples drawn to a multiple of the identity, as far as they are noise.
+
+        m I + (1 - rho) (G - m I),   m = tr G / n,   rho = min(1, (sum |g|^4 / T - |G|^2) / (T |G - m I|^2))
+
+    of G = sum g g^T / T: the least expected square error (Ledoit and Wolf 2004, J. Multivariate Analysis 88). What so
+    few samples cannot tell then counts alike, as it does without scores.
+
+    Args:
+        moments: T G, shape (n, n).
+        fourth: sum |g|^4.
+        count: T.
+
+    Returns:
+        The same times T, a new array.
+    """
+    xp, size = namespace(moments), len(moments)
+    places = range(size)
+    mean = float(xp.diagonal(moments).sum()) / size
+    square = float((moments * moments).sum())
+    away = square - size * mean**2  # T^2 |G - m I|^2
+    noise = (count * fourth - square) / count
+    rho = min(1.0, max(0.0, noise / away)) if away > 0 else 1.0
+    result = moments * (1 - rho)
+    result[places, places] += rho * mean
+    return result
 
 
 def solve_coupled(
@@ -57,6 +94,11 @@ def solve_coupled(
     return result
 
 
+def _worth_compiling(columns: Array) -> int:
+    """The least number of columns, as long as these, that are."""
+    return min(WORTH_COMPILING, ELEMENTS // columns.shape[1])
+
+
 class _First:
     """The first solution of some rows.
 
@@ -69,7 +111,7 @@ class _First:
         self.target, self.offset, self.feedback, self.of_rows, self.grid = target, offset, feedback, of_rows, grid
         zeros = namespace(target).zeros_like
         self.work, self.missed, self.lost, self.result = target * 1.0, zeros(target), zeros(target), zeros(target)
-        self.blocks = compiled_for(grid, target)
+        self.blocks = compiled_for(grid, target, _worth_compiling(target))
         in_halves(0, len(target), self._step, self._carry, 1, BLOCK if self.blocks else 1)
 
     def _step(self, start: int, stop: int) -> None:
@@ -137,7 +179,7 @@ class _Rows:
     def __init__(self, result: Array, gradient: Array, hessian: Array, scores: Array, grid: ColumnGrid) -> None:
         self.result, self.gradient, self.hessian, self.scores, self.grid = result, gradient, hessian, scores, grid
         self.change = namespace(result).zeros_like(result)
-        self.blocks = compiled_for(grid, result)
+        self.blocks = compiled_for(grid, result, _worth_compiling(result))
 
     def visit_all(self, size: int, fit: Fit | None) -> None:
         """Visit all columns, group by group."""

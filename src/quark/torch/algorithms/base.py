@@ -121,6 +121,16 @@ class Algorithm:
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         """Once, before the first block, on the whole float model."""
 
+    def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
+        """Bytes of what `learn` will keep of all blocks, in memory or in its folder; of data of unknown size 0.
+
+        Args:
+            model: With or without weights.
+            blocks: Names of its blocks.
+            data: Calibration batches.
+        """
+        return 0
+
     def learn(
         self,
         model: nn.Module,

@@ -91,6 +91,7 @@ def loop_over_blocks(
     shared_scale_groups: Sequence[Sequence[str]] = (),
     finish: Callable[[str, LoopState], None] | None = None,
     state: LoopState | None = None,
+    loop: str = "blocks",
 ) -> None:
     """Work on each block.
 
@@ -103,11 +104,12 @@ def loop_over_blocks(
         shared_scale_groups: Leaf names of layers with one second-level weight scale.
         finish: Called with each finished block while its weights are there, and with what going on needs.
         state: Where an earlier run stopped.
+        loop: What it is called where it says how far it is.
     """
     state = state or LoopState()
     for name in names[: state.done]:
         calls.pop(name, None)
-    left = progress(names[state.done :], "blocks", len(names), name=_shown, done=state.done)
+    left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
     for index, name in enumerate(left, state.done):
         own_calls = [on_device(call, weights.device) for call in calls.pop(name, [])]
         weights.bring(name)

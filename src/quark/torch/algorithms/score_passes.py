@@ -12,7 +12,7 @@ One block is in memory, and what one pass keeps for the next lies on a `Tape`: a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,8 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.distributed import part_of, rank, summed, world
 from quark.torch.calibration.drawn_labels import drawn_likelihood
+from quark.torch.layers import QuantLayer
+from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks import BlockOutput, Call, passing_through
 
@@ -87,7 +89,7 @@ class ScorePasses:
         """
         with evaluating(self.model), without_gradients(self.model):
             calls, _ = record_inputs(self.model, {}, self.names, self.data, self.weights)
-            self._forward(calls)
+            self._forward(calls, f"{loop}, forward")
             if self.tape.result(TAIL) is None:
                 self._tail(calls[self.names[0]][0])
             left = [index for index in reversed(range(len(self.names))) if self.tape.result(f"block-{index}") is None]
@@ -103,7 +105,7 @@ class ScorePasses:
         """The same of their scores."""
         return f"scores-{index}"
 
-    def _forward(self, calls: Mapping[str, list[Call]]) -> None:
+    def _forward(self, calls: Mapping[str, list[Call]], loop: str) -> None:
         """Keep the inputs of each block, and the outputs of the last."""
         last = len(self.names)
         if self.tape.has(self.inputs_of(last)) or self.tape.result(TAIL) is not None:
@@ -112,7 +114,7 @@ class ScorePasses:
 
         def work(block: Block) -> tuple[Hidden, Hidden]:
             index = self.names.index(block.name)
-            with torch.no_grad():
+            with torch.no_grad(), _in_float(block.module):
                 outputs = [call.run(block.module) for call in block.calls]
             if index == 0:
                 self.tape.keep(self.inputs_of(0), [call.hidden for call in block.calls])
@@ -120,13 +122,13 @@ class ScorePasses:
             return outputs, None
 
         state = LoopState(done, self.tape.read(self.inputs_of(done)) if done else None)
-        loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state)
+        loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state, loop=loop)
 
     def _tail(self, first: Call) -> None:
         """What is behind the blocks, and the scores of what it reads."""
         output, scores, positions = BlockOutput(), [], 0
         block = self.model.get_submodule(self.names[0])
-        with self.weights.around(self.names), torch.no_grad():
+        with self.weights.around(self.names), _in_float(self.model), torch.no_grad():
             device = input_device(self.model)
             here = first if self.weights.device is None else on_device(first, device)
             output.see(self.names[0], here, block)
@@ -172,7 +174,7 @@ class ScorePasses:
         try:
             block = self.model.get_submodule(name)
             here = [on_device(call.with_hidden(x), self.weights.device) for call, x in zip(calls, inputs, strict=True)]
-            with torch.enable_grad(), self.watching(name) as count_batch:
+            with torch.enable_grad(), _in_float(block), self.watching(name) as count_batch:
                 for call, score in zip(here, scores, strict=True):
                     leaf = call.hidden.detach().requires_grad_()
                     given = call.with_hidden(leaf).run(block)
@@ -191,6 +193,11 @@ class ScorePasses:
         self.tape.drop(self.inputs_of(index + 1))
 
 
+def _in_float(module: nn.Module) -> AbstractContextManager[None]:
+    """Within: what was brought runs in float, whatever its layers will be."""
+    return quantizers_off([layer for layer in module.modules() if isinstance(layer, QuantLayer)])
+
+
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
     """Within: parameters take no gradient, which would be as large as they are."""
@@ -205,7 +212,8 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:
-    if not all(bool(torch.isfinite(x).all()) for x in scores):
+    wrong = sum(not bool(torch.isfinite(x).all()) for x in scores)
+    if int(summed(torch.tensor(wrong))):  # so that all processes end
         raise NonFiniteError(
             f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
             "overflow, and calibration data that it gives finite outputs for."

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quark.checked import as_dict, checked_dataclass, known_keys
 from quark.core.registry import Registry
@@ -119,14 +119,14 @@ class _ColumnOrder:
 
     Beside the documented fields: `group_aware_order` orders groups, and the columns in each, by importance, so that
     scales may be found on the way; `refine_passes` times, scales are fitted to the codes and each column is rounded
-    again; with `fisher`, as often by what it does to the model's distribution. `block_size`, `beta` change nothing.
+    again; with `fisher` ("auto": where possible) as often by the model's distribution. `block_size`, `beta` do nothing.
     """
 
     desc_act: bool
     static_groups: bool
     group_aware_order: bool
     refine_passes: int
-    fisher: bool
+    fisher: bool | Literal["auto"]
 
     def _check(self) -> None:
         kind = type(self).__name__
@@ -137,7 +137,7 @@ class _ColumnOrder:
         if self.refine_passes < 0:
             raise ConfigError(f"{kind}.refine_passes: {self.refine_passes} is below 0.")
         if self.fisher and self.refine_passes == 0:
-            raise ConfigError(f"{kind}: fisher=True refines: refine_passes must be 1 or more.")
+            raise ConfigError(f"{kind}: fisher={self.fisher!r} refines: refine_passes must be 1 or more.")
 
 
 @checked_dataclass
@@ -153,7 +153,7 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
     model_decoder_layers: str = ""
     group_aware_order: bool = False
     refine_passes: int = 1
-    fisher: bool = False
+    fisher: bool | Literal["auto"] = False
 
 
 @checked_dataclass
@@ -170,7 +170,7 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
     model_decoder_layers: str = ""
     group_aware_order: bool = False
     refine_passes: int = 1
-    fisher: bool = False
+    fisher: bool | Literal["auto"] = False
 
 
 @checked_dataclass
@@ -187,7 +187,7 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     beta: float = 1e4
     group_aware_order: bool = False
     refine_passes: int = 1
-    fisher: bool = False
+    fisher: bool | Literal["auto"] = False
 
 
 @checked_dataclass

@@ -95,6 +95,8 @@ def quantize_blocks(
     refuse_attention(config)
     if not weights.whole:
         refuse_whole(algorithms)
+    if data is not None and any(algorithm.learns for algorithm in algorithms):
+        data = list(data)  # they read it, too
     with quantizers_off(layers.values()):
         names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
     waiting = waiting_activations(layers)

@@ -8,18 +8,18 @@ free by this count would end in the middle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from quark.log import logger
 from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk
 from quark.progress import write_event
 from quark.torch.algorithms.base import Algorithm
+from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
 
 
@@ -33,6 +33,8 @@ class Estimate:
         solver: Bytes of the matrices of the widest layer; 0 without a solver.
         inputs: Bytes of the inputs of one block for all samples; 0 where nothing runs, or their size is unknown.
         output: Bytes of the quantized tensors.
+        scores: Bytes of what an algorithm learns of all blocks; in memory, or on disk beside the output.
+        whole: Whether all weights, and what is learned, are in memory.
     """
 
     blocks: int
@@ -40,11 +42,18 @@ class Estimate:
     solver: int
     inputs: int
     output: int
+    scores: int = 0
+    whole: bool = True
 
     @property
     def memory(self) -> int:
         """Bytes of memory at least."""
-        return self.weights + self.solver + self.inputs
+        return self.weights + self.solver + self.inputs + (self.scores if self.whole else 0)
+
+    @property
+    def disk(self) -> int:
+        """Bytes of disk."""
+        return self.output + (0 if self.whole else self.scores)
 
 
 def estimate(
@@ -63,10 +72,10 @@ def estimate(
     blocks = [_bytes(model.get_submodule(name)) for name in names]
     solving = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
     widest = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
-    inputs = _tokens(data) * _width(model) * 4 if solving and data else 0
-    return Estimate(
-        len(names), _bytes(model) if whole else max(blocks), 2 * 4 * widest**2 if solving else 0, inputs, output
-    )
+    inputs = tokens_in(data) * hidden_width(model) * 4 if solving and data else 0
+    solver = 2 * 4 * widest**2 if solving else 0
+    scores = sum(algorithm.learned_bytes(model, names, data or ()) for algorithm in algorithms)
+    return Estimate(len(names), _bytes(model) if whole else max(blocks), solver, inputs, output, scores, whole)
 
 
 def preflight(made: Estimate, output: Path, data: Sequence[Any] | None, possible: str) -> None:
@@ -82,17 +91,17 @@ def preflight(made: Estimate, output: Path, data: Sequence[Any] | None, possible
         OutputError: The disk is too small.
         TooLittleMemoryError: The memory is.
     """
-    check_disk(output, made.output)
+    check_disk(output, made.disk)
     check_memory(made.memory, "This job", possible)
     disk, memory = free_disk(output), available_memory()
     logger.info(
         "About to quantize %d blocks. Estimates: memory at least %s, output %s%s.",
-        made.blocks, _beside(made.memory, memory), _beside(made.output, disk),
-        f"; {len(data)} samples, {_tokens(data)} tokens" if data and _tokens(data) else "",
+        made.blocks, _beside(made.memory, memory), _beside(made.disk, disk),
+        f"; {len(data)} samples, {tokens_in(data)} tokens" if data and tokens_in(data) else "",
     )  # fmt: skip
     write_event(
         "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_free=memory, output_bytes=made.output,
-        disk_free=disk, samples=len(data) if data else 0, tokens=_tokens(data),
+        disk_free=disk, samples=len(data) if data else 0, tokens=tokens_in(data),
     )  # fmt: skip
 
 
@@ -103,19 +112,3 @@ def _beside(needed: int, free: int | None) -> str:
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _tokens(data: Sequence[Any] | None) -> int:
-    """Tokens of text among the batches; 0 where there is none."""
-    total = 0
-    for batch in data or ():
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
-            total += ids.numel()
-    return total
-
-
-def _width(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "hidden_size", 0) or 0)

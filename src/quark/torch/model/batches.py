@@ -108,3 +108,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def tokens_in(data: Iterable[Any] | None) -> int:
+    """Tokens of text among the batches; 0 where there is none."""
+    total = 0
+    for batch in data or ():
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
+            total += ids.numel()
+    return total
+
+
+def hidden_width(model: nn.Module) -> int:
+    """Channels between the blocks, by the config of the model; 0 where it does not say."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "hidden_size", 0) or 0)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quark.core.quantize import fake_quantize
+from quark.core.spec import TensorSpec
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import weight_spec
 from quark.torch.layers import QuantLayer
@@ -79,6 +80,14 @@ def stacked(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 def unstacked(whole: torch.Tensor, problems: list[ColumnProblem]) -> list[torch.Tensor]:
     """The part of each problem; the tensor itself where there is one."""
     return [whole] if len(problems) == 1 else list(whole)
+
+
+def by_spec(layers: dict[str, QuantLayer]) -> list[dict[str, QuantLayer]]:
+    """The layers, those of one spec together."""
+    by_spec: dict[TensorSpec, dict[str, QuantLayer]] = {}
+    for name, layer in layers.items():
+        by_spec.setdefault(weight_spec(layer), {})[name] = layer
+    return list(by_spec.values())
 
 
 def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:

@@ -17,7 +17,7 @@ from torch import nn
 
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns import ColumnGrid, compiles
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
@@ -29,6 +29,7 @@ from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
 from quark.torch.algorithms.rounding.column_problem import (
     ColumnProblem,
     as_read,
+    by_spec,
     damped,
     names_of,
     stacked,
@@ -46,7 +47,7 @@ from quark.torch.algorithms.rounding.grids import (
     rows_of,
     static_grid,
 )
-from quark.torch.algorithms.rounding.output_scores import OutputScores
+from quark.torch.algorithms.rounding.output_scores import OutputScores, scores_bytes, scores_if_possible
 from quark.torch.algorithms.rounding.solved_errors import report_layer
 from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.calibrate import naming
@@ -67,12 +68,21 @@ class GPTQ(Algorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.learns = config.fisher  # type: ignore[misc]
+        self.learns = bool(config.fisher)  # type: ignore[misc]
         self.scores: OutputScores | None = None
         self.of_outputs: dict[str, torch.Tensor] = {}
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         self.blocks = blocks
+
+    @property
+    def name(self) -> str:
+        """As `algo_config` names it; with what it went by, where that was chosen."""
+        return super().name if self.scores is None else f"{super().name} by Fisher information"
+
+    def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
+        """Those of the scores, where they are asked for: chosen, they are only where there is room."""
+        return scores_bytes(model, blocks, data) if self.config.fisher is True else 0
 
     def learn(
         self,
@@ -82,7 +92,11 @@ class GPTQ(Algorithm):
         weights: BlockWeights,
         work: Path | None,
     ) -> None:
-        self.scores = OutputScores(model, self.blocks, data, weights, Tape(work, {}))
+        if self.config.fisher == "auto":
+            specs = [layer.spec.weight for layer in layers.values() if layer.spec.weight]
+            self.scores = scores_if_possible(model, self.blocks, specs, data, weights, work)
+        else:
+            self.scores = OutputScores(model, self.blocks, data, weights, Tape(work, {}))
 
     def enter(self, block: Block) -> None:
         self.of_outputs = {} if self.scores is None else self.scores.of_layers(block)
@@ -119,7 +133,7 @@ class GPTQ(Algorithm):
             feedback, of_order = feedback.float(), of_order.float()
             give_back_memory()  # what the factor took beside it
             solver = _Solver(self, problems, feedback, of_order, drift)
-            for same in zip(*(_by_spec(problem.layers) for problem in problems), strict=True):
+            for same in zip(*(by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
 
     def _factor(self, problems: list[ColumnProblem]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,7 +284,7 @@ class _Solver:
     ) -> tuple[torch.Tensor, QParams]:
         """A solution and its scales, refined under the scores of the layer's outputs where they are known."""
         scores = self.algorithm.of_outputs.pop(name, None)
-        if scores is None or not by_row(spec):
+        if scores is None or not by_row(spec) or (self.algorithm.config.fisher == "auto" and not compiles(spec)):
             return values, params
         goal = goal_of(problem, name, weight, factor, slice(None))
         passes = self.algorithm.config.refine_passes
@@ -383,11 +397,3 @@ def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:
 
 def _qparams(layer: QuantLayer) -> QParams:
     return cast(QParams, weight_quantizer(layer).params)
-
-
-def _by_spec(layers: dict[str, QuantLayer]) -> list[dict[str, QuantLayer]]:
-    """The layers, those of one spec together."""
-    by_spec: dict[TensorSpec, dict[str, QuantLayer]] = {}
-    for name, layer in layers.items():
-        by_spec.setdefault(weight_spec(layer), {})[name] = layer
-    return list(by_spec.values())

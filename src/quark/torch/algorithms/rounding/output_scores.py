@@ -1,6 +1,7 @@
 """Scores of outputs: how a unit of error in what a layer gives changes the distribution that the model gives.
 
-    g = d log p(label) / d y,   label drawn from p itself;   G = sum over tokens of g g^T,  (out, out)
+    g = d log p(label) / d y,   label drawn from p itself
+    G = sum over tokens of g g^T,  (out, out),   shrunk as far as it is noise: `core/solvers/coupled.py`
 
 Both `ScorePasses` through the float model keep the scores of what each block gives; when its turn comes, each block
 runs once more on the float model's inputs, and hands them down to its layers.
@@ -11,20 +12,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from quark.errors import NotSupportedError
+from quark.core.solvers.columns import compiles
+from quark.core.solvers.coupled import shrunk
+from quark.core.spec import TensorSpec
+from quark.errors import NonFiniteError, NotSupportedError
+from quark.log import logger
+from quark.memory_and_disk import available_memory, free_disk
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import flat
 from quark.torch.algorithms.score_passes import ScorePasses, without_gradients
 from quark.torch.algorithms.tape import Tape
-from quark.torch.calibration.distributed import summed
+from quark.torch.calibration.distributed import from_first, in_order, world
 from quark.torch.layers import QuantLayer
+from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import WHOLE
+
+SHARE = 0.5
+"""Of the room that is free, so much at most is for scores that were not asked for: solvers need some, too."""
 
 
 class OutputScores(ScorePasses):
@@ -56,31 +67,101 @@ class OutputScores(ScorePasses):
     def of_layers(self, block: Block) -> dict[str, torch.Tensor]:
         """Full name of each quantized linear layer of a float block -> G, of those that outputs depend on."""
         leaves = sorted({leaf for group in block.groups for leaf in group})
-        found = {block.full(leaf): _zeros(block.layer(leaf)) for leaf in leaves}
-
-        def add(name: str, gradient: torch.Tensor) -> None:
-            rows = flat(gradient).float()
-            found[name].addmm_(rows.T, rows)
+        found = {block.full(leaf): _Sums(block.layer(leaf)) for leaf in leaves}
+        of_batch: dict[str, list[torch.Tensor]] = {name: [] for name in found}
 
         def watch(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(partial(add, name))  # type: ignore[no-untyped-call]
+                output.register_hook(of_batch[name].append)  # type: ignore[no-untyped-call]
 
         index = self.names.index(block.name)
         scores = self.tape.read(self.scores_of(index + 1))
         self.tape.drop(self.scores_of(index))  # of a block that is finished: a killed run does not read it again
+        calls = block.float_calls or block.calls
         with ExitStack() as hooks, without_gradients(block.module), torch.enable_grad():
             for leaf in leaves:
                 hook = partial(watch, block.full(leaf))
                 hooks.enter_context(block.layer(leaf).register_forward_hook(hook))
-            for call, score in zip(block.float_calls or block.calls, scores, strict=True):
-                given = call.with_hidden(call.hidden.detach().requires_grad_()).run(block.module)
-                given.backward(score.to(given.device))  # type: ignore[no-untyped-call]
-        for leaf in leaves:
-            summed(found[block.full(leaf)])
-        return {name: of_layer for name, of_layer in found.items() if bool(of_layer.any())}
+            for turn in range(-(-len(self.data) // world())):
+                if turn < len(calls):  # another process may have one more
+                    call = calls[turn]
+                    given = call.with_hidden(call.hidden.detach().requires_grad_()).run(block.module)
+                    given.backward(scores[turn].to(given.device))  # type: ignore[no-untyped-call]
+                for name, own in of_batch.items():
+                    found[name].add(own)
+                    own.clear()
+        return {name: sums.shrunk() for name, sums in found.items() if bool(sums.products.any())}
 
 
-def _zeros(layer: QuantLayer) -> torch.Tensor:
-    weight = cast(torch.Tensor, layer.weight)
-    return torch.zeros(len(weight), len(weight), device=weight.device)
+class _Sums:
+    """What the scores of a layer add up to.
+
+    Attributes:
+        products: sum g g^T.
+        spread: sum |g|^4, and how many there are.
+    """
+
+    def __init__(self, layer: QuantLayer) -> None:
+        weight = cast(torch.Tensor, layer.weight)
+        self.products = torch.zeros(len(weight), len(weight), device=weight.device)
+        self.spread = torch.zeros(2, dtype=torch.float64, device=weight.device)
+
+    def add(self, gradients: list[torch.Tensor]) -> None:
+        """Add what a batch of each process gave, in the order of the data, so that sums are those of one process."""
+        products, spread = torch.zeros_like(self.products), torch.zeros_like(self.spread)
+        for rows in map(flat, gradients):
+            rows = rows.float()
+            products.addmm_(rows.T, rows)
+            spread += torch.stack([rows.square().sum(1).double().square().sum(), spread.new_tensor(len(rows))])
+        for own, total in ((products, self.products), (spread, self.spread)):
+            for part in in_order([own]):
+                total += part
+
+    def shrunk(self) -> torch.Tensor:
+        """G, without what so few scores cannot tell."""
+        fourth, count = self.spread.tolist()
+        return shrunk(self.products, fourth, int(count))
+
+
+def scores_bytes(model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
+    """Bytes of the scores behind all blocks, and of the moments of the widest layer with their factor.
+
+    Args:
+        model: With or without weights.
+        blocks: Names of its blocks.
+        data: Calibration batches, of known size where they are tokens.
+    """
+    here = [m for name in blocks for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
+    size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    tokens = tokens_in(data) // world()
+    return (len(blocks) + 1) * tokens * hidden_width(model) * size + 3 * 4 * max(m.out_features for m in here) ** 2
+
+
+def scores_if_possible(
+    model: nn.Module,
+    blocks: Sequence[str],
+    specs: Sequence[TensorSpec],
+    data: Sequence[Any],
+    weights: BlockWeights,
+    work: Path | None,
+) -> OutputScores | None:
+    """The scores; None, and a line of the log, where there is no room for them, the model has none, or no weight of
+    these specs is rounded by compiled code: one element after the other would take hours.
+    """
+    needed = scores_bytes(model, blocks, data)
+    room = available_memory() if work is None else free_disk(work.parent)
+    why = None
+    if room is not None and needed > SHARE * room:
+        why = f"they take {needed / 1e9:.2f} GB, and {room / 1e9:.2f} GB are free"
+    elif not any(map(compiles, specs)):
+        why = "no compiler, or none of the element types is compiled"
+    elif tokens_in(data) == 0:
+        why = "the size of the data is not known"
+    why = from_first(why)  # what is free differs between processes
+    if why is None:
+        try:
+            return OutputScores(model, blocks, data, weights, Tape(work, {}))
+        except (NotSupportedError, NonFiniteError) as error:
+            why = str(error)
+    logger.info("Rounded without Fisher information of outputs: %s", why)
+    return None
