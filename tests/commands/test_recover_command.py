@@ -66,7 +66,10 @@ def test_a_target_that_the_config_reaches_ends_at_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_configuration_the_file_is_the_best_of_quick_steps_for_a_cpu(folder: Path) -> None:
+def test_without_a_configuration_the_file_is_the_best_of_quick_steps_for_a_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quark.onnx.evaluation.recovery.search.PLENTY", 99.0)  # 40 dB this model has as it is
     line = "quantize {0}/cnn.onnx --calib {0}/samples.npz -o {0}/out.onnx --force"
     plain = command(folder, "--config INT8_CPU", line)
     assert plain.code == 0 and "Recovery" not in plain.out
@@ -79,6 +82,15 @@ def test_without_a_configuration_the_file_is_the_best_of_quick_steps_for_a_cpu(f
     weights = [tensor for tensor in onnx.load(folder / "out.onnx").graph.initializer if tensor.data_type == INT8]
     scales = {tensor.name: tensor for tensor in onnx.load(folder / "out.onnx").graph.initializer}
     assert any(list(scales[tensor.name.replace("_quantized", "_scale")].dims) for tensor in weights)
+
+
+@pytest.mark.slow
+def test_quick_steps_end_where_there_is_plenty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "quantize {0}/cnn.onnx --calib {0}/samples.npz -o {0}/out.onnx --force"
+    monkeypatch.setattr("quark.onnx.evaluation.recovery.search.PLENTY", 1.0)
+    done = command(folder, "--batch-size 4 --no-measure", line)
+    assert done.code == 0 and [row[0] for row in cells(done.out)] == ["the config as it is"]
+    assert "target" not in done.out
 
 
 @pytest.mark.slow

@@ -35,8 +35,9 @@ def check_examples(model: ir.Model, config: BiasCorrectionConfig, settings: Sett
     """Raise CalibrationError where no layer sees examples enough, before anything is calibrated."""
     layers = [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS)]
     required(data, config)
+    known = [count for node in layers if (count := _examples(node, data)) is not None]
     least = _least(settings)
-    require_examples(max((_examples(node, data, least) for node in layers), default=least), least)
+    require_examples(max(known, default=least), least)
 
 
 def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples | None) -> int:
@@ -78,16 +79,17 @@ def _least(settings: Settings) -> int:
     return LEAST_OF_WEIGHTS if settings.specs.weights_only else LEAST
 
 
-def _examples(node: ir.Node, data: Samples, least: int) -> int:
-    """How many examples a layer sees, by the first axis of its output; `least` where that follows from values."""
-    shape = node.outputs[0].shape
-    if shape is None:
-        return least
-    if len(shape) < 2 or isinstance(shape[0], int):
-        return len(data) * (shape[0] if len(shape) > 1 and isinstance(shape[0], int) else 1)
-    assert node.graph is not None
-    named = shape[0].value is not None
-    return _rows(data) if named and any(v.shape and v.shape[0] == shape[0] for v in node.graph.inputs) else least
+def _examples(node: ir.Node, data: Samples) -> int | None:
+    """How many examples a layer sees, by the first axis of what it reads; None where that follows from values."""
+    source = node.inputs[0]
+    turned: int = node.attributes.get_int("transA", 0)
+    if source is None or source.shape is None or len(source.shape) < 2 or turned:
+        return None
+    first = source.shape[0]
+    if isinstance(first, int):
+        return len(data) * first
+    inputs = source.graph.inputs if source.is_graph_input() and source.graph is not None else ()
+    return _rows(data) if source in inputs else None
 
 
 def _rows(data: Samples) -> int:

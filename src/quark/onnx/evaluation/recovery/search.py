@@ -31,7 +31,7 @@ from quark.onnx.calibration.score import Scorer
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
-from quark.onnx.evaluation.recovery.steps import STEPS, Step
+from quark.onnx.evaluation.recovery.steps import PLENTY, STEPS, Step
 from quark.onnx.evaluation.recovery.types import element_types
 from quark.onnx.flow import convert
 from quark.onnx.latency.measure import leave_slower_in_float
@@ -168,7 +168,7 @@ def recover(
         budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
         steps: What to try.
         quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
-            distributions by their scores.
+            distributions by their scores. End at 40 dB.
         allow_wider: Whether steps may give more bits than the config asks for.
     """
     start = time.monotonic()
@@ -192,14 +192,7 @@ def recover(
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.start(settings)
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
-    for step in steps:
-        if search.done:
-            break
-        give_back_memory()
-        if step.wider and target is not None and not allow_wider:
-            search.leave_out(step)
-        else:
-            search.attempt(step)
+    search.run(steps, allow_wider, PLENTY if quick and metric.name == "sqnr" else None)
     best = search.best
     found = Recovery(
         None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
@@ -272,6 +265,17 @@ class _Search:
         self.best, self.plain, self._cheapest = plain, plain, plain.seconds
         self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
         return plain
+
+    def run(self, steps: Iterable[Step], allow_wider: bool, enough: float | None) -> None:
+        """Try steps until the target, or what is enough, is reached."""
+        for step in steps:
+            if self.done or reaches(self.best.score, enough, self.scorer.metric):
+                break
+            give_back_memory()
+            if step.wider and self.target is not None and not allow_wider:
+                self.leave_out(step)
+            else:
+                self.attempt(step)
 
     def leave_out(self, step: Step) -> None:
         """Note a step that would give another scheme than was asked for."""
