@@ -42,6 +42,7 @@ from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures.recurrent import RECURRENT
 from quark.torch.writers.gguf.architectures.table import ARCHITECTURES, architecture_of
 from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
+from quark.torch.writers.gguf.model_of_file import model_of_gguf
 from quark.torch.writers.gguf.writer import write_gguf
 from tests.models.gguf_rows import (
     CONFIGS,
@@ -221,6 +222,27 @@ def test_half_of_a_matrix_that_is_two_tensors_is_no_model(tmp_path: Path) -> Non
     file.write_bytes(content.replace(b"blk.1.ffn_up_shexp.weight", b"blk.1.ffn_xx_shexp.weight"))
     with pytest.raises(FormatError, match=r"shared_mlp\.input_linear\.weight is 2 tensors of the file, of which one"):
         import_model_from_gguf(build("granitemoeshared", BF16), file)
+
+
+def test_a_tensor_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    """Biases of the file, of which transformers' config of it knows nothing."""
+    model = build("llama", BF16, attention_bias=True)
+    write_gguf(model, tmp_path / "m.gguf", LANGUAGE_MODEL)
+    plain = build("llama", BF16, attention_bias=False)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    with pytest.raises(
+        FormatError, match=r"8 tensors that this llama model has no place for, blk\.0\.attn_q\.bias the"
+    ):
+        import_model_from_gguf(plain, tmp_path / "m.gguf")
+    assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_config_that_lost_something_of_the_file_is_refused(tmp_path: Path) -> None:
+    """transformers takes a Falcon Mamba for a Mamba, which has no norms within."""
+    write_gguf(build("falcon_mamba", BF16), tmp_path / "m.gguf", LANGUAGE_MODEL)
+    with pytest.raises(FormatError, match=r"a mamba config of it of which mamba\.ssm\.dt_b_c_rms is False, not True"):
+        model_of_gguf(tmp_path / "m.gguf", tmp_path / "companions")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,7 +11,6 @@ from typing import Any
 
 from quark.errors import require_packages
 from quark.torch.model.published_names import published_names
-from quark.torch.writers.gguf.architectures.architecture import Architecture
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")
@@ -36,10 +35,10 @@ def arch_key(arch: str) -> Any:
     return next(key for key, value in import_gguf().MODEL_ARCH_NAMES.items() if value == arch)
 
 
-def tensor_names(model: Any, architecture: Architecture) -> Callable[[str], str | None]:
+def tensor_names(model: Any, architecture: Any) -> Callable[[str], str | None]:
     """Maps a name of the model to that of the file; to None if it has none. All experts of a block have one name.
 
-    What is several tensors in the file has the name of the first one.
+    What is several tensors in the file has the name of the first one. `architecture` is an Architecture.
     """
     table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), model.config.num_hidden_layers)
     publish, prefix = published_names(model), f"{getattr(model, 'base_model_prefix', '')}."
@@ -58,6 +57,11 @@ def tensor_names(model: Any, architecture: Architecture) -> Callable[[str], str 
         return None
 
     return name_in_file
+
+
+def block_of(stored: str) -> int | None:
+    """Number of the block that a tensor of a file belongs to."""
+    return int(stored.split(".")[1]) if stored.startswith("blk.") else None
 
 
 def part_name(name: str, part: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from quark.torch.layers import layer_class
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures.architecture import Architecture
+from quark.torch.writers.gguf.architectures.rope import rope_tensors
 from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.names import expert_of, part_name, tensor_names
+from quark.torch.writers.gguf.names import block_of, expert_of, part_name, tensor_names
 from quark.torch.writers.gguf.open_file import open_gguf
 from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 
@@ -66,11 +68,29 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
         parts = [part_name(name, part) for part in architecture.parts(name, model.config)]
         if parts:
             named[name] = _joined(name, [tensors.get(part) for part in parts])
+    _refuse_unread(Path(file), model, names, tensors, architecture)
     config = _config(model, named)
     # The values are made while the model changes: what they depend on is known before.
     values = [TensorReader(model, architecture, name, tensor, config) for name, tensor in named.items()]
     load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
     return model
+
+
+def _refuse_unread(
+    file: Path, model: Any, names: Mapping[str, str | None], tensors: Mapping[str, Any], architecture: Architecture
+) -> None:
+    """Raise FormatError for tensors that the model has no place for: it would compute something else."""
+    read = {*names.values(), *(name for name, _, _ in rope_tensors(model.config))}
+    for name in names:
+        read |= {part_name(name, part) for part in architecture.parts(name, model.config)}
+    # Blocks behind the last one predict further tokens; the model itself does without.
+    blocks = model.config.num_hidden_layers
+    unread = [name for name in tensors if name not in read and (block_of(name) or 0) < blocks]
+    if unread:
+        raise FormatError(
+            f"{file} holds {len(unread)} tensors that this {model.config.model_type} model has no place for, "
+            f"{unread[0]} the first: its config differs from that of the file."
+        )
 
 
 class TensorReader:

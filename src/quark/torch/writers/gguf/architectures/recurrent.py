@@ -1,4 +1,4 @@
-"""Architectures with layers that keep a state: state spaces (Mamba), gated delta rules, short convolutions.
+"""Recurrent architectures, whose layers keep a state: state spaces (Mamba), gated delta rules, short convolutions.
 
 A = -exp(A_log)         ssm_a, in Mamba 2 a column, one value for each head
 D                       ssm_d, a column likewise
