@@ -64,7 +64,7 @@ def refuse_invalid(model: ir.Model, name: str) -> None:
         if (folder := _only_folder(model)) is not None:
             # The runtime maps what it finds in files, and copies arrays. Of a link to another folder it will not hear.
             with suppress(FormatError):
-                require_loads(to_proto(model), name, folder=folder)
+                require_loads(ir.to_proto(model), name, folder=folder)
                 return
         message, weights = split_weights(model)
         require_loads(message, name, weights)
@@ -268,8 +268,18 @@ def opset(model: ir.Model) -> int:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model as a ModelProto, weights inside."""
-    return ir.to_proto(model)
+    """The model as a ModelProto, weights inside; over 2 GB, which no message holds, those in files stay there."""
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    outside = {value: tensor for value in values if isinstance(tensor := value.const_value, ir.ExternalTensor)}
+    if not outside or weight_bytes(model) >= PROTOBUF_LIMIT:
+        return ir.to_proto(model)
+    try:
+        for value, tensor in outside.items():
+            value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, shape=tensor.shape, name=value.name)
+        return ir.to_proto(model)
+    finally:
+        for value, tensor in outside.items():
+            value.const_value = tensor
 
 
 def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
@@ -289,7 +299,7 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
     }
     tensors = {name: value.const_value for name, value in values.items()}
     with named_as_external(model, list(values.values())):
-        proto = to_proto(model)
+        proto = ir.to_proto(model)
     return proto, {
         name: np.asarray(tensor.numpy(), order="C") for name, tensor in tensors.items() if tensor is not None
     }
