@@ -129,6 +129,27 @@ def test_a_folder_gives_what_the_model_in_memory_gives(table: SensitivityTable, 
         assert one.losses == pytest.approx(other.losses, rel=1e-4)  # float32 sums in another order
 
 
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_what_one_pass_leaves_lies_where_the_model_does(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_disk: bool
+) -> None:
+    """The inputs of all blocks of a model that is larger than memory may be larger yet; nothing of them stays."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    keep, in_memory, on_disk = Tape.keep, set[str](), set[str]()
+
+    def note(tape: Tape, name: str, tensors: Any) -> None:
+        keep(tape, name, tensors)
+        in_memory.update(tape._tensors)
+        on_disk.update(file.stem for file in tmp_path.rglob("*.safetensors"))
+
+    monkeypatch.setattr(Tape, "keep", note)
+    measure_sensitivity(folder if from_disk else tiny_llama(), token_batches(), CANDIDATES)
+    there, elsewhere = (on_disk, in_memory) if from_disk else (in_memory, on_disk)
+    assert {"inputs-0", "inputs-1", "inputs-2", "scores-1"} <= there
+    assert not elsewhere
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("kept", ["inputs-1", "tail", "scores-1", "block-1"])
 def test_a_killed_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     whole = measure_sensitivity(folder, token_batches(), CANDIDATES)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, ShapeError
+from quark.files import scratch_folder
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.gguf_rules import GgufRules
@@ -69,8 +71,9 @@ def measure_sensitivity(
             that of `LLMTemplate`; of GGUF nothing, as its files hold the head in a block type too.
         export_format: Whose bytes are counted: a name in `RULES`.
         device: Where blocks of a folder run.
-        work: Folder for what the first pass leaves for the second: a run that was killed goes on there. Default: in
-            memory, as several processes must (within `processes()`).
+        work: Folder for what the first pass leaves for the second, the inputs of all blocks: a run that was killed
+            goes on there. Default: for a folder the system's one for temporary files (`TMPDIR`), of which nothing
+            stays; for a model in memory, and within `processes()`, memory.
 
     Raises:
         ConfigError: An unknown candidate, or one with static activations; `work` is of another run.
@@ -92,10 +95,25 @@ def measure_sensitivity(
     batches = list(calibration_data(model, data) or ()) if isinstance(model, nn.Module) else list(data)
     if not batches:
         raise CalibrationError("The calibration data are empty: at least one batch is needed.")
-    folder = None if work is None else Path(work)
-    with torch.inference_mode(False), in_use(folder) if folder is not None else nullcontext():
+    with torch.inference_mode(False), _place_of_tape(work, in_memory) as folder:
         measured = _in_memory if in_memory else _on_disk
         return measured(cast(Any, model), batches, specs, base, torch.device(device), folder, rules)
+
+
+@contextmanager
+def _place_of_tape(work: str | Path | None, in_memory: bool) -> Iterator[Path | None]:
+    """Within: the folder of what the first pass leaves, or None for memory.
+
+    A model that is loaded block by block can be larger than memory, and the inputs of all its blocks larger yet.
+    """
+    if work is not None:
+        with in_use(Path(work)):
+            yield Path(work)
+    elif in_memory or world() > 1:
+        yield None
+    else:
+        with scratch_folder(Path(tempfile.gettempdir())) as folder:
+            yield folder
 
 
 def mixed_format(name: str) -> BudgetRules:
