@@ -20,7 +20,7 @@ from quark.errors import CalibrationError, ConfigError, FormatError, NotSupporte
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.measure import measure_sensitivity
-from quark.torch.bit_budget.sensitivity import SensitivityTable
+from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
@@ -127,6 +127,25 @@ def test_a_folder_gives_what_the_model_in_memory_gives(table: SensitivityTable, 
     for one, other in zip(streamed.groups, table.groups, strict=True):
         assert (one.layers, one.sizes) == (other.layers, other.sizes)
         assert one.losses == pytest.approx(other.losses, rel=1e-4)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("budget", [{"bits": 1.0}, {"bits": 12.0}, {"size": 1000}, {"size": 10**9}])
+@pytest.mark.parametrize("form", ["quark", "gguf"])
+def test_a_budget_that_no_choice_meets_is_refused_before_the_data_run(
+    monkeypatch: pytest.MonkeyPatch, form: str, budget: dict[str, Any]
+) -> None:
+    """With the range that the table gives, where the layers that must be alike have the same candidates."""
+    names = CANDIDATES if form == "quark" else ("q4_0", "q8_0")
+
+    def measured(asked: AskedBudget | None) -> SensitivityTable:
+        return measure_sensitivity(tiny_llama(), token_batches(), names, export_format=form, budget=asked)
+
+    with pytest.raises(ConfigError) as late:
+        measured(None).choose(**budget)
+    monkeypatch.setattr("quark.torch.bit_budget.measure.Sweep", None)
+    with pytest.raises(ConfigError) as early:
+        measured(AskedBudget(budget.get("bits"), budget.get("size")))
+    assert str(early.value) == str(late.value)
 
 
 @pytest.mark.parametrize("from_disk", [True, False])

@@ -155,7 +155,7 @@ def choose_for_budget(
 def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, device: str) -> SensitivityTable:
     from quark.commands.folders.models import inputs_of, load_meta_model
     from quark.torch.bit_budget.measure import measure_sensitivity, settings_of_folder
-    from quark.torch.bit_budget.sensitivity import SensitivityTable
+    from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 
     file = budget.sensitivity
     data = calibration.read(inputs_of(model, load_meta_model(model)))
@@ -170,8 +170,9 @@ def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, dev
         check_file(file, overwrite=False)
         work = file.with_name(f"{file.name}.partial")
     table = measure_sensitivity(
-        model, data, budget.candidates or None, base, export_format=budget.export_format, device=device, work=work
-    )
+        model, data, budget.candidates or None, base, export_format=budget.export_format, device=device, work=work,
+        budget=AskedBudget(budget.bits, budget.size),
+    )  # fmt: skip
     if file is not None:
         table.save(file)
     return table

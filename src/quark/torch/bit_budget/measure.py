@@ -22,7 +22,7 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.gguf_rules import GgufRules
 from quark.torch.bit_budget.rules import BudgetRules, FolderRules
-from quark.torch.bit_budget.sensitivity import AlikeLayers, SensitivityTable
+from quark.torch.bit_budget.sensitivity import AlikeLayers, AskedBudget, SensitivityTable
 from quark.torch.bit_budget.sweep import Sweep, Swept
 from quark.torch.calibration.distributed import world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -59,6 +59,7 @@ def measure_sensitivity(
     export_format: str = "quark",
     device: str = "cpu",
     work: str | Path | None = None,
+    budget: AskedBudget | None = None,
 ) -> SensitivityTable:
     """Measure what each layer loses under each candidate: two passes over the data, one block at a time.
 
@@ -74,9 +75,11 @@ def measure_sensitivity(
         work: Folder for what the first pass leaves for the second, the inputs of all blocks: a run that was killed
             goes on there. Default: for a folder the system's one for temporary files (`TMPDIR`), of which nothing
             stays; for a model in memory, and within `processes()`, memory.
+        budget: That the table is for: one that no choice can meet is refused before the data run.
 
     Raises:
-        ConfigError: An unknown candidate, or one with static activations; `work` is of another run.
+        ConfigError: An unknown candidate, or one with static activations; `work` is of another run; `budget` cannot
+            be met.
         NotSupportedError: The model has no list of blocks, or no logits; other layers than linear ones.
         CalibrationError, ShapeError, NonFiniteError: See there; each names the layer.
     """
@@ -97,7 +100,7 @@ def measure_sensitivity(
         raise CalibrationError("The calibration data are empty: at least one batch is needed.")
     with torch.inference_mode(False), _place_of_tape(work, in_memory) as folder:
         measured = _in_memory if in_memory else _on_disk
-        return measured(cast(Any, model), batches, specs, base, torch.device(device), folder, rules)
+        return measured(cast(Any, model), batches, specs, base, torch.device(device), folder, rules, budget)
 
 
 @contextmanager
@@ -145,6 +148,7 @@ def _in_memory(
     _: Any,
     folder: Path | None,
     rules: BudgetRules,
+    budget: AskedBudget | None,
 ) -> SensitivityTable:
     half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
     if half is not None:
@@ -157,7 +161,7 @@ def _in_memory(
         state.update(f"{name} {fingerprint_of_data([tensor])}".encode())
     with prepared(model, config):
         plan = make_plan(config, model, read_elsewhere=weights_read_elsewhere(model, data))
-        return _measure(model, plan, data, specs, config, state.hexdigest(), folder, BlockWeights, rules)
+        return _measure(model, plan, data, specs, config, state.hexdigest(), folder, BlockWeights, rules, budget)
 
 
 def _on_disk(
@@ -168,6 +172,7 @@ def _on_disk(
     device: torch.device,
     folder: Path | None,
     rules: BudgetRules,
+    budget: AskedBudget | None,
 ) -> SensitivityTable:
     options = {"weight_format": REAL_QUANTIZED, "pack_method": "reorder", "max_shard_size": "5GB"}
     job = CheckpointJob(config, Path(source), **options)
@@ -189,6 +194,7 @@ def _on_disk(
         folder,
         weights,
         rules,
+        budget,
         Path(source),
     )
 
@@ -203,6 +209,7 @@ def _measure(
     folder: Path | None,
     weights: Callable[[], BlockWeights],
     rules: BudgetRules,
+    budget: AskedBudget | None,
     source: Path | None = None,
 ) -> SensitivityTable:
     """The table; sizes are taken before `weights` may change the dtype of the model."""
@@ -215,12 +222,17 @@ def _measure(
         for name, layer in chosen.items()
     }
     rest = rules.rest(model, plan, chosen, source)
+    counted = {name: layer.weight.numel() for name, layer in chosen.items() if rules.is_counted(name)}
+    if budget is not None:
+        # Layers that must be alike are found as the model runs: what they allow lies within these bounds.
+        possible = [[size for size in sizes[name] if size is not None] for name in counted]
+        least, most = (sum(pick(row, default=0) for row in possible) for pick in (min, max))
+        budget.check(least, most, sum(counted.values()), rest)
     given = fingerprint_of_data(data)
     assert given is not None
     kept = {"model": fingerprint, "calibration data": given, "candidates": list(specs), "layers": list(chosen)}
     tape = Tape(folder, kept)
     swept = Sweep(model, layers, data, weights(), tape).run()
-    counted = {name: layer.weight.numel() for name, layer in chosen.items() if rules.is_counted(name)}
     groups = tuple(_group(group, counted, list(specs), sizes, swept) for group in rules.groups(swept.groups))
     tape.remove()
     return SensitivityTable(fingerprint, given, tuple(specs), groups, rest)

@@ -43,6 +43,49 @@ class AlikeLayers:
 
 
 @dataclass(frozen=True)
+class AskedBudget:
+    """What is asked for.
+
+    Attributes:
+        bits: For each weight of the layers that are chosen for; None: size.
+        size: Bytes of the whole checkpoint; None: bits.
+
+    Raises:
+        ConfigError: Not one of both, or no number.
+    """
+
+    bits: float | None
+    size: int | None
+
+    def __post_init__(self) -> None:
+        if (self.bits is None) == (self.size is None):
+            raise ConfigError(f"A budget is bits or size, one of both; got bits={self.bits}, size={self.size}.")
+        if self.bits is not None and not math.isfinite(self.bits):
+            raise ConfigError(f"A budget in bits is a number, as in 4.25; got {self.bits}.")
+
+    def bytes(self, weights: int, rest: int) -> int:
+        """What the layers that are chosen for may take: they have `weights` elements, all else `rest` bytes."""
+        return math.floor(self.bits * weights / 8) if self.bits is not None else (self.size or 0) - rest
+
+    def check(self, least: int, most: int, weights: int, rest: int) -> None:
+        """Raise ConfigError where the layers cannot take so little (`least` bytes), or would not take so much."""
+        budget = self.bytes(weights, rest)
+        if least <= budget <= most:
+            return
+
+        def shown(used: int) -> str:
+            if self.bits is not None:
+                return f"{8 * used / weights:.4g} bits"
+            return f"{(used + rest) / 1e6:.2f} MB"
+
+        asked = f"{self.bits:g} bits" if self.bits is not None else f"{(self.size or 0) / 1e6:.2f} MB"
+        which = "below the smallest" if budget < least else "above the largest"
+        raise ConfigError(
+            f"A budget of {asked} is {which} choice. Possible with these candidates: {shown(least)} to {shown(most)}."
+        )
+
+
+@dataclass(frozen=True)
 class BudgetChoice:
     """A scheme for each group.
 
@@ -91,10 +134,7 @@ class SensitivityTable:
             ConfigError: Not one of both, an unknown candidate, or a budget below the smallest or above the largest
                 choice; says what they are.
         """
-        if (bits is None) == (size is None):
-            raise ConfigError(f"A budget is bits or size, one of both; got bits={bits}, size={size}.")
-        if bits is not None and not math.isfinite(bits):
-            raise ConfigError(f"A budget in bits is a number, as in 4.25; got {bits}.")
+        asked = AskedBudget(bits, size)
         named = self._named(candidates)
         options = [[name for name in named if name in group.sizes] for group in self.groups]
         for group, possible in zip(self.groups, options, strict=True):
@@ -105,9 +145,10 @@ class SensitivityTable:
                 )
         sizes = [[group.sizes[name] for name in names] for group, names in zip(self.groups, options, strict=True)]
         losses = [[group.losses[name] for name in names] for group, names in zip(self.groups, options, strict=True)]
-        budget = math.floor(bits * self.weights / 8) if bits is not None else (size or 0) - self.rest
-        self._check_budget(budget, sizes, losses, bits, size)
-        picked = cheapest_choice(sizes, losses, budget)
+        # More bytes than those of the best candidate of each group are of no use.
+        most = sum(min(zip(row, used, strict=True))[1] for row, used in zip(losses, sizes, strict=True))
+        asked.check(sum(map(min, sizes)), most, self.weights, self.rest)
+        picked = cheapest_choice(sizes, losses, asked.bytes(self.weights, self.rest))
         schemes = {
             layer: names[i]
             for group, names, i in zip(self.groups, options, picked, strict=True)
@@ -160,26 +201,6 @@ class SensitivityTable:
                     "again, into another file."
                 )
         return candidates or self.candidates
-
-    def _check_budget(
-        self, budget: int, sizes: list[list[int]], losses: list[list[float]], bits: float | None, size: int | None
-    ) -> None:
-        least = sum(map(min, sizes))
-        # More bytes than those of the best candidate of each group are of no use.
-        most = sum(min(zip(row, used, strict=True))[1] for row, used in zip(losses, sizes, strict=True))
-        if least <= budget <= most:
-            return
-
-        def shown(used: int) -> str:
-            if bits is not None:
-                return f"{8 * used / self.weights:.4g} bits"
-            return f"{(used + self.rest) / 1e6:.2f} MB"
-
-        asked = f"{bits:g} bits" if bits is not None else f"{(size or 0) / 1e6:.2f} MB"
-        which = "below the smallest" if budget < least else "above the largest"
-        raise ConfigError(
-            f"A budget of {asked} is {which} choice. Possible with these candidates: {shown(least)} to {shown(most)}."
-        )
 
     def save(self, file: Path) -> None:
         """Write the table as JSON."""
