@@ -66,6 +66,16 @@ def test_histograms_count_all_and_say_what_is_beyond() -> None:
     assert "follows each input" in ClippedHistogram.of("t", np.zeros(0), None).caption
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("span", [1.5, 15, 1e5])
+def test_labels_of_a_logarithmic_axis_are_numbers(span: float) -> None:
+    """Between decades too, where there are few of them; never the source of a formula."""
+    made = figures.token_divergence(np.geomspace(3e-4, 3e-4 * span, 200))
+    labels = re.findall(r">([^<>]+)</text>", made)
+    assert "$" not in made and "0.001" in labels
+    assert ("0.0005" in labels) == (span < 100)
+
+
 def test_nodes_stand_below_all_that_they_read_and_apart() -> None:
     nodes = [DrawnNode("", 0, ()), DrawnNode("", 0, (0,)), DrawnNode("", 0, (0,)), DrawnNode("", 0, (1, 2))]
     place = figures._layers(nodes)

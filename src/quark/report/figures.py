@@ -153,10 +153,8 @@ def scatter(
         axes.margins(0.12)
         axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
         if log:
-            axes.yaxis.set_major_formatter(_plain)
             values = [point[2] for point in kept] or [1.0]
-            near = max(values) < 10 * min(values)  # within a decade there may be no other tick
-            axes.yaxis.set_minor_formatter(_plain if near else lambda value, position: "")
+            _label_decades(axes.yaxis, min(values), max(values))
         return _svg(figure, f"{y} against {x}")
 
 
@@ -196,7 +194,7 @@ def token_divergence(values: NumpyArray) -> str:
         for name, value, color in (("median", np.median(flat), THIRD), ("mean", flat.mean(), SECOND)):
             axes.axvline(value, color=color, linewidth=1.4, label=f"{name} {value:.3g}")
         axes.set(xscale="log", xlabel="KL divergence of a token, nats", ylabel="tokens")
-        axes.xaxis.set_major_formatter(_plain)
+        _label_decades(axes.xaxis, edges[0], edges[-1])
         axes.legend(fontsize=8)
         return _svg(figure, "KL divergence by token")
 
@@ -259,8 +257,18 @@ def _short(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def _plain(value: float, position: int | None = None) -> str:
-    """A tick of a logarithmic axis; matplotlib's own are mathematics."""
+    """A tick of a logarithmic axis; matplotlib's own are formulas, which a page shows as their source."""
     return f"{value:g}"
+
+
+def _label_decades(axis: Any, least: float, most: float) -> None:
+    """Numbers at the decades of a logarithmic axis, and between them where the values span few."""
+    axis.set_major_formatter(_plain)
+    if most < 10 * least:  # there may be no other tick
+        axis.set_minor_formatter(_plain)
+    else:
+        shown = "25" if most < 100 * least else ""
+        axis.set_minor_formatter(lambda value, place: _plain(value, place) if f"{value:e}"[0] in shown else "")
 
 
 def _label(
