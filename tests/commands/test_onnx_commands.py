@@ -188,7 +188,12 @@ def test_the_damage_of_a_layer_is_that_of_its_tensor(name: str, places: dict[str
         decoded = f"{after}_DequantizeLinear_Output"
         y = inner(places[name], decoded if decoded in made else after, feed)
         assert layers[node].tensor == before
-        assert layers[node].sqnr == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2)), abs=1e-3)
+        freedom = 1.0
+        if (name, before) == ("quantized", "last_norm"):  # Equalized: up to a factor of each channel, and its mean.
+            lines = [np.polyfit(y[:, i].ravel(), x[:, i].ravel(), 1)[0] for i in range(x.shape[1])]
+            y, freedom = y * np.reshape(lines, (-1, 1, 1)), 1 - 2 * x.shape[1] / x.size
+        noise = np.sum((x - y) ** 2) / freedom
+        assert layers[node].sqnr == pytest.approx(10 * np.log10(np.sum(x**2) / noise), abs=1e-3)
         assert layers[node].sqnr > 20
     assert report.layers == sorted(report.layers, key=lambda layer: layer.sqnr)
 
@@ -402,7 +407,7 @@ def test_a_model_that_is_one_if_has_its_weights_stored(tmp_path: Path) -> None:
     rows = np.concatenate([feed["x"] for feed in vectors()])
     np.savez(tmp_path / "x.npz", x=rows[: len(rows) // 2 * 2], yes=np.array(True))
     done = quark("quantize", tmp_path / "m.onnx", "--calib", tmp_path / "x.npz", "-o", tmp_path / "q.onnx")
-    assert done.code == 0 and done.out.startswith("INT8_CPU_WEIGHTS"), done.err
+    assert done.code == 0 and "\nINT8_CPU_WEIGHTS" in done.out, done.err
     assert (tmp_path / "q.onnx").stat().st_size < 0.6 * (tmp_path / "m.onnx").stat().st_size
     feed = {"x": vectors()[0]["x"], "yes": np.array(True)}
     found, expected = (run(onnx.load(tmp_path / name), feed) for name in ("q.onnx", "m.onnx"))
