@@ -150,9 +150,14 @@ def test_a8w8_guide_compares_the_results_of_two_models(names: dict[str, Any], tm
 
 @pytest.mark.parametrize("algorithm", ["adaround", "adaquant"])
 def test_a8w8_guide_learns_weights(algorithm: str, digits: dict[str, Any]) -> None:
-    """As printed, with 1,000 iterations, on the classifier of digits: at least 0.8 dB, in fact 1.0 and 1.2."""
+    """With 1,000 iterations, on the classifier of digits: at least 0.8 dB, in fact 1.0 and 1.2, by learning alone.
+
+    As printed, biases are corrected too, which alone gives what learning gives: 35.5 dB for 35.2 and 35.6 with both.
+    """
     part = (DATA / "a8w8_guide.txt").read_text().split(f"• {algorithm.upper()}\n", 1)[1]
     call = "quantizer.quantize_model(input_model_path, output_model_path, data_reader)"
-    code = textwrap.dedent(part[: part.index(call) + len(call)])
-    plain = quality(code.replace("include_fast_ft=True", "include_fast_ft=False"), digits)
-    assert quality(code, digits) > plain + 0.8
+    printed = textwrap.dedent(part[: part.index(call) + len(call)])
+    alone = printed.replace("extra_options={", "include_cle=False, extra_options={'BiasCorrection': False, ")
+    plain = quality(alone.replace("include_fast_ft=True", "include_fast_ft=False"), digits)
+    assert quality(alone, digits) > plain + 0.8
+    assert quality(printed, digits) > plain + 0.8

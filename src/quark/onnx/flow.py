@@ -10,7 +10,7 @@ from quark.errors import NothingToQuantizeError
 from quark.log import logger
 from quark.onnx.algorithms import PRECISION, check_data, run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
-from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain
+from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain, learning_starts_corrected
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable, run_random
@@ -125,8 +125,13 @@ def _convert_graph(
     twins = dict(zip(model.graph, reference.graph, strict=True))
     quantized = QuantizedLayers(decide(model, settings, reader, identity, statistics), reference, data)
     quantized.write(twins)
-    run_after(quantized)
-    if settings.correct_biases:
+    for step in (_correct, run_after) if learning_starts_corrected(settings) else (run_after, _correct):
+        step(quantized)
+    run_passes(model, settings.passes, on_quantized=True)
+
+
+def _correct(quantized: QuantizedLayers) -> None:
+    """Correct biases where the settings say that it is done unasked."""
+    if quantized.decision.settings.correct_biases:
         count = correct_where_certain(quantized)
         logger.info("Biases corrected for the mean error of their layers: %d.", count)
-    run_passes(model, settings.passes, on_quantized=True)

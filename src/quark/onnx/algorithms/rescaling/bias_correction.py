@@ -15,11 +15,12 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_mean, require_examples
+from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
 from quark.onnx.calibration.data.samples import Samples, required
-from quark.onnx.config.algo_configs import BiasCorrectionConfig
+from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import output_channels
 from quark.onnx.graph.edit import is_op
@@ -72,6 +73,19 @@ def correct_where_certain(quantized: QuantizedLayers) -> int:
     if data is None or any(isinstance(one, BiasCorrectionConfig) for one in algorithms) or _rows(data) < LEAST:
         return 0
     return _correct(quantized, data, skips=True)
+
+
+def learning_starts_corrected(settings: Settings) -> bool:
+    """Whether biases are corrected unasked before weights are learned, not after.
+
+    What is learned makes up for a mean error in its own way, and a correction on top of it fits the samples: on OCR
+    direction, two sets held out, A8W8 with AdaRound had 10.5 and 17.2 dB by one after it, 12.5 and 26.8 by one before.
+    Scales that are powers of two clip, and what they clip changes with the weights: 11.2 and 21.3 dB by one after it,
+    7.1 and 18.6 by one before.
+    """
+    learns = any(isinstance(one, (AdaRoundConfig, AdaQuantConfig)) for one in settings.algorithms)
+    activation = settings.specs.layer.input
+    return learns and activation is not None and activation.scale_type is not ScaleType.pof2
 
 
 def _least(settings: Settings) -> int:
