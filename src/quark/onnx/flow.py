@@ -132,6 +132,10 @@ def _convert_graph(
 
 def _correct(quantized: QuantizedLayers) -> None:
     """Correct biases where the settings say that it is done unasked."""
-    if quantized.decision.settings.correct_biases:
-        count = correct_where_certain(quantized)
-        logger.info("Biases corrected for the mean error of their layers: %d.", count)
+    if not quantized.decision.settings.correct_biases:
+        return
+    if quantized.data is None:
+        logger.info("Biases are not corrected for the mean error of their layers, which takes samples.")
+        return
+    count = correct_where_certain(quantized)
+    logger.info("Biases corrected for the mean error of their layers: %d.", count)
