@@ -33,6 +33,7 @@ class InputGroup:
         inputs: One tensor for each batch, shape (..., in_features).
         float_inputs: The same in the float model, where an algorithm asked for it, else empty.
         go_on: Lets the float batches run on, which wait for nothing but the others.
+        load: Brings an input to memory, which may lie in a file until then.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class InputGroup:
         inputs: list[torch.Tensor],
         float_inputs: list[torch.Tensor],
         go_on: Callable[[], None] = lambda: None,
+        load: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     ) -> None:
-        self.layers, self.inputs, self.float_inputs, self.go_on = dict(layers), inputs, float_inputs, go_on
+        self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
+        self.go_on, self.load = go_on, load
 
     def __str__(self) -> str:
         return ", ".join(self.layers)
@@ -72,7 +75,8 @@ class InputGroup:
         self._require_tokens()
         total = self.inputs[0].new_zeros(self.inputs[0].shape[-1], dtype=torch.float32)
         squares = (
-            torch.stack([tokens.float().square().sum(0) for tokens in torch.split(flat(x), TILE)]) for x in self.inputs
+            torch.stack([tokens.float().square().sum(0) for tokens in torch.split(flat(x), TILE)])
+            for x in map(self.load, self.inputs)
         )
         for of_batch in in_order(squares):
             for of_tokens in of_batch:
@@ -105,19 +109,20 @@ class InputGroup:
         """Largest magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
         none = self.inputs[0].new_zeros(self.inputs[0].shape[-1])
-        seen_here = torch.stack([none, *(flat(x).abs().amax(0) for x in self.inputs if x.numel())]).amax(0)
+        largest_here = (flat(x).abs().amax(0) for x in map(self.load, self.inputs) if x.numel())
+        seen_here = torch.stack([none, *largest_here]).amax(0)
         return largest(seen_here.float())
 
     @cached_property
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        magnitudes = (flat(x).abs().sum(0, dtype=torch.float32) for x in self.inputs)
+        magnitudes = (flat(x).abs().sum(0, dtype=torch.float32) for x in map(self.load, self.inputs))
         return torch.stack(list(in_order(magnitudes))).sum(0) / self.count
 
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
-        self.inputs = [x / scale.to(x) for x in self.inputs]
+        self.inputs = [x / scale.to(x) for x in map(self.load, self.inputs)]
         self.forget("gram", "mean_square", "cross", "max_abs", "mean_abs")
 
     def forget(self, *names: str) -> None:
@@ -148,7 +153,8 @@ class InputGroup:
                 "not compare (GPTQ)."
             )
         tiles, same = rows_of_ranks(range(0, len(channels), TILE)), left is right
-        for x, y in ((x, x) for x in in_order(left)) if same else zip(in_order(left), in_order(right), strict=True):
+        loaded, others_loaded = (in_order(side, self.load) for side in (left, right))
+        for x, y in ((x, x) for x in loaded) if same else zip(loaded, others_loaded, strict=True):
             with exact_in_bfloat16(x, y):
                 for some, other in zip(torch.split(flat(x), TOKENS), torch.split(flat(y), TOKENS), strict=True):
                     mine = some[:, channels.start : channels.stop]

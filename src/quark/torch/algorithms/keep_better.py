@@ -27,6 +27,7 @@ from quark.log import logger
 from quark.torch.algorithms.base import Algorithm, Block, BlockErrors
 from quark.torch.calibration.calibrate import calibrate_tensor, share_scales
 from quark.torch.calibration.distributed import summed
+from quark.torch.calibration.parking import Parking
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
@@ -64,8 +65,13 @@ class BlockJudge:
     def keep(self) -> Before:
         """What an algorithm may change, as it is now."""
         quantizers = [module for module in self.block.module.modules() if isinstance(module, FakeQuantize)]
+        parking, parameters = Parking(), []
+        for parameter in self.block.module.parameters():
+            values = parameter.detach().clone()
+            parking.park([values])  # seldom read again
+            parameters.append((parameter, values))
         return Before(
-            [(parameter, parameter.detach().clone()) for parameter in self.block.module.parameters()],
+            parameters,
             [(quantizer, quantizer.params, quantizer.mode) for quantizer in quantizers],
             [(layer, branch_of(layer)) for layer in self.layers.values()],
         )

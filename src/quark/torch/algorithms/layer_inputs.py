@@ -19,16 +19,21 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from quark.errors import StructureError
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import reached_together
+from quark.torch.calibration.parking import Parked, Parking, tensors_of
 from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
 
 Groups = Sequence[Sequence[str]]
 """Names of the layers (relative to the block) that read one tensor, in running order; a group goes by its index."""
+
+MUCH = 1 << 26
+"""Bytes of inputs of a block from which on its halted batches are parked: they hold several times as much."""
 
 OnInputs = Callable[[InputGroup], None]
 OnExpertInputs = Callable[[list[InputGroup]], None]
@@ -83,10 +88,12 @@ def lockstep(
     Raises:
         StructureError: Layers do not run in the same order, once, for all batches.
     """
-    runs = [_BatchRun(block, call) for call in calls]
+    parking = _parking([block, float_block], [*calls, *float_calls])
+    runs = [_BatchRun(block, call, None, parking) for call in calls]
     float_runs: list[_BatchRun] = []
     if float_block is not None:
-        float_runs = [_BatchRun(float_block, call, pair) for call, pair in zip(float_calls, runs, strict=True)]
+        pairs = zip(float_calls, runs, strict=True)
+        float_runs = [_BatchRun(float_block, call, pair, parking) for call, pair in pairs]
     expert_groups = groups if on_expert_inputs is not None else ()
     with (
         _halting(block, groups),
@@ -147,6 +154,7 @@ def _meet(
             [run.inputs[index] for run in runs],
             [run.inputs[index] for run in float_runs],
             go_on,
+            halted[0].load,
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
     if on_expert_inputs is not None and len(reached) > 1:
@@ -175,13 +183,17 @@ class _BatchRun(greenlet):  # type: ignore[misc]
             groups in between.
         output: What the block returned, in the end.
         pair: For the float block: the run of the same batch through the other one.
+        parking: Where the tensors that it holds are while it halts; None: where they were.
         routes: Name of a mixture of experts -> the experts that its router chose for each token.
         passing: Whether layers are run without a halt.
     """
 
-    def __init__(self, block: nn.Module, call: Call, pair: _BatchRun | None = None) -> None:
+    def __init__(
+        self, block: nn.Module, call: Call, pair: _BatchRun | None = None, parking: Parking | None = None
+    ) -> None:
         super().__init__()
-        self.block, self.call, self.pair = block, call, pair
+        self.block, self.call, self.pair, self.parking = block, call, pair, parking
+        self.parked: list[Parked] = []
         self.routes: dict[str, torch.Tensor] = {}
         self.passing = False
         self.group = -1
@@ -195,12 +207,22 @@ class _BatchRun(greenlet):  # type: ignore[misc]
     def advance(self) -> None:
         """Run to the next group or to the end."""
         before = self.group
+        if self.parking is not None:
+            for parked in self.parked:
+                self.parking.bring_back(parked)
         self.switch()
+        if self.parking is not None:
+            self.parked = self.parking.park(tensors_of(self.gr_frame))
+            give_back_memory()
         if not self.dead and self.group <= before:
             raise StructureError(
                 f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more "
                 "than once, or not in the same order for all batches, so it cannot be solved in one sweep."
             )
+
+    def load(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of a halted batch, in memory."""
+        return x if self.parking is None else self.parking.load(x)
 
     def read_input(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
         """What a layer of a group of `size` layers gets for x: halts at the first, holds it for the rest."""
@@ -219,6 +241,15 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.parent.switch()
         self.held |= {group: _HeldInput(x) for group, x in self.inputs.items()}
         self.inputs = {}
+
+
+def _parking(blocks: Sequence[nn.Module | None], calls: Sequence[Call]) -> Parking | None:
+    """Where halted batches leave what they hold; None where that is little."""
+    given = [x for call in calls for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, torch.Tensor)]
+    if sum(x.numel() * x.element_size() for x in {id(x): x for x in given}.values()) < MUCH:
+        return None
+    own = [x for block in blocks if block is not None for x in (*block.parameters(), *block.buffers())]
+    return Parking([*own, *given])
 
 
 def _current() -> _BatchRun | None:

@@ -213,13 +213,16 @@ def summed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def in_order(own: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def in_order(
+    own: Iterable[torch.Tensor], load: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> Iterator[torch.Tensor]:
     """What all ranks have, one tensor for each of their batches, in the order of the data; on each of them.
 
-    One tensor is in memory beside the rank's own. Batch i is that of rank i modulo `world()`, see `part_of`.
+    One tensor is in memory beside the rank's own, which `load` brings there. Batch i is that of rank i modulo
+    `world()`, see `part_of`.
     """
     if world() == 1:
-        yield from own
+        yield from map(load, own)
         return
     here = list(own)
     shapes: list[list[torch.Size]] = [[] for _ in range(world())]
@@ -227,7 +230,7 @@ def in_order(own: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for index in range(sum(map(len, shapes))):
         turn, owner = divmod(index, world())
         mine = owner == rank()
-        x = here[turn].contiguous() if mine else here[0].new_empty(shapes[owner][turn])
+        x = load(here[turn]).contiguous() if mine else here[0].new_empty(shapes[owner][turn])
         if x.numel():
             collective(partial(dist.broadcast, x, owner))
         yield x
