@@ -147,6 +147,28 @@ def test_where_no_integers_are_faster_weights_alone_are_stored(folder: Path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("times", "name"), [(0, "INT8_CPU_DYNAMIC"), (1, "INT8_CPU_WEIGHTS"), (9, "INT8_CPU_WEIGHTS")])
+def test_a_file_that_is_slower_as_a_whole_gives_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, times: int, name: str
+) -> None:
+    """Weights that are decoded when the file is loaded are not timed: their kernels are those of the float model."""
+    asked = list[object]()
+
+    def slower(*given: object) -> None:
+        asked.append(given)
+        if len(asked) <= times:
+            raise SlowerThanFloatError("The quantized model takes 1.50 times as long as the float one.")
+
+    monkeypatch.setattr("quark.onnx.quantizer.refuse_slower", slower)
+    done = command(folder, "", "quantize {0}/cnn.onnx -o {0}/out.onnx --force")
+    assert done.code == 0 and f"{name}: " in done.out and len(asked) == min(times + 1, 2)
+    assert ("1.50 times as long" in done.log) is (times > 0)
+    assert ("Only weights that are decoded when the file is loaded" in done.log) is (times > 1)
+    asked.clear()
+    assert command(folder, "--no-measure", "quantize {0}/cnn.onnx -o {0}/out.onnx --force").code == 0 and not asked
+
+
+@pytest.mark.slow
 def test_where_integer_activations_lose_the_task_weights_alone_are_stored(tmp_path: Path) -> None:
     """A logarithm asks for the small values of a spectrum, of which one scale for all leaves nothing."""
     b, size = Builder(), 32

@@ -38,6 +38,7 @@ from quark.onnx.flow import finish, quantize
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx.latency.excluded_layers import in_integers_unasked
+from quark.onnx.latency.whole_file import refuse_slower
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
 
@@ -200,15 +201,20 @@ class ModelQuantizer:
 
         Raises:
             DamageError: That is more than the settings allow.
+            SlowerThanFloatError: It is slower than the float model, where the settings ask for that.
             FormatError: ONNX Runtime does not load what was made of a model that it loads.
         """
         if isinstance(quantized, Path) or quantized.ByteSize() < PROTOBUF_LIMIT:
             with suppress(NotSupportedError):  # of operators that it does not know it cannot say
                 require_loads(quantized, "What was quantized")
+        if kept is None and not self.settings.measurement.whole_file:
+            return
+        model, feeds = read(source), [] if kept is None else kept.feeds()
         if kept is not None:
-            model, feeds = read(source), kept.feeds()
             self.damage = damage(model, quantized, feeds, self.settings)
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, feeds)
+        if self.settings.measurement.whole_file:
+            refuse_slower(model, quantized, feeds, self.settings)
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

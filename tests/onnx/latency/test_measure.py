@@ -182,12 +182,9 @@ def test_without_a_cache_folder_the_times_serve_one_run(tmp_path: Path, monkeypa
         _measure(Clock(_fast_integers), MeasurePlacement=str(tmp_path / "file" / "p.json"))
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [({"Target": "generic"}, "the target is 'generic'"), ({"WeightsOnly": True}, "static quantization")],
-)
-def test_what_cannot_be_measured_is_refused(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("extra", [{"Target": "generic"}, {"Target": "generic", "WeightsOnly": True}])
+def test_what_cannot_be_measured_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the target is 'generic'"):
         _measure(Clock(_fast_integers), **extra)
 
 

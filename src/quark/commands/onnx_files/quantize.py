@@ -22,7 +22,7 @@ from quark.onnx.config.config import QConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
-from quark.onnx.config.settings import MeasurementSettings
+from quark.onnx.config.settings import MeasurementSettings, Settings
 from quark.onnx.evaluation.damage import LEAST
 from quark.onnx.evaluation.recovery.search import Recovery
 from quark.onnx.operators.targets import TARGETS
@@ -40,21 +40,28 @@ class Timing:
     Attributes:
         measure: Whether they are taken; None as the configuration says.
         profile: Their file; None as the configuration says.
+        whole_file: Whether what is written is timed, too.
     """
 
     measure: bool | None = None
     profile: Path | None = None
+    whole_file: bool = False
 
     def by_default(self, target: str) -> Timing:
-        """Times are taken where nothing was said: those of this machine say nothing of another processor."""
-        return replace(self, measure=target == CPU_TARGET) if self.measure is None else self
+        """Times are taken where nothing was said: those of this machine say nothing of another processor.
+
+        What is written is then timed as a whole, too.
+        """
+        timing = replace(self, measure=target == CPU_TARGET) if self.measure is None else self
+        return replace(timing, whole_file=bool(timing.measure))
 
     def apply(self, settings: MeasurementSettings) -> MeasurementSettings:
         """The settings with what was given. Raises ConfigError for a file without times."""
         enabled = settings.enabled if self.measure is None else self.measure
         if self.profile is not None and not enabled:
             raise ConfigError("--profile is the file of the times that --measure takes.")
-        return replace(settings, enabled=enabled, profile=str(self.profile) if self.profile else settings.profile)
+        profile = str(self.profile) if self.profile else settings.profile
+        return replace(settings, enabled=enabled, profile=profile, whole_file=self.whole_file)
 
 
 def quantize_onnx(
@@ -102,7 +109,7 @@ def quantize_onnx(
         target = target or CPU_TARGET
         name = default_config(reader is not None, target)
         recovery, timing = _by_default(reader, target, recovery, timing, quick)
-    weights = None if config is not None else settings_of(CPU_WEIGHTS, Timing())
+    weights = None if config is not None else settings_of(CPU_WEIGHTS, replace(timing, profile=None))
     written, found, alone = _or_weights(settings_of(name, timing), weights, model, output, reader, recovery)
     name = CPU_WEIGHTS if alone else name
     results().print(size_line(name, before, file_bytes(Path(output)), start, written), highlight=False)
@@ -114,9 +121,8 @@ def quantize_onnx(
 def _by_default(
     reader: PathDataReader | None, target: str, recovery: Recovering | None, timing: Timing, quick: bool
 ) -> tuple[Recovering | None, Timing]:
-    """What is done without a config where there are data: a quick recovery, and kernels are timed."""
-    if reader is None:
-        return recovery, timing
+    """What is done without a config: kernels are timed, and where there are data a quick recovery is run."""
+    quick = quick and reader is not None
     return recovery or (QUICK if quick else None), timing.by_default(target)
 
 
@@ -137,13 +143,40 @@ def _or_weights(
         written, found = _quantized(quantizer, model, output, reader, recovery, weights)
         return written, found, bool(weights and found and found.settings.specs.weights_only)
     except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
-        # Weights alone are never slower where all is in bodies, which are not timed, and lose least in spectra.
+        # Weights alone lose least in spectra, and where all is in bodies, which are not timed, they are not slower.
         if weights is None:
             raise
         logger.info("%s Weights alone are stored as integers.", error)
+    try:
+        return *_quantized(weights, model, output, _from_start(reader), recovery), True
+    except SlowerThanFloatError as error:
+        slower = error
+    logger.info("%s Only weights that are decoded when the file is loaded are stored as integers.", slower)
+    weights.settings = _decoded_once(weights.settings)
+    try:
+        return *_quantized(weights, model, output, _from_start(reader), recovery), True
+    except NothingToQuantizeError:
+        raise slower from None
+
+
+def _from_start(reader: PathDataReader | None) -> PathDataReader | None:
+    """The data from their beginning."""
     if reader is not None:
         reader.rewind()
-    return *_quantized(weights, model, output, reader, recovery), True
+    return reader
+
+
+def _decoded_once(settings: Settings) -> Settings:
+    """Settings of weights alone without the tables, whose rows are decoded in each run.
+
+    What is left runs the kernels of the float model: there is nothing to time.
+    """
+    by_type = (*settings.specs.by_type, (("Gather",), None))
+    return replace(
+        settings,
+        specs=replace(settings.specs, by_type=by_type),
+        measurement=replace(settings.measurement, enabled=False, whole_file=False),
+    )
 
 
 def _quantized(

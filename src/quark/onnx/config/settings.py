@@ -227,11 +227,13 @@ class MeasurementSettings:
         profile: JSON file of the times: used, and completed on the machine that it is of; None for one in the user's
             cache folder.
         threads: Within an operator.
+        whole_file: Whether what was written is timed as a whole, too, and refused where it is slower than float.
     """
 
     enabled: bool = False
     profile: str | None = None
     threads: int = 1
+    whole_file: bool = False
 
 
 @dataclass(frozen=True)

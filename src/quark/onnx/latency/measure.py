@@ -21,6 +21,7 @@ from quark.onnx.latency.kernels import ProfiledModel, Timer, timed
 from quark.onnx.latency.node_groups import side_of
 from quark.onnx.latency.placement_choice import placement_choice
 from quark.onnx.latency.profile_file import open_profile
+from quark.onnx.latency.weights_apart import leave_slower_apart
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
 
@@ -53,8 +54,8 @@ def leave_slower_in_float(model: ir.Model, settings: Settings, data: Samples | N
 
     Args:
         model: The float model, prepared; not changed.
-        settings: With a target whose kernels are known, and static integers.
-        data: Calibration samples; the first is what the models run on.
+        settings: With a target whose kernels are known.
+        data: Calibration samples; the first is what the models run on. Needed for static integers.
         timer: Instead of the clock.
 
     Raises:
@@ -62,6 +63,9 @@ def leave_slower_in_float(model: ir.Model, settings: Settings, data: Samples | N
         CalibrationError: There is no sample.
         SlowerThanFloatError: No choice is faster than float.
     """
+    if settings.specs.weights_apart:
+        _check(settings)
+        return leave_slower_apart(model, settings, data, timer)
     found = measure(model, settings, data, timer)
     times = f"float {found.float_seconds * 1e3:.3f} ms, by the target's rule {found.all_seconds * 1e3:.3f} ms"
     if not found.in_integers:
@@ -130,14 +134,11 @@ def _without(settings: Settings, names: frozenset[str]) -> Settings:
 
 def _check(settings: Settings) -> None:
     """Raise ConfigError where nothing can be measured."""
-    given = settings.specs.layer.input
     if TARGETS[settings.qdq.target].fuses is None:
         known = ", ".join(name for name, target in TARGETS.items() if target.fuses is not None)
         raise ConfigError(
             f"MeasurePlacement times the kernels of this processor, and the target is {settings.qdq.target!r}. "
             f"Possible: {known}."
         )
-    if given is None or given.dynamic or settings.specs.weights_only:
-        raise ConfigError("MeasurePlacement is for static quantization of activations and weights.")
     if settings.crypto:
         raise ConfigError("MeasurePlacement writes a profile to the disk, and CryptoMode writes nothing there.")

@@ -115,8 +115,8 @@ def side_of(
         else:
             helpers.append(kernel)
     readers = {name: kernel.name for kernel in reversed(kernels) for name in kernel.inputs}
-    for kernel in helpers:
-        # It prepares the input of a kernel; of several, of the first: that makes no group of them.
+    for kernel in reversed(helpers):
+        # It prepares the input of a kernel, or of one that does; of several, of the first: that makes no group of them.
         owner = next((owners[readers[name]] for name in kernel.outputs if readers.get(name) in owners), None)
         if owner is not None:
             owners[kernel.name] = frozenset({min(owner)})

@@ -61,14 +61,23 @@ class Profile:
         """The time of each kernel of a model, by its name."""
         return {kernel.name: self.kernels[kernel.signature] for kernel in model.kernels}
 
-    def complete(self, models: Sequence[ProfiledModel], timer: Timer) -> None:
+    def complete(
+        self, models: Sequence[ProfiledModel], timer: Timer, seconds: float = SECONDS, conversions: bool = True
+    ) -> None:
         """Time the kernels of some models that are not known yet, and the conversions, and write the file.
+
+        Args:
+            models: What to time.
+            timer: Runs them.
+            seconds: How long they run.
+            conversions: Whether those are needed.
 
         Raises:
             ConfigError: It is of another machine.
         """
         missing = {kernel.signature for model in models for kernel in model.kernels} - set(self.kernels)
-        if not missing and self.conversions:
+        conversions = conversions and not self.conversions
+        if not missing and not conversions:
             return
         threads = int(self.machine["threads"])
         here = this_machine(threads)
@@ -81,11 +90,11 @@ class Profile:
             )
         if missing:
             found: dict[str, list[float]] = defaultdict(list)
-            for model, times in zip(models, timer(models, SECONDS), strict=True):
+            for model, times in zip(models, timer(models, seconds), strict=True):
                 for kernel in model.kernels:
                     found[kernel.signature].append(times[kernel.name])
             self.kernels |= {signature: sum(found[signature]) / len(found[signature]) for signature in missing}
-        if not self.conversions:
+        if conversions:
             tests = list(probes(threads))
             self.conversions = lines(tests, timer(tests, PROBE_SECONDS))
         with suppress(OutputError) if self.cache else nullcontext():

@@ -1,0 +1,52 @@
+"""noise_sample: what a model runs on to be timed where there are no samples.
+
+Times depend on shapes, and hardly on values. An axis without a size has the first of SIZES with which the model runs,
+the first axis 1. Integers are 1: a row of a table, a place that a mask lets through, a length that is not 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.errors import CalibrationError, ConfigError, QuarkError
+from quark.onnx.calibration.data.inputs import Feed, Input, model_inputs
+from quark.onnx.calibration.data.random_reader import RandomDataReader
+from quark.onnx.graph.model_file import split_weights
+from quark.onnx.graph.sessions import open_session, run_sample
+
+SIZES = (128, 64, 48, 32, 16, 256, 8, 1)
+"""Of all axes without one, but the first: usual ones of images, lines of text and sequences."""
+
+
+def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
+    """A sample of noise on which a model runs, and its shapes in words; None where it runs on none of them.
+
+    Args:
+        model: Its weights are not copied.
+    """
+    inputs = model_inputs(model)
+    if any(entry.shape is None or np.dtype(entry.dtype).kind not in "fiub" for entry in inputs.values()):
+        return None
+    fixed = all(isinstance(size, int) for entry in inputs.values() for size in (entry.shape or ())[1:])
+    try:
+        proto, weights = split_weights(model)
+        session = open_session(proto, weights=weights)
+    except QuarkError:
+        return None  # it lacks an operator, or does not load: nothing can be timed here
+    ones = {name: (1, 1) for name, entry in inputs.items() if np.dtype(entry.dtype).kind != "f"}
+    for size in SIZES[-1:] if fixed else SIZES:
+        shapes = {name: _shape(entry, size) for name, entry in inputs.items()}
+        try:
+            feed = RandomDataReader(model, shapes, ones).get_next()
+            assert feed is not None
+            run_sample(session, None, feed)
+        except (CalibrationError, ConfigError):
+            continue
+        return feed, f"noise of {', '.join(f'{name} {list(array.shape)}' for name, array in feed.items())}"
+    return None
+
+
+def _shape(entry: Input, size: int) -> list[int]:
+    """The shape of an input with a size for the axes that have none."""
+    return [known if isinstance(known, int) else size if axis else 1 for axis, known in enumerate(entry.shape or ())]
