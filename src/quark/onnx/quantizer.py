@@ -144,7 +144,7 @@ class ModelQuantizer:
             calibration_data_reader: As for `quantize_model`.
             calibration_data_path: The same.
             budget: Seconds, or text like "90s", "10m", "1h"; None for as long as it takes. When it ends, the best
-                model so far is the result; an algorithm that runs ends at its next layer.
+                model so far is the result; an algorithm that runs ends at its next layer or forward.
             metric: "sqnr", "psnr", "cosine" or "l2", between the outputs of the float model and of the quantized one;
                 of several outputs the worst counts.
             target: The value of the metric that is enough.

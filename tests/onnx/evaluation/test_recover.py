@@ -31,6 +31,8 @@ from quark.onnx import (
     UInt8Spec,
 )
 from quark.onnx.algorithms import AFTER, BEFORE
+from quark.onnx.algorithms.noise.float_nodes import FloatNodes
+from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
 from quark.onnx.calibration import calibrate as calibrate_module
 from quark.onnx.calibration.qparams import onnx_range
@@ -38,10 +40,12 @@ from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Setting
 from quark.onnx.evaluation.recovery.changes import (
     Goal,
     Situation,
+    floating,
     raise_all_bits,
     raise_bits,
     ranges,
     solve_few_bits,
+    tensor_ranges,
     tuning,
     with_plain_ranges,
 )
@@ -511,3 +515,28 @@ def test_a_change_that_reads_samples_ends_with_the_budget() -> None:
 
     trial = found(mlp(), vectors(8), Step("reads", change)).trials[-1]
     assert (trial.step, trial.after, trial.result) == ("reads", None, "stopped: the budget ended")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "result"), [(264.0, 88), (263.9, 80), (72.0, 24), (71.0, "about 72 s, and 71 s left")]
+)
+def test_nodes_in_float_are_found_in_fewer_runs_or_left_out_where_time_is_short(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, result: int | str
+) -> None:
+    """88 runs of the first sample and 44 of the second, of 2 s each with noise."""
+
+    def runs_of(_: Any, config: FloatNodes, settings: Settings, *__: Any) -> Settings:
+        return replace(settings, least_sqnr=config.runs)
+
+    monkeypatch.setattr("quark.onnx.evaluation.recovery.changes.leave_in_float", runs_of)
+    situation = Situation(S8, goal=Goal(target=30.0), model=load(mlp()), forward=1.0, seconds=seconds)
+    got = floating(FloatNodes())(S8, situation)
+    if isinstance(result, str):
+        assert isinstance(got, str) and result in got
+    else:
+        assert isinstance(got, Settings) and got.least_sqnr == result
+
+
+def test_ranges_of_each_tensor_are_left_out_where_time_is_short() -> None:
+    got = tensor_ranges(TensorRanges())(S8, Situation(S8, model=load(mlp()), forward=1.0, seconds=100.0))
+    assert got == "skipped: about 224 s, and 100 s left"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -25,6 +27,9 @@ class FloatOutputs:
         open_session: How a model is run, the float one too.
         count: How many of the samples, from the first; None for all.
         folder: Where outputs go that memory does not hold; None for the system's temporary folder.
+
+    Attributes:
+        forward_seconds: What the fastest sample took; the first counts the session, too.
     """
 
     def __init__(
@@ -39,9 +44,12 @@ class FloatOutputs:
         self.names, self._data, self._open_session = names, data, open_session
         self._count = len(data) if count is None else min(count, len(data))
         self._store = Store(folder=folder)
+        self.forward_seconds, start = math.inf, time.monotonic()
         for sample, arrays in enumerate(self._run(model)):
+            self.forward_seconds = min(self.forward_seconds, time.monotonic() - start)
             for name, array in zip(names, arrays, strict=True):
                 self._store[sample, name] = array
+            start = time.monotonic()
 
     def __len__(self) -> int:
         """How many samples there are."""

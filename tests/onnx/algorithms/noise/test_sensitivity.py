@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,15 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.algorithms.noise.float_nodes import FloatNodes, leave_in_float
 from quark.onnx.algorithms.noise.sensitivity import OutputNoise, sensitivity
-from quark.onnx.algorithms.noise.sources import NoiseSource
+from quark.onnx.algorithms.noise.sources import NoiseRun, NoiseSource
 from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import convert
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
-from tests.models.onnx_zoo import Builder, mlp, outputs, vectors
+from tests.models.onnx_zoo import Builder, cnn, images, mlp, outputs, vectors
 
 INT8 = onnx_range(spec("int8"))
 """Codes from -127 to 127 of max |x| / 127, as ONNX has it."""
@@ -159,6 +161,22 @@ def test_what_cannot_be_measured_is_refused() -> None:
     dynamic = Settings(SpecSettings(LayerSpec(weight=spec("int8"), input=spec("uint8", dynamic=True, symmetric=False))))
     with pytest.raises(NotSupportedError, match="dynamic quantization is not measured"):
         measured(mlp(), vectors(1), dynamic)
+
+
+def test_no_run_begins_after_the_time_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(cnn())
+    data, runs = Samples(images(), model_inputs(model)), list[int]()
+    plain = NoiseRun.outputs
+
+    def counted(self: NoiseRun, *given: Any) -> Any:
+        runs.append(len(runs))
+        data.until = -math.inf if len(runs) == 3 else math.inf
+        return plain(self, *given)
+
+    monkeypatch.setattr(NoiseRun, "outputs", counted)
+    with pytest.raises(TimeUpError):
+        sensitivity(model, SETTINGS, data)
+    assert len(runs) == 3
 
 
 def test_the_worst_node_in_float_loses_less_than_any_other() -> None:

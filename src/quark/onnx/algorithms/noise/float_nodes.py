@@ -27,6 +27,11 @@ class FloatNodes:
     share: float = 0.05
     runs: int = 88
 
+    @property
+    def forwards(self) -> int:
+        """How many forwards that is: the second sample has the groups that the first left, half as many as its runs."""
+        return self.runs + self.runs // 2
+
 
 def leave_in_float(
     model: ir.Model,

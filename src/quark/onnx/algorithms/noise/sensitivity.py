@@ -27,7 +27,6 @@ from quark.core.array import NumpyArray
 from quark.core.scales import QParams
 from quark.errors import ConfigError
 from quark.onnx.algorithms.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
-from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
@@ -117,7 +116,7 @@ def sensitivity(
     copy = model.clone()
     noise = NoiseModel(decide(copy, settings, data, statistics=statistics or Statistics(""), fold=False))
     with noise.open() as run:
-        probes = (Probe(run, data[sample]) for sample in range(min(count, len(data))))
+        probes = (Probe(run, data, sample) for sample in range(min(count, len(data))))
         powers = halved(len(noise.sources), runs, probes)
     return OutputNoise(dict(zip(noise.sources, powers, strict=True)))
 
@@ -127,13 +126,15 @@ class Probe:
 
     Args:
         run: The sessions.
-        feed: The sample.
+        data: Samples, whose time may end: then the next run raises TimeUpError.
+        sample: Which of them.
     """
 
-    def __init__(self, run: NoiseRun, feed: Feed) -> None:
-        self._run, self._feed, self._noises = run, feed, run.look(feed)
+    def __init__(self, run: NoiseRun, data: Samples, sample: int) -> None:
+        self._run, self._data, self._feed = run, data, data[sample]
+        self._noises = run.look(self._feed)
         self._signs = np.random.default_rng(SIGNS_SEED).choice((-1.0, 1.0), len(self._noises))
-        self._expected = run.outputs(feed, [], [])
+        self._expected = run.outputs(self._feed, [], [])
 
     def power(self, group: Sequence[int]) -> float:
         """The power of the noise of a group."""
@@ -152,6 +153,7 @@ class Probe:
 
     def _power(self, noises: Sequence[Mapping[str, Noise]], factors: Sequence[float] | NumpyArray) -> float:
         """The power of a sum of noises."""
+        self._data.check_time()
         found = self._run.outputs(self._feed, noises, factors)
         pairs = zip(self._expected, found, strict=True)
         return sum(_relative(x, y) for x, y in pairs if x.dtype.kind == "f")

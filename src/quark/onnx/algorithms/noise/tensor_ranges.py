@@ -49,6 +49,11 @@ class TensorRanges:
     runs: int = 32
     samples: int = 1
 
+    @property
+    def forwards(self) -> int:
+        """How many forwards that is at most."""
+        return self.samples * (self.runs + self.count * (1 + len(self.candidates)))
+
 
 def choose_ranges(
     model: ir.Model,
@@ -83,7 +88,7 @@ def choose_ranges(
             members.setdefault(root, []).append(index)
     chosen: dict[str, tuple[float, float]] = {}
     with noise.open() as run:
-        probes = [Probe(run, samples[i]) for i in range(min(config.samples, len(samples)))]
+        probes = [Probe(run, samples, i) for i in range(min(config.samples, len(samples)))]
         powers = halved(len(noise.sources), config.runs, probes)
         loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
         least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}

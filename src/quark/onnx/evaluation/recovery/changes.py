@@ -5,7 +5,8 @@ A change gives other settings; or as text why it is out of the question; or None
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -65,6 +66,8 @@ class Situation:
         data: The samples to calibrate with.
         known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
         lost: Whether the best model so far lost so much that the task suffers.
+        forward: Seconds of a forward of the float model.
+        seconds: For what a change runs itself.
     """
 
     plain: Settings
@@ -74,6 +77,15 @@ class Situation:
     data: Samples | None = None
     known: Mapping[str, Statistics] = field(default_factory=dict)
     lost: bool = False
+    forward: float = 0.0
+    seconds: float = math.inf
+
+    def skipped(self, forwards: int) -> str:
+        """Why there is no time for forwards with noise, or ""."""
+        needed = NOISY * forwards * self.forward
+        return (
+            "" if needed <= self.seconds else f"skipped: about {needed:.0f} s, and {max(0.0, self.seconds):.0f} s left"
+        )
 
 
 Change = Callable[[Settings, Situation], Settings | str | None]
@@ -84,6 +96,11 @@ FEW_BITS = 4
 """Of weights: with them rounding each to its nearest code is what costs most."""
 STRICTER = 0.9
 """Share of the noise that is allowed on the samples that layers are chosen with."""
+
+NOISY = 2.0
+"""What a forward takes with noise added to its tensors, in times of one without."""
+FEWEST_RUNS = 24
+"""Runs that tell the loudest groups of tensors from the others."""
 
 POWER_OF_TWO = {"min_max": "pof2_non_overflow", "mse": "pof2_min_mse"}
 
@@ -108,6 +125,8 @@ def tensor_ranges(config: TensorRanges) -> Change:
     """The range of each loud activation by the statistic that serves it best."""
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
+        if skipped := situation.skipped(config.forwards):
+            return skipped
         model, statistics = _calibrated(settings, situation)
         return choose_ranges(model, config, settings, situation.data, statistics)
 
@@ -157,10 +176,18 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
             return None
         if situation.goal.target is None and not where_lost:
             return "needs a target: it leaves no node in float that the target does not need"
+        fitting = next((one for one in _fewer_runs(config) if not situation.skipped(one.forwards)), None)
+        if fitting is None:
+            return situation.skipped(replace(config, runs=FEWEST_RUNS).forwards)
         model, statistics = _calibrated(settings, situation)
-        return leave_in_float(model, config, settings, situation.data, statistics)
+        return leave_in_float(model, fitting, settings, situation.data, statistics)
 
     return change
+
+
+def _fewer_runs(config: FloatNodes) -> Iterator[FloatNodes]:
+    """The config, and with fewer runs, which leave more tensors in groups."""
+    yield from (replace(config, runs=runs) for runs in range(config.runs, FEWEST_RUNS - 1, -8))
 
 
 def with_plain_ranges(other: Change) -> Change:

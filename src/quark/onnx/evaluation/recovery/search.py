@@ -369,4 +369,7 @@ class _Search:
         share = 1.0 if work <= left else left / work
         outputs = [value.name for value in self.model.graph.outputs]
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
-        return Situation(self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost)
+        forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
+        return Situation(
+            self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost, forward, seconds
+        )
