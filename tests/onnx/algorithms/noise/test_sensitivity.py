@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError
-from quark.onnx.algorithms.noise.float_nodes import FloatNodes, leave_in_float
+from quark.onnx.algorithms.noise.float_nodes import FloatNodes, Measured, leave_in_float
 from quark.onnx.algorithms.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.algorithms.noise.sources import NoiseRun, NoiseSource
 from quark.onnx.calibration.data.inputs import model_inputs
@@ -153,6 +154,33 @@ def test_a_tensor_is_in_float_once_all_that_hold_it_are() -> None:
     assert found.worst_nodes(1) == ["c"]
     assert found.worst_nodes(2) == ["a", "b"]
     assert found.worst_nodes(9) == ["a", "b", "c"]
+    # What is in float already counts as such, and is not named again.
+    assert found.worst_nodes(1, before=["a"]) == ["b"]
+    assert found.worst_nodes(2, before=["a"]) == ["b", "c"]
+
+
+def test_more_nodes_in_float_are_chosen_by_what_was_measured_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step or in two: the noise of a tensor is that of it alone. Other ranges have other noises."""
+    model, calls, plain = load(cnn()), list[Settings](), sensitivity
+    infer_shapes(model)
+    data = Samples(images(), model_inputs(model))
+
+    def counted(model: ir.Model, settings: Settings, *given: Any, **options: Any) -> OutputNoise:
+        calls.append(settings)
+        return plain(model, settings, *given, **options)
+
+    monkeypatch.setattr("quark.onnx.algorithms.noise.float_nodes.sensitivity", counted)
+    measured: Measured = []
+    one = FloatNodes(share=0.01)
+    settings = SETTINGS
+    for _ in range(3):
+        settings = leave_in_float(model, one, settings, data, measured=measured)
+    assert len(calls) == 1 and len(set(settings.specs.exclude)) == 3
+    noise = measured[0][1]
+    assert list(settings.specs.exclude) == noise.worst_nodes(3)
+    other = replace(settings, calibration=replace(settings.calibration, percentile=90.0))
+    leave_in_float(model, one, other, data, measured=measured)
+    assert calls[1:] == [other]
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

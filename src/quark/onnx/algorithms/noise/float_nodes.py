@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from quark.errors import NothingQualifiesError
 from quark.log import logger
-from quark.onnx.algorithms.noise.sensitivity import sensitivity
+from quark.onnx.algorithms.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
@@ -33,12 +33,31 @@ class FloatNodes:
         return self.runs + self.runs // 2
 
 
+Measured = list[tuple[Settings, OutputNoise]]
+"""The noise of each tensor under some settings."""
+
+
+def known_noise(settings: Settings, measured: Measured) -> tuple[OutputNoise, list[str]] | None:
+    """What was measured under settings that differ in fewer nodes in float alone, and the nodes that came since.
+
+    Each noise is that of one tensor in the float model, whatever else is quantized.
+    """
+    for before, noise in measured:
+        specs = replace(settings.specs, exclude=before.specs.exclude)
+        added = settings.specs.exclude[len(before.specs.exclude) :]
+        names = [name for name in added if isinstance(name, str)]
+        if replace(settings, specs=specs) == before and len(names) == len(added):
+            return noise, names
+    return None
+
+
 def leave_in_float(
     model: ir.Model,
     config: FloatNodes,
     settings: Settings,
     data: Samples | None,
     statistics: Statistics | None = None,
+    measured: Measured | None = None,
 ) -> Settings:
     """Settings that exclude these nodes.
 
@@ -48,12 +67,20 @@ def leave_in_float(
         settings: What is quantized.
         data: Calibration data.
         statistics: Of the model on these; read, and completed.
+        measured: Of the model on these, too; read, and completed.
 
     Raises:
         NothingQualifiesError: No node alone, or with few others, takes noise away.
     """
-    found = sensitivity(model, settings, required(data, config), runs=config.runs, statistics=statistics)
-    nodes = found.worst_nodes(math.ceil(config.share * len(found.of_nodes())))
+    measured = [] if measured is None else measured
+    known = known_noise(settings, measured)
+    if known is None:
+        noise = sensitivity(model, settings, required(data, config), runs=config.runs, statistics=statistics)
+        measured.append((settings, noise))
+        known = noise, []
+    found, before = known
+    count = len(found.of_nodes().keys() - set(before))
+    nodes = found.worst_nodes(math.ceil(config.share * count), before)
     if not nodes:
         raise NothingQualifiesError("FloatNodes: the outputs have no noise that few nodes in float would take away.")
     logger.info("In float, for the noise that they put into the outputs: %s.", ", ".join(nodes))

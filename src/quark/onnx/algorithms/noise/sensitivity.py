@@ -61,14 +61,20 @@ class OutputNoise:
                 found[node] = found.get(node, 0.0) + power / len(source.holders)
         return found
 
-    def worst_nodes(self, count: int) -> list[str]:
+    def worst_nodes(self, count: int, before: Iterable[str] = ()) -> list[str]:
         """The nodes that are best left in float, at most `count` of them, the ones that gain most first.
+
+        Args:
+            count: How many, beside those before.
+            before: Nodes that are in float already.
 
         A tensor is quantized as long as one of its holders is. So a step takes all that still hold one tensor, and the
         step is taken that removes most noise for each node: greedy, as for a knapsack.
         """
-        chosen: dict[str, None] = {}
-        left = dict(self.powers)
+        first = dict.fromkeys(before)
+        chosen = dict(first)
+        count += len(first)
+        left = {source: power for source, power in self.powers.items() if not source.holders <= set(chosen)}
         while left and len(chosen) < count:
             moves = {source.holders - set(chosen) for source in left}
             fitting = [move for move in moves if 0 < len(move) <= count - len(chosen)]
@@ -80,7 +86,7 @@ class OutputNoise:
                 break
             chosen |= dict.fromkeys(sorted(best))
             left = {source: power for source, power in left.items() if not source.holders <= set(chosen)}
-        return list(chosen)
+        return [name for name in chosen if name not in first]
 
     @staticmethod
     def _removed(powers: Mapping[NoiseSource, float], nodes: set[str]) -> float:

@@ -18,7 +18,7 @@ from quark.core.metrics import Comparison, Metric
 from quark.core.observers import OBSERVERS
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE, run_before
-from quark.onnx.algorithms.noise.float_nodes import FloatNodes, leave_in_float
+from quark.onnx.algorithms.noise.float_nodes import FloatNodes, Measured, known_noise, leave_in_float
 from quark.onnx.algorithms.noise.tensor_ranges import TensorRanges, choose_ranges
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
@@ -66,6 +66,7 @@ class Situation:
         data: The samples to calibrate with.
         known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
         lost: Whether the best model so far lost so much that the task suffers.
+        noises: What nodes in float were chosen by before; read, and completed.
         forward: Seconds of a forward of the float model.
         seconds: For what a change runs itself.
     """
@@ -77,6 +78,7 @@ class Situation:
     data: Samples | None = None
     known: Mapping[str, Statistics] = field(default_factory=dict)
     lost: bool = False
+    noises: Measured = field(default_factory=list)
     forward: float = 0.0
     seconds: float = math.inf
 
@@ -176,11 +178,12 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
             return None
         if situation.goal.target is None and not where_lost:
             return "needs a target: it leaves no node in float that the target does not need"
-        fitting = next((one for one in _fewer_runs(config) if not situation.skipped(one.forwards)), None)
+        known = known_noise(settings, situation.noises) is not None
+        fitting = next((one for one in _fewer_runs(config) if known or not situation.skipped(one.forwards)), None)
         if fitting is None:
             return situation.skipped(replace(config, runs=FEWEST_RUNS).forwards)
         model, statistics = _calibrated(settings, situation)
-        return leave_in_float(model, fitting, settings, situation.data, statistics)
+        return leave_in_float(model, fitting, settings, situation.data, statistics, situation.noises)
 
     return change
 

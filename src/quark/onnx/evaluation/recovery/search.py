@@ -23,6 +23,7 @@ from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, Q
 from quark.log import logger, severity
 from quark.memory_and_disk import give_back_memory
 from quark.onnx.algorithms import check_algorithms
+from quark.onnx.algorithms.noise.float_nodes import Measured
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.readers import TimeUpError
@@ -221,6 +222,7 @@ class _Search:
         self.trials: list[Trial] = []
         self._extra: dict[str, float] = {}
         self._known: dict[str, Statistics] = {}
+        self._noises: Measured = []
 
     @property
     def done(self) -> bool:
@@ -371,5 +373,6 @@ class _Search:
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
-            self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost, forward, seconds
-        )
+            self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost, self._noises,
+            forward, seconds,
+        )  # fmt: skip
