@@ -26,6 +26,7 @@ from quark.onnx.placement.before_log import nodes_before_log
 from quark.onnx.placement.block_axes import refine_block_axes
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
 from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
+from quark.onnx.placement.function_nodes import refuse_too_many
 from quark.onnx.placement.kernels import fits_dynamic, gains, is_depthwise
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.select_nodes import select_nodes
@@ -40,6 +41,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     Raises:
         ConfigError: A name or pattern matches nothing.
         NothingToQuantizeError: Nothing is left to quantize.
+        NotSupportedError: Functions of block formats would make a graph that is too large.
     """
     placement = Placement(half=settings.qdq.quantize_fp16)
     selected = select_nodes(model, settings)
@@ -60,6 +62,7 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     for value in masked_values(model.graph) if blocks else [v for v in placement.activations if is_mask(v)]:
         placement.activations.pop(value, None)
     refine_block_axes(placement, settings.specs.refine_block_axis)
+    refuse_too_many(model, placement)
     return placement
 
 

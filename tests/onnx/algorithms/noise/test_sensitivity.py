@@ -159,6 +159,7 @@ def test_a_tensor_is_in_float_once_all_that_hold_it_are() -> None:
     assert found.worst_nodes(2, before=["a"]) == ["b", "c"]
 
 
+@pytest.mark.slow
 def test_more_nodes_in_float_are_chosen_by_what_was_measured_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one step or in two: the noise of a tensor is that of it alone. Other ranges have other noises."""
     model, calls, plain = load(cnn()), list[Settings](), sensitivity
