@@ -169,6 +169,22 @@ def test_a_file_that_is_slower_as_a_whole_gives_way(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--force"])
+def test_a_file_that_another_run_wrote_meanwhile_is_not_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    output = folder / "meanwhile.onnx"
+    output.unlink(missing_ok=True)
+    monkeypatch.setattr("quark.onnx.quantizer.refuse_slower", lambda *_: output.write_text("theirs"))
+    done = command(folder, more, "quantize {0}/cnn.onnx -o {0}/meanwhile.onnx")
+    if more:
+        assert done.code == 0 and output.read_bytes() != b"theirs"
+    else:
+        assert done.code == 1 and "exists" in done.err and output.read_text() == "theirs"
+    assert not list(folder.glob(".quark-*"))
+
+
+@pytest.mark.slow
 def test_where_integer_activations_lose_the_task_weights_alone_are_stored(tmp_path: Path) -> None:
     """A logarithm asks for the small values of a spectrum, of which one scale for all leaves nothing."""
     b, size = Builder(), 32

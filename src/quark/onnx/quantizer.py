@@ -193,7 +193,12 @@ class ModelQuantizer:
             proto = checked_proto(model)
             write_encrypted(proto, output, self.settings)
             return proto
-        save(model, output, self.settings.external_data, look=lambda file: self._compare(source, file, kept))
+
+        def look(file: Path) -> None:
+            self._compare(source, file, kept)
+            check_file(output, self.settings.overwrite)
+
+        save(model, output, self.settings.external_data, look=look)
         return None
 
     def _compare(self, source: Model, quantized: onnx.ModelProto | Path, kept: SpreadSamples | None) -> None:

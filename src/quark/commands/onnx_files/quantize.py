@@ -101,6 +101,7 @@ def quantize_onnx(
             measurement=timing.apply(settings.measurement),
             least_sqnr=None if allow_damage else LEAST,
             allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
+            overwrite=force,
         )
         return quantizer
 

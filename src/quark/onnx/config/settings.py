@@ -262,6 +262,8 @@ class Settings:
         metrics_data: The reader of the samples for that; None for those of calibration.
         prepared_file: Where to write the float model when its passes are done; None: nowhere.
         value_infos: Write type and shape of every tensor within the model.
+        overwrite: Whether an output is replaced that is there when it is written; else it may have come since the work
+            began, from another run.
     """
 
     specs: SpecSettings
@@ -284,3 +286,4 @@ class Settings:
     metrics_data: object = None
     prepared_file: str | None = None
     value_infos: bool = False
+    overwrite: bool = True
