@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from quark.errors import SlowerThanFloatError
+from quark.errors import NothingToQuantizeError, SlowerThanFloatError
 from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
@@ -69,7 +69,10 @@ def leave_slower_apart(model: ir.Model, settings: Settings, data: Samples | None
     else:
         logger.info("Kernels are not timed: there are no samples, and the model does not run on noise.")
         return settings
-    slower = _slower(model, settings, feed, timer)
+    try:
+        slower = _slower(model, settings, feed, timer)
+    except NothingToQuantizeError:
+        return settings  # beside what is in bodies, which are not timed
     if len(slower.in_float) == slower.candidates:
         raise SlowerThanFloatError(
             f"No integers are as fast as float on this processor (on {words}). Possible: the float model as it is, or "
