@@ -119,6 +119,19 @@ def test_noise_has_the_first_size_that_a_model_runs_with() -> None:
     assert feed["x"].shape == (1, 3, 48, 48) and words == "noise of x [1, 3, 48, 48]"
 
 
+def test_axes_of_the_name_of_a_first_one_have_its_size() -> None:
+    """As the states of two layers, which come layer by layer."""
+    node = helper.make_node("MatMul", ["x", "state"], ["y"])
+    values = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "steps"]),
+        helper.make_tensor_value_info("state", TensorProto.FLOAT, [2, "steps", "batch"]),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, None),
+    ]
+    graph = helper.make_graph([node], "states", values[:2], values[2:])
+    found = noise_sample(load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)))
+    assert found is not None and found[1] == "noise of x [1, 128], state [2, 128, 1]"
+
+
 def test_a_model_that_runs_with_no_size_has_no_noise() -> None:
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     shape = numpy_helper.from_array(np.array([7]), "shape")

@@ -1,10 +1,13 @@
 """noise_sample: what a model runs on to be timed where there are no samples.
 
 Times depend on shapes, and hardly on values. An axis without a size has the first of SIZES with which the model runs,
-the first axis 1. Integers are 1: a row of a table, a place that a mask lets through, a length that is not 0.
+the first axis, and those of the same name, 1. Integers are 1: a row of a table, a place that a mask lets through, a
+length that is not 0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
@@ -34,9 +37,10 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
         session = open_session(proto, weights=weights)
     except QuarkError:
         return None  # it lacks an operator, or does not load: nothing can be timed here
+    batch = {entry.shape[0] for entry in inputs.values() if entry.shape and isinstance(entry.shape[0], str)}
     ones = {name: (1, 1) for name, entry in inputs.items() if np.dtype(entry.dtype).kind != "f"}
     for size in SIZES[-1:] if fixed else SIZES:
-        shapes = {name: _shape(entry, size) for name, entry in inputs.items()}
+        shapes = {name: _shape(entry, size, batch) for name, entry in inputs.items()}
         try:
             feed = RandomDataReader(model, shapes, ones).get_next()
             assert feed is not None
@@ -47,6 +51,9 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
     return None
 
 
-def _shape(entry: Input, size: int) -> list[int]:
-    """The shape of an input with a size for the axes that have none."""
-    return [known if isinstance(known, int) else size if axis else 1 for axis, known in enumerate(entry.shape or ())]
+def _shape(entry: Input, size: int, batch: Collection[str]) -> list[int]:
+    """The shape of an input with a size for the axes that have none, and 1 for those of the batch."""
+    return [
+        known if isinstance(known, int) else size if axis and known not in batch else 1
+        for axis, known in enumerate(entry.shape or ())
+    ]
