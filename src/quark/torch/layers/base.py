@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quark.core.spec import LayerSpec
-from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.layers.fake_quant import FakeQuantize, Mode
 
 ROLES = ("weight", "bias", "input", "output")
 """The tensors of a layer that can be quantized; `<role>_quantizer` is the module that does it."""
@@ -52,7 +52,7 @@ class QuantLayer(nn.Module):
 
     def quantizer(self, role: str) -> nn.Module | None:
         """The module that quantizes `role`, or None."""
-        return getattr(self, f"{role}_quantizer")
+        return self._modules[f"{role}_quantizer"]
 
     @property
     def float_weight(self) -> torch.Tensor:
@@ -68,6 +68,10 @@ class QuantLayer(nn.Module):
         quantizer = self.quantizer(role)
         if quantizer is None:
             return x
+        # A frozen layer is as fast as the float one: calling a module that gives its input back costs as much as the
+        # product of a small layer.
+        if type(quantizer) is FakeQuantize and (quantizer.mode is Mode.frozen or quantizer.mode is Mode.off):
+            return x
         result: torch.Tensor = quantizer(x, self.extras(role))
         return result
 
@@ -80,5 +84,7 @@ class QuantLayer(nn.Module):
         """Tensors of a loaded checkpoint that live on the layer under their file names: transformers renames only
         scale and zero point to `<role>_quantizer.*` when it loads.
         """
-        named = {suffix: getattr(self, f"{role}_{suffix}", None) for suffix in EXTRA_SUFFIXES}
-        return {suffix: tensor for suffix, tensor in named.items() if tensor is not None}
+        # In torch's own tables: an attribute that is not there costs a search and an exception, in every forward.
+        names = {suffix: f"{role}_{suffix}" for suffix in EXTRA_SUFFIXES}
+        found = {suffix: self._buffers.get(name, self._parameters.get(name)) for suffix, name in names.items()}
+        return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
