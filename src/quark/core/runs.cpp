@@ -205,7 +205,47 @@ INLINE void transposed_codes(const Pattern* x, int64_t rows, int64_t columns, in
             }
     }
 }
+
+// Each run under a scale of its own range, as core/scales.py makes it of an integer type; codes are stored as `codes`
+// does. `middle` is the zero point of a symmetric type, or -1 where the range, widened to 0, has one.
+template <typename Pattern, Pattern kMagnitude, Pattern kInfinity>
+INLINE void live_codes(const Pattern* x, int64_t runs, int64_t length, float middle, const CodeRule* given,
+                       float* scale, float* zero, uint8_t* out) {
+    constexpr float rounder = 12582912.0f, epsilon = 1.1920928955078125e-07f;
+    const CodeRule rule = *given;
+    const float steps = rule.high - rule.low;
+    for (int64_t run = 0; run < runs; ++run) {
+        float low, high;
+        ranges<Pattern, kMagnitude, kInfinity>(x + run * length, 1, length, &low, &high);
+        float step, place = middle;
+        if (middle >= 0.0f) {
+            step = (-low > high ? -low : high) / (steps / 2);
+        } else {
+            low = low > 0.0f ? 0.0f : low;
+            high = high < 0.0f ? 0.0f : high;
+            step = (high - low) / steps;
+        }
+        step = step < epsilon ? epsilon : step;  // NaN stays
+        if (middle < 0.0f) {
+            place = rule.low - ((low / step + rounder) - rounder);
+            place = place < rule.low ? rule.low : place > rule.high ? rule.high : place;
+        }
+        scale[run] = step;
+        zero[run] = place;
+        codes_of(x + run * length, length, 1.0f / step, place, rule, out + run * length);
+    }
+}
 }  // namespace
+
+EXPORT FOR_EACH_CPU void live_codes_bfloat16(const int16_t* x, int64_t runs, int64_t length, float middle,
+                                             const CodeRule* rule, float* scale, float* zero, uint8_t* out) {
+    live_codes<int16_t, 0x7fff, 0x7f80>(x, runs, length, middle, rule, scale, zero, out);
+}
+
+EXPORT FOR_EACH_CPU void live_codes_float32(const int32_t* x, int64_t runs, int64_t length, float middle,
+                                            const CodeRule* rule, float* scale, float* zero, uint8_t* out) {
+    live_codes<int32_t, 0x7fffffff, 0x7f800000>(x, runs, length, middle, rule, scale, zero, out);
+}
 
 EXPORT FOR_EACH_CPU void ranges_bfloat16(const int16_t* x, int64_t runs, int64_t length, float* low, float* high) {
     ranges<int16_t, 0x7fff, 0x7f80>(x, runs, length, low, high);

@@ -2,6 +2,7 @@
 
     run_ranges        smallest and largest value of each run
     packed_codes      codes as `quark.core.quantize` makes them, as `quark.core.packing` packs them
+    live_codes        codes of rows, each under the scale of its own range
 
 The same bits as those two, which do the work where this returns None: where no compiler is, for arrays of numpy or on a
 device, and for what is rare. runs.cpp has the code. Nothing here can be traced or differentiated: it is for weights.
@@ -23,7 +24,7 @@ from quark.core.block_types import BlockType
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import SEQUENTIAL
 from quark.core.rounding import RoundType
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import OutputError, QuarkError, ShapeError
 from quark.log import logger
 
@@ -135,6 +136,44 @@ def codes(x: Array, length: int, scale: Array, zero: Array | None, rule: CodeRul
     return out
 
 
+def live_codes(x: Array, spec: TensorSpec, rule: CodeRule) -> tuple[Array, Array, Array]:
+    """Codes of each row of a contiguous matrix under the scale and zero point of its own range.
+
+    Args:
+        x: (rows, length); bfloat16 or float32, on the CPU.
+        spec: An integer type of 8 bits under float32 scales.
+        rule: From `rule_of`.
+
+    Returns:
+        Codes, uint8 (rows, length); scale and zero point, float32 (rows,).
+    """
+    rows, length = x.shape
+    xp, (middle, function) = namespace(x), (_middle(spec), _function("live_codes", x))
+    out, params = xp.empty((rows, length), dtype=xp.uint8), xp.empty((2, rows), dtype=xp.float32)
+    source, codes_at, scale_at = x.data_ptr(), out.data_ptr(), params.data_ptr()
+    zero_at = scale_at + 4 * rows
+
+    def part(start: int, count: int) -> None:
+        at, first = 4 * start, start * length
+        places = scale_at + at, zero_at + at, codes_at + first
+        function(source + first * x.itemsize, count, length, middle, rule, *places)
+
+    native.in_threads(rows, max(1, WORTH_A_THREAD // length), part)
+    scale, zero = params
+    return out, scale, zero
+
+
+def has_live_codes(spec: TensorSpec) -> bool:
+    """Whether `live_codes` makes the scales of a live tensor."""
+    whole = not spec.dtype.is_float and spec.dtype.bits == 8 and spec.scale_spec is None
+    return whole and spec.dynamic and _is_plain(spec) and spec.scale_type in (ScaleType.float, ScaleType.float32)
+
+
+def _middle(spec: TensorSpec) -> float:
+    """The zero point of a symmetric type, -1 of others."""
+    return -1.0 if not spec.symmetric else 0.0 if spec.dtype.signed else (spec.dtype.max - spec.dtype.min + 1) / 2
+
+
 def rule_of(spec: TensorSpec, order: Sequence[int] = SEQUENTIAL, shift: float = 0.0) -> CodeRule:
     """What the codes of a type of 4 or 8 bits are; `shift` is taken from integer ones."""
     dtype = spec.dtype
@@ -207,6 +246,7 @@ def _library() -> Any:
         "ranges": [pointer, count, count, pointer, pointer],
         "codes": [pointer, count, count, pointer, pointer, count, rule, pointer],
         "transposed": [pointer, count, count, count, pointer, pointer, rule, count, pointer],
+        "live_codes": [pointer, count, count, ctypes.c_float, rule, pointer, pointer, pointer],
     }
     for name, types in arguments.items():
         for dtype in COMPILED:

@@ -165,13 +165,13 @@ def test_compiled_codes_are_those_of_the_formulas(name: str, dtype: torch.dtype)
         x[0], x[1], x[2] = 0.0, x[1].abs(), -x[2].abs()
         for factor in (1e-30, 1e-3, 1.0, 300.0):
             rows = (x * factor).to(dtype)
-            codes, params = int8_codes(rows, quantizer)
+            codes, params = int8_codes(quantizer)(rows)
             expected, of_core = input_codes(rows, quantizer)
             assert codes.dtype == torch.int8 and torch.equal(codes, (expected - shift).to(torch.int8))
             assert torch.equal(params.scale, of_core.scale)
             assert params.zero_point is None or torch.equal(params.zero_point, of_core.zero_point)
     rows[4, 0] = float("nan")
-    scales = int8_codes(rows, quantizer)[1].scale, input_codes(rows, quantizer)[1].scale
+    scales = int8_codes(quantizer)(rows)[1].scale, input_codes(rows, quantizer)[1].scale
     assert torch.equal(scales[0].isnan(), scales[1].isnan())
 
 

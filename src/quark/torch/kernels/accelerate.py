@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,10 +29,13 @@ from quark.torch.kernels.packed_linear import ROWS, PackedLinear
 from quark.torch.kernels.seconds import Clock, seconds_of
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
+from quark.torch.layers.low_rank import branch_of
 from quark.torch.layers.replace import set_submodule
 
 KERNELS: tuple[Kernel, ...] = (Int4Groups(), Int8Weights(), OneDnnInt8(), IntMm(), ScaledMm())
 """All kernels. A new one is a file and an entry here."""
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 Choice = tuple[Kernel, tuple[str, ...]]
 """A kernel and its way for each of ROWS."""
@@ -190,9 +194,9 @@ def _faster(
     fitting = [kernel for kernel in kernels if kernel.fits(weight)]
     choice = None
     if fitting:
-        key = _key(weight, fitting)
+        key = _key(layer, weight, fitting)
         if key not in _CHOICES or clock is not time.perf_counter:
-            _CHOICES[key] = _measured(weight, fitting, clock)
+            _CHOICES[key] = _measured(layer, weight, fitting, clock)
         choice = _CHOICES[key]
     if choice is not None:
         return PackedLinear(layer, *choice, weight)
@@ -207,31 +211,36 @@ def _decoded(layer: QuantLinear) -> QuantLinear:
     return layer
 
 
-def _key(weight: CodedWeight, fitting: list[Kernel]) -> Hashable:
+def _key(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel]) -> Hashable:
     names = tuple(kernel.name for kernel in fitting)
     activation = weight.input_quantizer.spec if isinstance(weight.input_quantizer, FakeQuantize) else None
     asymmetric = weight.zero is not None
     place = (weight.codes.device, torch.get_num_threads())
-    return names, weight.shape, weight.group, asymmetric, weight.dtype, activation, place
+    beside = (layer.bias is None, layer.spec.bias, layer.spec.output, branch_of(layer) is None)
+    return names, weight.shape, weight.group, asymmetric, weight.dtype, activation, beside, place
 
 
-def _measured(weight: CodedWeight, fitting: list[Kernel], clock: Clock) -> Choice | None:
-    """The kernel whose times have the smallest product over ROWS, of those that beat the float product for one row,
+def _measured(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel], clock: Clock) -> Choice | None:
+    """The kernel whose times have the smallest product over ROWS, of those that beat the frozen layer for one row,
     with its fastest way for each of ROWS; None if no kernel does.
+
+    What is timed are the layers that will run, as a whole: in a small one the call costs as much as the product.
     """
-    decoded = weight.decoded().to(weight.dtype)
-    packed = {kernel.name: kernel.pack(weight) for kernel in fitting}
+    probe, float_layer = _probe(weight), _without_hooks(_frozen(layer, weight))
     by_name = {kernel.name: kernel for kernel in fitting}
-    ways = {(k.name, way): run for k in fitting for way, run in k.ways(weight.input_quantizer).items()}
-    runs = {key: partial(_layer, weight, by_name[key[0]], run, packed[key[0]]) for key, run in ways.items()}
-    probe = _probe(weight)
-    right = {key: run for key, run in runs.items() if _agrees(run, *probe)}
+    right: dict[Hashable, PackedLinear] = {}
+    for kernel in fitting:
+        packed = kernel.pack(weight)
+        for way, run in kernel.ways(weight.input_quantizer).items():
+            if _agrees(partial(_product, weight, kernel, run, packed), *probe):
+                made = PackedLinear(layer, kernel, (way,) * len(ROWS), weight, packed)
+                right[kernel.name, way] = _without_hooks(made)
     seconds: list[dict[Hashable, float]] = []
     for rows in ROWS:
         x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
         x = x.to(weight.codes.device, weight.dtype)
-        timed: dict[Hashable, Callable[[], object]] = {key: partial(run, x) for key, run in right.items()}
-        timed["float"] = partial(_float_layer, weight, decoded, x)
+        timed: dict[Hashable, Callable[[], object]] = {key: partial(made, x) for key, made in right.items()}
+        timed["float"] = partial(float_layer, x)
         seconds.append(seconds_of(timed, x.device, clock))
     best = [_fastest_ways(each) for each in seconds]
     faster = [name for name, (_, shortest) in best[0].items() if shortest < seconds[0]["float"]]
@@ -239,6 +248,22 @@ def _measured(weight: CodedWeight, fitting: list[Kernel], clock: Clock) -> Choic
         return None
     name = min(faster, key=lambda name: math.prod(each[name][1] for each in best))
     return by_name[name], tuple(each[name][0] for each in best)
+
+
+def _frozen(layer: QuantLinear, weight: CodedWeight) -> QuantLinear:
+    """The layer with its decoded weight; the same quantizers of inputs and outputs."""
+    frozen: QuantLinear = QuantLinear.from_float(layer, layer.spec)  # type: ignore[assignment]
+    frozen._modules |= {name: module for name, module in layer._modules.items() if name != "weight_quantizer"}
+    frozen._modules["weight_quantizer"] = None
+    frozen._parameters["weight"] = nn.Parameter(weight.decoded().to(weight.dtype), requires_grad=False)
+    return frozen
+
+
+def _without_hooks(layer: Layer) -> Layer:
+    """The layer, whose hooks are those of a model that does not run."""
+    for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
+        hooks.clear()
+    return layer
 
 
 def _fastest_ways(seconds: dict[Hashable, float]) -> dict[str, tuple[str, float]]:
@@ -250,15 +275,10 @@ def _fastest_ways(seconds: dict[Hashable, float]) -> dict[str, tuple[str, float]
     return best
 
 
-def _layer(weight: CodedWeight, kernel: Kernel, way: Multiply, packed: Packed, x: torch.Tensor) -> torch.Tensor:
+def _product(weight: CodedWeight, kernel: Kernel, way: Multiply, packed: Packed, x: torch.Tensor) -> torch.Tensor:
     """What a packed layer computes, without bias and output quantizer."""
     quantizer = None if kernel.takes_codes else weight.input_quantizer
     return way(x if quantizer is None else quantizer(x), packed)
-
-
-def _float_layer(weight: CodedWeight, decoded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The same of the frozen layer."""
-    return F.linear(x if weight.input_quantizer is None else weight.input_quantizer(x), decoded)
 
 
 def _probe(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -89,7 +89,9 @@ def _packed_codes(codes: torch.Tensor, signed: int) -> torch.Tensor:
 def _packed(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     pairs = packed["scale_and_offset"]
     group = x.shape[1] // pairs.shape[0]
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), packed["weight"], group, pairs)
+    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x.bfloat16().contiguous(), packed["weight"], group, pairs
+    )
     return _with_rest(y[:, : packed["rows"]], x, packed["rest"])
 
 
@@ -101,7 +103,7 @@ def _with_rest(y: torch.Tensor, x: torch.Tensor, rest: torch.Tensor | None) -> t
 
 
 def _group_sums(x: torch.Tensor, groups: int) -> torch.Tensor:
-    return x.bfloat16().float().view(x.shape[0], groups, -1).sum(2)
+    return x.bfloat16().view(x.shape[0], groups, -1).sum(2, dtype=torch.float32)
 
 
 def _decoded(x: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""int8 weights and inputs: integer products with exact sums, by oneDNN or by torch's `_int_mm`.
+"""int8 weights and inputs: integer products, by oneDNN or by torch's `_int_mm`.
 
     y[m, n] = scale_x[m] * scale_w[n] * (sum over k of a[m, k] * q[n, k]  -  zero_x[m] * (sum over k of q[n, k]))
 
@@ -61,45 +61,53 @@ class _Int8Int8(Kernel):
 
     def ways(self, input_quantizer: nn.Module | None) -> dict[str, Multiply]:
         assert isinstance(input_quantizer, FakeQuantize)
-        return {"integers": _quantized(input_quantizer, self.product)}
+        return {"integers": _integers(input_quantizer, self.product)}
 
 
 Product = Callable[[torch.Tensor, Packed], torch.Tensor]
 
 
-def _quantized(quantizer: FakeQuantize, product: Product) -> Multiply:
+def _integers(quantizer: FakeQuantize, product: Product) -> Multiply:
+    spec, coder = quantizer.spec, int8_codes(quantizer)
+    centred, shift = spec.dtype.signed and spec.symmetric, 0.0 if spec.dtype.signed else 128.0
+
     def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        codes, params = coder(x)
+        y = product(codes, packed)
+        if not centred:
+            zero = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
+            y = y - (zero.float() - shift).reshape(-1, 1) * (packed["sums"] * packed["scale"])
+        return y.mul_(params.scale.float().reshape(-1, 1)).to(x.dtype)
+
+    def traced(x: torch.Tensor, packed: Packed) -> torch.Tensor:
         # torch.compile breaks its graph here: its own lowering of oneDNN's product takes weights that are constants of
         # the graph only, and the compiled passes are no operators of torch.
         if torch.compiler.is_compiling():
-            run: Callable[..., torch.Tensor] = torch.compiler.disable(_multiply)  # type: ignore[no-untyped-call]
-            return run(x, packed, quantizer, product)
-        return _multiply(x, packed, quantizer, product)
+            run: Callable[..., torch.Tensor] = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
+            return run(x, packed)
+        return multiply(x, packed)
 
-    return multiply
-
-
-def _multiply(x: torch.Tensor, packed: Packed, quantizer: FakeQuantize, product: Product) -> torch.Tensor:
-    codes, params = int8_codes(x, quantizer)
-    y = product(codes, packed)
-    if not (quantizer.spec.dtype.signed and quantizer.spec.symmetric):
-        shift = 0.0 if quantizer.spec.dtype.signed else 128.0
-        zero = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
-        y = y - (zero.float() - shift).reshape(-1, 1) * (packed["sums"] * packed["scale"])
-    return y.mul_(params.scale.float().reshape(-1, 1)).to(x.dtype)
+    return traced
 
 
 class OneDnnInt8(_Int8Int8):
     """oneDNN's int8 matrix product, on CPUs.
 
-    It takes codes without a sign, a + 128, and takes the part of their zero point, 128, from the integer sums itself:
-    without AMX there is no instruction for signed codes, which oneDNN multiplies a hundred times slower.
+    It takes codes without a sign, u = a + 128: without AMX there is no instruction for signed codes, which oneDNN
+    multiplies a hundred times slower. Their part, 128 times the sum of a row of q, is taken away as a bias, in float32:
+    told of a zero point, oneDNN reads the weight once more in each call to find these sums.
     """
 
     name = "onednn_int8"
 
     def fits(self, weight: CodedWeight) -> bool:
         return weight.codes.device.type == "cpu" and torch._C._has_mkldnn and super().fits(weight)
+
+    def pack(self, weight: CodedWeight) -> dict[str, Any]:
+        packed = super().pack(weight)
+        scale, sums = packed["scale"], packed["sums"]
+        zero = torch.zeros(len(scale), dtype=torch.int32)
+        return {**packed, "zero": zero, "offset": (sums.double() * scale.double() * -128).float()}
 
     def pack_codes(self, codes: torch.Tensor) -> Prepacked:
         return Prepacked(codes)
@@ -109,10 +117,10 @@ class OneDnnInt8(_Int8Int8):
         return codes
 
     def product(self, a: torch.Tensor, packed: Packed) -> torch.Tensor:
-        scale, unsigned = packed["scale"], a.view(torch.uint8) ^ 128
-        zero = torch.zeros(len(scale), dtype=torch.int32)
-        y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            unsigned, 1.0, 128, packed["weight"].tensor, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+        weight, scale, offset = packed["weight"].tensor, packed["scale"], packed["offset"]
+        unsigned = a.view(torch.uint8) ^ 128
+        y: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
+            unsigned, 1.0, 0, weight, scale, packed["zero"], offset, 1.0, 0, torch.float32, "none", [], ""
         )
         return y
 
@@ -132,9 +140,10 @@ class IntMm(_Int8Int8):
 
     def product(self, a: torch.Tensor, packed: Packed) -> torch.Tensor:
         rows = a.shape[0]
-        if a.device.type == "cuda" and rows < 17:
+        if a.is_cuda and rows < 17:
             a = torch.nn.functional.pad(a, (0, 0, 0, 17 - rows))
-        return torch._int_mm(a.contiguous(), packed["weight"].t())[:rows].float() * packed["scale"]
+            return torch._int_mm(a, packed["weight"].t())[:rows] * packed["scale"]
+        return torch._int_mm(a, packed["weight"].t()) * packed["scale"]
 
 
 class Prepacked:

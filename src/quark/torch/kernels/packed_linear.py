@@ -11,7 +11,7 @@ from torch import nn
 
 from quark.core.quantize import dequantize
 from quark.errors import NotSupportedError
-from quark.torch.kernels.kernel import CodedWeight, Kernel
+from quark.torch.kernels.kernel import CodedWeight, Kernel, Packed
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import with_branch
@@ -19,6 +19,10 @@ from quark.torch.layers.low_rank import with_branch
 ROWS = (1, 8, 64)
 """Numbers of rows (tokens) that are measured. A call takes the way that was fastest at the first that is not smaller
 than its own number of rows, or at the last."""
+
+
+PREPARED = ("_multiply", "_packed")
+"""What a layer finds out once from its other attributes."""
 
 
 class PackedLinear(nn.Module):
@@ -31,6 +35,7 @@ class PackedLinear(nn.Module):
         kernel: Keeps the codes and multiplies.
         ways: The name of the kernel's way for each of ROWS.
         weight: The codes.
+        packed: What `kernel` packs of them; None: packed here.
     """
 
     is_packed = True
@@ -40,7 +45,14 @@ class PackedLinear(nn.Module):
     weight_quantizer: nn.Module
     bias: nn.Parameter | None
 
-    def __init__(self, layer: QuantLinear, kernel: Kernel, ways: tuple[str, ...], weight: CodedWeight) -> None:
+    def __init__(
+        self,
+        layer: QuantLinear,
+        kernel: Kernel,
+        ways: tuple[str, ...],
+        weight: CodedWeight,
+        packed: Packed | None = None,
+    ) -> None:
         super().__init__()
         # Hooks, flags, quantizers and stored tensors: as from_float takes them over.
         self.__dict__.update({key: copy.copy(value) for key, value in layer.__dict__.items()})
@@ -49,33 +61,55 @@ class PackedLinear(nn.Module):
         self.kernel, self.ways, self.shape = kernel, ways, weight.shape
         self.dtype = weight.dtype
         self.constants: dict[str, Any] = {}
-        for name, value in kernel.pack(weight).items():
+        for name, value in (packed or kernel.pack(weight)).items():
             if isinstance(value, torch.Tensor):
                 self.register_buffer(f"packed_{name}", value)
             else:
                 self.constants[name] = value
 
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Look once at what each call needs: in small layers that takes longer than the product."""
+        found = self.kernel.ways(self.input_quantizer)
+        self._multiply = tuple(found[way] for way in self.ways)
+        self._packed = self.packed
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = input.detach()
-        if self.input_quantizer is not None and not self.kernel.takes_codes:
-            x = self.input_quantizer(x)
-        rows = x.reshape(-1, self.shape[1])
+        gradient = torch.is_grad_enabled()
+        x = input.detach() if gradient else input
+        quantizer = None if self.kernel.takes_codes else self._modules["input_quantizer"]
+        rows = x if quantizer is None else quantizer(x)
+        rows = rows if rows.ndim == 2 else rows.reshape(-1, self.shape[1])
         y = self._product(rows) if rows.shape[0] else rows.new_zeros(0, self.shape[0])
-        y = y.reshape(*input.shape[:-1], self.shape[0])
-        if self.bias is not None:
-            y = y + (self.bias if self.bias_quantizer is None else self.bias_quantizer(self.bias)).detach()
-        y = with_branch(self, input.detach(), y)
-        if self.output_quantizer is not None:
-            y = self.output_quantizer(y)
-        if torch.is_grad_enabled() and input.requires_grad:
+        bias = self._parameters["bias"]
+        if bias is not None:
+            y = y + (bias if self.bias_quantizer is None else self.bias_quantizer(bias)).detach()
+        y = y if input.ndim == 2 else y.reshape(*input.shape[:-1], self.shape[0])
+        y = with_branch(self, x, y)
+        if self._modules["output_quantizer"] is not None:
+            y = self._modules["output_quantizer"](y)
+        if gradient and input.requires_grad:
             result: torch.Tensor = _WithoutGradient.apply(input, y)  # type: ignore[no-untyped-call]
             return result
         return y
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         count = rows.shape[0]
-        way = self.ways[0] if count <= ROWS[0] else self.ways[1] if count <= ROWS[1] else self.ways[2]
-        return self.kernel.ways(self.input_quantizer)[way](rows, self.packed)
+        way = 0 if count <= ROWS[0] else 1 if count <= ROWS[1] else 2
+        return self._multiply[way](rows, self._packed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `_prepare` finds: functions that belong to this process."""
+        return {key: value for key, value in self.__dict__.items() if key not in PREPARED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._prepare()
 
     @property
     def packed(self) -> dict[str, Any]:
@@ -100,7 +134,7 @@ class PackedLinear(nn.Module):
         """The layer that this one replaced, with a frozen weight."""
         layer = self.layer_class.__new__(self.layer_class)
         layer.__dict__.update({key: copy.copy(value) for key, value in self.__dict__.items()})
-        for name in ("layer_class", "kernel", "ways", "shape", "dtype", "constants"):
+        for name in ("layer_class", "kernel", "ways", "shape", "dtype", "constants", *PREPARED):
             del layer.__dict__[name]
         for name in [name for name in layer._buffers if name.startswith("packed_")]:
             del layer._buffers[name]

@@ -11,6 +11,10 @@ Clock = Callable[[], float]
 """Seconds; `time.perf_counter`, or what a test injects."""
 
 RUNS = 5
+"""Of each function at least."""
+
+ENOUGH = 0.02
+"""Seconds that short functions are run again for: the shortest of five runs of some microseconds is chance."""
 
 
 def seconds_of(
@@ -20,7 +24,9 @@ def seconds_of(
     times: dict[Hashable, float] = {}
     for function in functions.values():
         function()  # the first call of a kernel compiles or allocates
-    for _ in range(RUNS):
+    runs, begin = 0, time.perf_counter()
+    while runs < RUNS or time.perf_counter() - begin < ENOUGH:
+        runs += 1
         for name, function in functions.items():
             _wait(device)
             start = clock()
