@@ -149,6 +149,10 @@ FIGURES = [
         Figure("kernels", f"generate, {name} / bfloat16", ("generate", name, "time"), limit)
         for name, limit in (("uint4_g128", 0.6), ("int8", 0.85), ("int8_int8", 0.75))
     ),
+    *(
+        Figure("kernels", f"generate, small model, {name} / bfloat16", ("generate_small", name, "time"), limit)
+        for name, limit in (("uint4_g128", 1.0), ("int8", 0.85), ("int8_int8", 1.0))
+    ),
     Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
     *(
         Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)
