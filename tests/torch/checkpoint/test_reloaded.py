@@ -122,3 +122,21 @@ def test_what_was_left_in_float_is_quantized_and_the_rest_stays(tmp_path: Path) 
     assert torch.equal(logits(saved), logits(both))
     with pytest.raises(ConfigError, match="holds quantized layers already, and none"):
         ModelQuantizer(LLMTemplate.get("llama").get_config("int8_wo")).quantize_model(saved)
+
+
+def test_blocks_that_share_their_weights_in_float_hold_codes_of_their_own(tmp_path: Path) -> None:
+    """Encoder and decoder of DiffusionGemma have one set of weights; what they become depends on their inputs."""
+    from benchmarks.architectures.__main__ import build as tiny
+
+    model, _ = tiny("diffusion_gemma", "DiffusionGemmaModel")
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config("int8_wo"))
+    model = quantizer.freeze(quantizer.quantize_model(model))
+    layer = model.decoder.layers[0].self_attn.q_proj
+    layer.weight = torch.nn.Parameter(layer.weight.flip(1), requires_grad=False)
+    loaded = type(model).from_pretrained(export_safetensors(model, tmp_path / "out"))
+    own = import_model_from_safetensors(None, tmp_path / "out")
+    ours, theirs = quantized_layers(own), quantized_layers(loaded)
+    assert ours.keys() == theirs.keys() and len(ours) > 40
+    assert all(torch.equal(ours[name].weight, theirs[name].weight) for name in ours)
+    twin = ours["encoder.language_model.layers.0.self_attn.q_proj"].weight
+    assert torch.equal(ours["decoder.layers.0.self_attn.q_proj"].weight, twin.flip(1))

@@ -14,6 +14,7 @@ from quark.torch.checkpoint.shards import read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
 from quark.torch.model.passes import UnfusedExperts
@@ -31,6 +32,7 @@ def _map_to_quark(
         raise NotSupportedError(f"custom_mode={custom_mode!r} checkpoints are loaded by transformers' own quantizers.")
     map_to_stored(model, quantization_config, pack_method, quantization_config.weight_format or REAL_QUANTIZED)
     mark_loaded(model, quantization_config, "quark")
+    _untie(model)
     folder = _folder_of(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(shard_files(folder)), saved_dtype(folder), partial=True)
@@ -38,6 +40,18 @@ def _map_to_quark(
     for name in merged_names(model, blocks):
         ReceivingExperts.stack(blocks[name])
     return model
+
+
+def _untie(model: Any) -> None:
+    """Let weights that quantized layers hold be their own, where the float model has one for two blocks.
+
+    Each was quantized for the inputs of its block and is in the files; tied, one would get the codes of the other.
+    """
+    ties = getattr(model, "all_tied_weights_keys", None)
+    if ties:
+        own = [*quantized_layers(model), *(n for n, m in model.named_modules() if isinstance(m, UnfusedExperts))]
+        held = tuple(f"{name}." for name in own)
+        model.all_tied_weights_keys = {name: other for name, other in ties.items() if not name.startswith(held)}
 
 
 def _folder_of(model: Any) -> Path:
