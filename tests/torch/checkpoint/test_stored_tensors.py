@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, FormatError
 from quark.torch import ModelQuantizer, export_safetensors, import_model_from_safetensors, load_params, save_params
+from quark.torch.checkpoint.source import check_finite
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from tests.models.checkpoints import change_config, frozen, logits
@@ -222,3 +224,12 @@ def test_codes_of_two_bits_that_are_none_are_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "sha256"}))
     with pytest.raises(FormatError, match=r"up\.weight cannot be read: its codes are no 2-bit integers"):
         load_params(mlp(), file, path)
+
+
+@pytest.mark.parametrize(("values", "good"), [
+    (float("inf"), True), (-float("inf"), True), (float("nan"), False), ([1.0, float("inf")], False),
+])  # fmt: skip
+def test_a_single_number_may_be_a_bound_that_nothing_meets(values: Any, good: bool) -> None:
+    """Gemma 4 clips the inputs of its audio layers to bounds that are infinite where none was trained."""
+    with nullcontext() if good else pytest.raises(FormatError, match=r"ffw\.input_max cannot be read"):
+        check_finite("layers.0.ffw.input_max", torch.tensor(values))

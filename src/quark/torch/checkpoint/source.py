@@ -28,8 +28,15 @@ NOT_FINITE = "values are NaN or infinite"
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise FormatError for a norm or bias with NaN or infinity. It is small, and of every output."""
-    if tensor.ndim < 2 and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+    """Raise FormatError for a norm or bias with NaN or infinity. It is small, and of every output.
+
+    A single number may be infinite: it is a bound that nothing meets, as those that Gemma 4 clips inputs to.
+    """
+    if tensor.ndim > 1 or not tensor.is_floating_point():
+        return
+    values = tensor.float()
+    wrong = values.isnan() if tensor.ndim == 0 else ~values.isfinite()
+    if bool(wrong.any()):
         raise FormatError(f"{name} cannot be read: its {NOT_FINITE}.")
 
 
