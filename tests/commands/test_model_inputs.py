@@ -203,3 +203,15 @@ def test_another_rate_is_refused(folders: dict[str, Path], tmp_path: Path) -> No
 def test_a_folder_without_tokenizer_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="holds no tokenizer"):
         inputs(folders["whisper"])._processor("AutoTokenizer")
+
+
+def test_a_model_of_several_main_inputs_takes_arrays_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    found = inputs(folders["vit"])
+
+    class Tasks(found.model_class):  # type: ignore[misc, name-defined]
+        main_input_name = ("pixel_values", "task_inputs")
+
+    tasks = ModelInputs(found.folder, found.config, Tasks)
+    assert not tasks.reads_text
+    with pytest.raises(CalibrationError, match="Tasks takes an .npz with arrays"):
+        tasks.read(DATA["images"](tmp_path / "i"), 4, 8)

@@ -13,7 +13,7 @@ from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.shorthand_specs import Int8PerTensorSpec
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.outside_reads import weights_read_elsewhere
+from quark.torch.model.outside_reads import example, weights_read_elsewhere
 
 BATCH = torch.ones(2, 4)
 
@@ -64,6 +64,19 @@ def test_a_tied_weight_may_be_used_by_any_module_that_holds_it() -> None:
             return out
 
     assert weights_read_elsewhere(Tied(), [torch.zeros(1, 3, dtype=torch.long)]) == set()
+
+
+def test_a_model_may_have_several_main_inputs() -> None:
+    """OneFormer takes an image and the task to do."""
+    from benchmarks.architectures.tiny import tiny_config, tiny_model
+    from transformers import ViTConfig, ViTModel
+
+    class Tasks(ViTModel):
+        main_input_name = ["pixel_values", "task_inputs"]  # type: ignore[assignment]  # noqa: RUF012
+
+    model = tiny_model(Tasks, tiny_config(ViTConfig))
+    assert set(example(model)) == {"pixel_values"}
+    assert weights_read_elsewhere(model) == weights_read_elsewhere(ViTModel(model.config))
 
 
 def test_a_batch_that_the_model_refuses_says_nothing_and_draws_nothing() -> None:

@@ -20,6 +20,7 @@ from quark.errors import CalibrationError, ConfigError, MissingDependencyError, 
 from quark.image_files import open_image
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
+from quark.torch.model.batches import main_inputs
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
 Batch = Any
@@ -88,9 +89,13 @@ class ModelInputs:
     @property
     def reads_text(self) -> bool:
         """Whether a text alone is enough for a sample."""
-        return bool(self.model_class.main_input_name == "input_ids") and (
-            "pixel_values" not in self.names or self.model_class.can_generate()
-        )
+        return self._main_input == "input_ids" and ("pixel_values" not in self.names or self.model_class.can_generate())
+
+    @property
+    def _main_input(self) -> str | None:
+        """What the model takes alone; None where several arguments are needed, which only arrays by name give."""
+        names = main_inputs(self.model_class)
+        return names[0] if len(names) == 1 else None
 
     @property
     def _continues_text(self) -> bool:
@@ -101,9 +106,11 @@ class ModelInputs:
         if data.suffix == ".npz":
             return self._arrays(data)
         text, images = "input_ids" in self.names, "pixel_values" in self.names
-        main = self.model_class.main_input_name
+        main = self._main_input
         if text and images and not self.model_class.can_generate():
             return self._pairs(data, length)
+        if main is None:
+            raise CalibrationError(f"{data}: {self._wanted()}.")
         if main == "input_ids":
             if not is_dataset(data):
                 self._require(data, folder=False)
@@ -121,7 +128,7 @@ class ModelInputs:
         """What may be given, for errors."""
         kinds = {"input_ids": "a text file, JSON lines (.jsonl)", "pixel_values": "a folder of images",
                  "input_features": "a folder of audio files", "input_values": "a folder of audio files"}  # fmt: skip
-        kind = kinds.get(self.model_class.main_input_name)
+        kind = kinds.get(self._main_input or "")
         arrays = f"an .npz with arrays of samples by the names of arguments ({', '.join(self.names[:6])} ...)"
         return f"{self.model_class.__name__} takes {f'{kind}, or ' if kind else ''}{arrays}"
 

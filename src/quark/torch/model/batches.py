@@ -13,6 +13,12 @@ from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.progress import progress
 
 
+def main_inputs(kind: Any) -> tuple[str, ...]:
+    """The arguments that a class of transformers calls its main ones: one, or several (OneFormer)."""
+    named = kind.main_input_name
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
 def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
     """Forward every batch without gradients, in evaluation mode; return how many there were."""
     device = input_device(model)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from quark.torch.model.batches import evaluating, forward_batch
+from quark.torch.model.batches import evaluating, forward_batch, main_inputs
 
 HARMLESS = frozenset(
     f"torch.Tensor.{name}"
@@ -110,8 +110,8 @@ def example(model: Any, data: Iterable[Any] | None = None) -> Any:
         "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)),
         "input_values": (1, 16000),
     }
-    wanted = [model.main_input_name]
-    if model.main_input_name == "input_ids" and not model.can_generate() and hasattr(config, "vision_config"):
+    wanted = list(main_inputs(type(model)))
+    if wanted == ["input_ids"] and not model.can_generate() and hasattr(config, "vision_config"):
         wanted.append("pixel_values")
     batch = {n: torch.zeros(shapes[n], dtype=dtype, device=device) for n in wanted if n in shapes}
     if "input_ids" in wanted:
