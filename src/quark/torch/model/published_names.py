@@ -84,8 +84,24 @@ def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
     buffers = [name for name, _ in model.named_buffers()]
     computed = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
     patterns += [pattern for pattern, end in computed.items() if any(name.endswith(end) for name in buffers)]
-    own = set(model.state_dict()) if patterns else set()
-    return [name for name in stored if name not in own and any(re.search(p, name) for p in patterns)]
+    found = [name for name in stored if any(re.search(p, name) for p in patterns)]
+    return _without_own(model, found) if found else []
+
+
+def _without_own(model: Any, stored: Sequence[str]) -> list[str]:
+    """The names that no tensor of a model is loaded from.
+
+    A part of a model may leave out what is another part's, by the name of that part in files: of Tipsv2 the text model
+    leaves out the vision model, and the other way round, and the patterns of both are those of the whole.
+    """
+    own = model.state_dict()
+    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
+    if core is None or not known:
+        return [name for name in stored if name not in own]
+    renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
+    mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
+    prefix = getattr(model, "base_model_prefix", None)
+    return [name for name in stored if core.rename_source_key(name, renames, mergers, prefix, own)[0] not in own]
 
 
 def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:
