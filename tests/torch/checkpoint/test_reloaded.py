@@ -140,3 +140,18 @@ def test_blocks_that_share_their_weights_in_float_hold_codes_of_their_own(tmp_pa
     assert all(torch.equal(ours[name].weight, theirs[name].weight) for name in ours)
     twin = ours["encoder.language_model.layers.0.self_attn.q_proj"].weight
     assert torch.equal(ours["decoder.layers.0.self_attn.q_proj"].weight, twin.flip(1))
+
+
+def test_a_bias_that_a_quantized_head_shares_is_loaded_from_its_one_name(tmp_path: Path) -> None:
+    """BLIP's head and the predictions around it hold one bias, which files hold once."""
+    from benchmarks.architectures.__main__ import build as tiny
+    from transformers import BlipTextLMHeadModel
+
+    model, _ = tiny("blip_text_model", "BlipTextLMHeadModel")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config("int8_wo", exclude_layers=[]))
+    model = quantizer.freeze(quantizer.quantize_model(model))
+    assert "cls.predictions.decoder" in quantized_layers(model)
+    loaded = BlipTextLMHeadModel.from_pretrained(export_safetensors(model, tmp_path / "out"))
+    assert torch.equal(loaded.cls.predictions.decoder.bias, model.cls.predictions.bias)

@@ -49,7 +49,8 @@ def entries(
     form: Format = FORMATS["quark"],
     only: Container[str] | None = None,
 ) -> Iterator[Entry]:
-    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once.
+    """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once, but for
+    biases of quantized layers.
 
     Args:
         model: A quantized model.
@@ -80,9 +81,11 @@ def entries(
         if layer is not None and leaf in EXTRAS:
             continue  # of a loaded layer: stored with the tensor that it belongs to
         key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in seen:
-            continue
-        seen[key] = name
+        if layer is None and tensor.numel():
+            if key in seen:
+                continue
+            seen[key] = name
+        # A bias of a quantized layer is written, shared or not: such a head's config no longer says that it shares.
         yield plain_entry(name, tensor.detach())
     for name, layer in layers.items():
         for entry in _activation_entries(name, layer, form):

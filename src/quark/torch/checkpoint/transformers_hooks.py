@@ -49,9 +49,10 @@ def _untie(model: Any) -> None:
     """
     ties = getattr(model, "all_tied_weights_keys", None)
     if ties:
-        own = [*quantized_layers(model), *(n for n, m in model.named_modules() if isinstance(m, UnfusedExperts))]
-        held = tuple(f"{name}." for name in own)
-        model.all_tied_weights_keys = {name: other for name, other in ties.items() if not name.startswith(held)}
+        codes = {f"{name}.weight" for name in quantized_layers(model)}
+        merged = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
+        kept = {name: other for name, other in ties.items() if name not in codes and not name.startswith(merged)}
+        model.all_tied_weights_keys = kept
 
 
 def _folder_of(model: Any) -> Path:
