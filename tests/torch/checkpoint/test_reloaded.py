@@ -155,3 +155,17 @@ def test_a_bias_that_a_quantized_head_shares_is_loaded_from_its_one_name(tmp_pat
     assert "cls.predictions.decoder" in quantized_layers(model)
     loaded = BlipTextLMHeadModel.from_pretrained(export_safetensors(model, tmp_path / "out"))
     assert torch.equal(loaded.cls.predictions.decoder.bias, model.cls.predictions.bias)
+
+
+def test_experts_that_the_module_around_them_draws_are_loaded(tmp_path: Path) -> None:
+    """Qwen 3 Omni draws the merged weights of experts, which a quantized folder holds apart, when it is loaded."""
+    from benchmarks.architectures.__main__ import build as tiny
+
+    model, _ = tiny("qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel")
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config("int8_wo"))
+    model = quantizer.freeze(quantizer.quantize_model(model))
+    folder = export_safetensors(model, tmp_path / "out")
+    loaded, report = type(model).from_pretrained(folder, output_loading_info=True)
+    ours, theirs = (quantized_layers(m) for m in (import_model_from_safetensors(None, folder), loaded))
+    assert not any(report.values()) and any("experts" in name for name in ours)
+    assert all(torch.equal(ours[name].weight, theirs[name].weight) for name in ours)

@@ -39,6 +39,10 @@ def _map_to_quark(
     blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
     for name in merged_names(model, blocks):
         ReceivingExperts.stack(blocks[name])
+    for name, module in model.named_modules():
+        around: Any = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, UnfusedExperts) and not any(True for _ in around.parameters(recurse=False)):
+            around._is_hf_initialized = True  # Qwen 3 Omni would draw the merged weights, which are not there, from it
     return model
 
 
