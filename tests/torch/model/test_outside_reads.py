@@ -13,6 +13,7 @@ from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.shorthand_specs import Int8PerTensorSpec
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.batches import text_config
 from quark.torch.model.outside_reads import example, weights_read_elsewhere
 
 BATCH = torch.ones(2, 4)
@@ -66,6 +67,7 @@ def test_a_tied_weight_may_be_used_by_any_module_that_holds_it() -> None:
     assert weights_read_elsewhere(Tied(), [torch.zeros(1, 3, dtype=torch.long)]) == set()
 
 
+@pytest.mark.slow
 def test_a_model_may_have_several_main_inputs() -> None:
     """OneFormer takes an image and the task to do."""
     from benchmarks.architectures.tiny import tiny_config, tiny_model
@@ -77,6 +79,17 @@ def test_a_model_may_have_several_main_inputs() -> None:
     model = tiny_model(Tasks, tiny_config(ViTConfig))
     assert set(example(model)) == {"pixel_values"}
     assert weights_read_elsewhere(model) == weights_read_elsewhere(ViTModel(model.config))
+
+
+@pytest.mark.slow
+def test_a_model_may_have_a_part_that_reads_text_and_one_that_writes() -> None:
+    """MusicGen: a T5 encoder, and a decoder of sounds; transformers calls the text part ambiguous."""
+    from transformers import LlamaConfig, MusicgenConfig, MusicgenDecoderConfig, T5Config
+
+    parts = {"text_encoder": T5Config(), "audio_encoder": {"model_type": "encodec"}}
+    config = MusicgenConfig(**parts, decoder=MusicgenDecoderConfig(vocab_size=77))
+    assert text_config(config).vocab_size == 77
+    assert text_config(LlamaConfig(vocab_size=5)).vocab_size == 5 and text_config(None) is None
 
 
 def test_a_batch_that_the_model_refuses_says_nothing_and_draws_nothing() -> None:

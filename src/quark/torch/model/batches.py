@@ -126,8 +126,19 @@ def tokens_in(data: Iterable[Any] | None) -> int:
     return total
 
 
+def text_config(config: Any) -> Any:
+    """The part of a config of transformers that says what the model makes of text, or the config itself.
+
+    Where one part reads a text and another writes (MusicGen), that of the part that writes.
+    """
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # several parts
+        return config.get_text_config(decoder=True)
+
+
 def hidden_width(model: nn.Module) -> int:
     """Channels between the blocks, by the config of the model; 0 where it does not say."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "hidden_size", 0) or 0)
+    return int(getattr(text_config(getattr(model, "config", None)), "hidden_size", 0) or 0)

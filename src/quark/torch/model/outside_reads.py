@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from quark.torch.model.batches import evaluating, forward_batch, main_inputs
+from quark.torch.model.batches import evaluating, forward_batch, main_inputs, text_config
 
 HARMLESS = frozenset(
     f"torch.Tensor.{name}"
@@ -102,7 +102,7 @@ def example(model: Any, data: Iterable[Any] | None = None) -> Any:
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", 224) or 224
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    words = getattr(config.get_text_config(), "vocab_size", None) or TOKENS
+    words = getattr(text_config(config), "vocab_size", None) or TOKENS
     # Different tokens, so that more than one expert gets some.
     tokens = (torch.arange(1, TOKENS + 1, device=device) % words)[None]
     shapes = {
