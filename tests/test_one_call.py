@@ -31,6 +31,12 @@ def test_a_family_is_the_scheme_of_the_goal() -> None:
         assert torch.equal(made(tokens).logits, by_hand(tokens).logits)
 
 
+def test_a_family_has_groups_that_divide_the_module() -> None:
+    model = tiny_llama(hidden_size=192, num_attention_heads=6, num_key_value_heads=3, intermediate_size=384)
+    made = quark.quantize(model, "int4")
+    assert {layer.spec.weight.granularity.size for layer in quantized_layers(made).values()} == {64}
+
+
 def test_data_bring_the_algorithm_of_the_effort() -> None:
     tokens = token_batches(2)
     made = quark.quantize(tiny_llama(), "int4", data=tokens, algorithm="gptq:refine_passes=0")

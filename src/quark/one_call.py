@@ -87,6 +87,7 @@ def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str],
     from quark.commands.options.words import torch_algorithms
     from quark.goals.facts import MIX_NAMES
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
+    from quark.torch.plan import divides
 
     if chosen.mixed is not None:
         raise ConfigError(
@@ -104,6 +105,7 @@ def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str],
     else:
         template = LLMTemplate.get(getattr(getattr(model, "config", None), "model_type", None) or "auto")
         kept = [*template.exclude_layers_name, *exclude]
+        chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
     quantizer = ModelQuantizer(config)
     made = quantizer.freeze(quantizer.quantize_model(model, data))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.commands.program import quark
 from tests.models.families import family
-from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
 
 CALIBRATION = ("--calib", TEXT / "calibration.txt", "--samples", "2")
 LAYERS = {"mixtral": "layers.1.mlp.experts.2.w1", "gpt2": "h.1.attn.c_attn"}
@@ -34,3 +34,26 @@ def test_plan_quantize_and_evaluate(name: str, tmp_path: Path) -> None:
     assert done.code == 0 and "perplexity" in done.out and "nan" not in done.out
     wrong = quark("quantize", model, "--scheme", "uint4_wo_32", "--kv-cache", "fp4", "-o", tmp_path / "other")
     assert wrong.code == 1 and "Possible: 'fp8', 'int8'" in wrong.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "scheme"), [
+    ("--for vllm", "uint4_wo_64"),
+    ("--for transformers --bits 4", "uint4_wo_64"),
+    ("--for onnxruntime --size 22%", "uint4_wo_64"),
+    ("--for transformers --bits 4 --exclude *_proj", None),  # what is excluded need not fit
+])  # fmt: skip
+def test_a_goal_takes_groups_that_divide_the_model(words: str, scheme: str | None, tmp_path: Path) -> None:
+    """Widths such as the 576 of SmolLM and the 4544 of Falcon are no multiple of 128."""
+    width = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 384}
+    tiny_llama(**width).save_pretrained(tmp_path / "llama")
+    plan = quark("plan", tmp_path / "llama", *words.split())
+    if scheme is None:
+        assert plan.code == 1 and "Nothing to quantize" in plan.err
+        return
+    assert plan.code == 0 and f" {scheme} " in plan.out, plan.err
+    done = quark("quantize", tmp_path / "llama", *words.split(), "-o", tmp_path / "out")
+    assert done.code == 0 and f"{scheme}:" in done.out
+    assert ("--size" in words) != (f"{scheme} in the place of uint4_wo_128" in done.log)
+    named = quark("quantize", tmp_path / "llama", "--for", "vllm", "--scheme", "uint4_wo_128", "-o", tmp_path / "no")
+    assert named.code == 1 and "does not divide" in named.err

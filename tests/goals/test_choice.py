@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quark.commands.options.words import FILE_FORMS, FOLDER_FORMS, onnx_algorithms, scheme_names, torch_algorithms
@@ -144,3 +146,22 @@ def test_a_target_of_another_program_is_refused_beside_a_goal() -> None:
 def test_targets_beside_a_goal_are_those_of_the_onnx_flow(name: str) -> None:
     offer = GOALS[name].onnx
     assert offer is None or {*offer.targets} <= {*TARGETS}
+
+
+@pytest.mark.parametrize(("asked", "fitting", "scheme"), [
+    ({"name": "vllm"}, "uint4_wo_64 uint4_wo_32", "uint4_wo_64"),
+    ({"name": "transformers", "bits": 4}, "uint4_wo_32", "uint4_wo_32"),
+    ({"name": "vllm", "scheme": "int4"}, "uint4_wo_32", "uint4_wo_32"),
+    ({"name": "transformers", "scheme": "uint4_wo_128"}, "uint4_wo_32", "uint4_wo_128"),  # asked for by its name
+    ({"name": "vllm"}, "uint4_wo_128 uint4_wo_64", "uint4_wo_128"),
+    ({"name": "vllm"}, "", "uint4_wo_128"),  # nothing fits: the work says so
+    ({"name": "ryzen-ai"}, "uint4_wo_64", "uint4_wo_128"),  # of which no other is known to load
+    ({"name": "vllm", "bits": 4.5}, "uint4_wo_64", "mix"),
+])  # fmt: skip
+def test_groups_that_do_not_divide_a_model_are_smaller(asked: dict[str, Any], fitting: str, scheme: str) -> None:
+    choice = choose(asked.pop("name"), False, **asked)
+    found = choice.fitted(lambda name: name in fitting.split())
+    assert found.scheme == scheme
+    assert (found is choice) == (scheme == choice.scheme)
+    if found is not choice:
+        assert "do not divide this model" in found.reasons["scheme"] and found.algorithms == choice.algorithms

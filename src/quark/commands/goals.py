@@ -16,10 +16,12 @@ from quark.commands.folders.calibration import Calibration
 from quark.commands.options.kinds import require_model
 from quark.commands.options.words import onnx_algorithms, torch_algorithms
 from quark.commands.recipes.recipe import Recipe
-from quark.errors import ConfigError, UsageError
+from quark.core.schemes import in_smaller_groups
+from quark.errors import ConfigError, QuarkError, ShapeError, UsageError
 from quark.goals import GOALS, GoalChoice, choose
 from quark.goals.efforts import FAST, check_effort
 from quark.goals.facts import ONNX_FILE, Answer
+from quark.log import logger
 
 GoalOption = Annotated[
     str | None,
@@ -82,15 +84,59 @@ def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_co
         raise AssertionError(goal)
     limit = size_within(size, model)
     rows = [row for row in offer.bits.values() if form in (None, row[0])]
-    sizes = {}
-    for made, scheme in rows:
-        config = config_of(model, scheme, made, trust_remote_code=trust_remote_code)
-        sizes[scheme] = planned(load_meta_model(model, trust_remote_code), config, made)[1]
+    loaded = {(fact.form, fact.scheme) for fact in GOALS[goal].loaded(False)}
+    sizes: dict[str, int] = {}
+    refused: ShapeError | None = None
+    for made, usual in rows:
+        for scheme in [usual, *(name for name in in_smaller_groups(usual) if (made, name) in loaded)]:
+            config = config_of(model, scheme, made, trust_remote_code=trust_remote_code)
+            try:
+                sizes[scheme] = planned(load_meta_model(model, trust_remote_code), config, made)[1]
+                break
+            except ShapeError as error:
+                refused = refused or error
+    if refused is not None and not sizes:
+        raise refused
     fitting = {scheme: size for scheme, size in sizes.items() if size <= limit}
     if not fitting:
         shown = ", ".join(f"{scheme} {size / 1e6:.2f} MB" for scheme, size in sizes.items())
         raise ConfigError(f"--size {size} is less than any scheme of --for {goal} gives: {shown}.")
     return max(fitting, key=lambda scheme: fitting[scheme])
+
+
+def fitted_choice(
+    choice: GoalChoice,
+    model: Path,
+    exclude: list[str] | None = None,
+    layers: list[str] | None = None,
+    trust_remote_code: bool = False,
+) -> GoalChoice:
+    """The choice for the layers of a folder; see `GoalChoice.fitted`. Reads no weights.
+
+    Args:
+        choice: From `asked_choice`.
+        model: A folder.
+        exclude, layers, trust_remote_code: As the command takes them.
+    """
+    # The flow imports torch: after the goal is known.
+    from quark.commands.folders.models import load_meta_model
+    from quark.commands.folders.quantize import config_of
+    from quark.torch.model.passes import prepare
+    from quark.torch.plan import chooser, divides
+
+    def fits(scheme: str) -> bool:
+        config = config_of(model, scheme, choice.form, exclude, layers, trust_remote_code=trust_remote_code)
+        try:
+            meta = load_meta_model(model, trust_remote_code)
+            prepare(meta, chooser(config, meta).wanted)
+            return divides(config, meta)
+        except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
+            return True
+
+    found = choice.fitted(fits)
+    if found is not choice:
+        logger.info("%s in the place of %s: its groups divide this model.", found.scheme, choice.scheme)
+    return found
 
 
 def choice_rows(choice: GoalChoice) -> Table:
@@ -135,6 +181,7 @@ def quantize_path(
     `algorithms` and `bits` were asked for.
     """
     require_model(model)
+    choice = choice if choice.form == ONNX_FILE else fitted_choice(choice, model, exclude)
     if choice.form == ONNX_FILE:
         from quark.commands.onnx_files.quantize import calibration_reader, quantize_onnx
         from quark.commands.onnx_files.recover import recovery_of

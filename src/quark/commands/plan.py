@@ -18,7 +18,15 @@ from quark.commands.folders.bit_budget import (
     choose_for_budget,
 )
 from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
-from quark.commands.goals import EffortOption, GoalOption, asked_choice, choice_rows, onnx_config, serve_line
+from quark.commands.goals import (
+    EffortOption,
+    GoalOption,
+    asked_choice,
+    choice_rows,
+    fitted_choice,
+    onnx_config,
+    serve_line,
+)
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, require, require_model
 from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.options.words import check_words, layer_schemes, torch_algorithms, usage
@@ -83,6 +91,8 @@ def plan(
     amount = f"{bits:g} bits" if bits is not None else size
     say_first("Planning", model, scheme or amount, f"for {goal}" if goal else None)
     console = results()
+    if choice is not None and not onnx:
+        choice = fitted_choice(choice, model, exclude, layer)
     if choice is not None:
         console.print(choice_rows(choice))
     if onnx:

@@ -10,7 +10,7 @@ import typer
 from quark.command_line import results
 from quark.commands.folders.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
 from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
-from quark.commands.goals import EffortOption, GoalOption, asked_choice, onnx_config, serve_line
+from quark.commands.goals import EffortOption, GoalOption, asked_choice, fitted_choice, onnx_config, serve_line
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.options.processes import together
@@ -253,12 +253,15 @@ def quantize(
         from quark.commands.folders.imatrix import Imatrices
         from quark.commands.folders.quantize import quantize_folder
 
+        export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
+        if choice is not None:
+            export.check_output(model, calib)  # before the model is looked at
+            choice = fitted_choice(choice, model, exclude, layer, trust_remote_code)
         named, bit_budget = choice.scheme if choice is not None else None, None
         if choice is None:
             bit_budget = asked_budget(model, scheme, bits, size, candidates, sensitivity, form)
         elif choice.mixed is not None:
             bit_budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form)
-        export = Export(Path(output), form, weight_format, pack_method, max_shard_size, force)
         recipe = quantize_folder(
             model, bit_budget or named or require(scheme, "--scheme or --for", model),
             calibration=Calibration(calib, samples, length, packing, seed), recipe=recipe, exclude=exclude, layer=layer,

@@ -122,6 +122,24 @@ OLD_SCHEMES: dict[str, str] = {
 """Names of schemes up to version 0.10."""
 
 
+def in_smaller_groups(name: str) -> list[str]:
+    """The schemes that differ from one only in smaller groups of weights, the largest groups first.
+
+    >>> in_smaller_groups("uint4_wo_128")
+    ['uint4_wo_64', 'uint4_wo_32']
+    """
+    if name not in SCHEMES or (weight := SCHEMES[name].weight) is None:
+        return []
+    sizes = {}
+    for other, layer in SCHEMES.items():
+        groups = None if layer.weight is None else layer.weight.granularity
+        if isinstance(groups, PerGroup) and isinstance(weight.granularity, PerGroup):
+            same = replace(layer, weight=replace(weight, granularity=replace(weight.granularity, size=groups.size)))
+            if layer == replace(same, input=SCHEMES[name].input) and groups.size < weight.granularity.size:
+                sizes[other] = groups.size
+    return sorted(sizes, key=lambda other: -sizes[other])
+
+
 def scheme_of(name: str) -> LayerSpec:
     """The scheme of this name, or the weights of a block type. Raises ConfigError with the nearest names."""
     return LayerSpec(weight=block_spec(name)) if name in BLOCK_TYPES and name not in SCHEMES else SCHEMES[name]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from quark.core.scheme_families import family_of, named_in, suggestion
+from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.goals.efforts import effort_of, require_data, steps_for
 from quark.goals.facts import ONNX_FILE, Answer, Fact
@@ -29,6 +30,7 @@ class GoalChoice:
         target: Of an ONNX file: a value of --target, or None.
         targets: Values of --target that may be given beside it.
         given: Whether the scheme was asked for, and not the default.
+        named: Whether it was asked for by its own name, and not by bits or a family.
         mixed: The schemes that a budget chooses from, none: what the form chooses from; None: one scheme for all.
     """
 
@@ -43,6 +45,27 @@ class GoalChoice:
     given: bool = False
     targets: tuple[str, ...] = ()
     mixed: tuple[str, ...] | None = None
+    named: bool = False
+
+    def fitted(self, fits: Callable[[str], bool]) -> GoalChoice:
+        """The choice for a model: in smaller groups where those of the scheme do not divide most of its weights.
+
+        A scheme that was asked for by its name stays, and so does one of which the program loads no smaller groups.
+
+        Args:
+            fits: Whether the groups of a scheme divide the model.
+        """
+        if self.named or self.mixed is not None or self.form == ONNX_FILE:
+            return self
+        known = {fact.scheme: fact for fact in self.goal.loaded(False) if fact.form == self.form}
+        others = [name for name in in_smaller_groups(self.scheme) if name in known]
+        if not others or fits(self.scheme):
+            return self
+        found = next(filter(fits, others), None)
+        if found is None:
+            return self
+        why = f"{self.reasons['scheme']}; in smaller groups, as those of {self.scheme} do not divide this model"
+        return replace(self, scheme=found, reasons={**self.reasons, "scheme": why, "format": str(known[found])})
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What, the choice, and the reason, for a table."""
@@ -134,9 +157,11 @@ def choose(
         found = steps_for(chosen, level)
         steps = found.algorithms
         reasons["algorithms"] = found.why
-    given, named = scheme is not None or bits is not None, chosen if mixed is None else MIX
-    serve = offer.serve_as(chosen_form)
-    return GoalChoice(goal, named, chosen_form, level, steps, reasons, serve, offer.target, given, offer.targets, mixed)
+    return GoalChoice(
+        goal, chosen if mixed is None else MIX, chosen_form, level, steps, reasons, offer.serve_as(chosen_form),
+        offer.target, given=scheme is not None or bits is not None, targets=offer.targets, mixed=mixed,
+        named=scheme == chosen,
+    )  # fmt: skip
 
 
 MIX = "mix"

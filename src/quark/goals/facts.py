@@ -80,9 +80,11 @@ _TABLE: tuple[tuple[str, str, str, Answer, Evidence, str], ...] = (
         "vLLM", "of 2026", "quark", LOADS, SOURCE,
         "fp8 mxfp4 mxfp4_weight_only mxfp6_e3m2 mxfp6_e2m3 mxfp4_mxfp6_e2m3 mxfp4_fp8 nvfp4 fp4_block16_scale_e4m3",
     ),
-    # Of awq and compressed-tensors it was read only that there are loaders.
+    # Of its AWQ kernels: groups that divide the inputs, 32, 64 and 128 in the one for newer GPUs.
+    ("vLLM", "of 2026", "awq", LOADS, SOURCE, "uint4_wo_32 uint4_wo_64"),
+    # Of awq and compressed-tensors it was read only that there are loaders, and of its kernel the sizes of groups.
     ("SGLang", "of 2026", "quark", LOADS, SOURCE, "fp8 ptpc_fp8 mxfp4"),
-    ("SGLang", "of 2026", "awq", LOADS, SOURCE, "uint4_wo_128 int4_wo_128"),
+    ("SGLang", "of 2026", "awq", LOADS, SOURCE, "uint4_wo_32 uint4_wo_64 uint4_wo_128 int4_wo_128"),
     ("SGLang", "of 2026", "compressed-tensors", LOADS, SOURCE, "int4_wo_128 int8_dynamic fp8"),
     # Its loader of quark folders knows two forms, and ends with an error for all others.
     (

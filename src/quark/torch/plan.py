@@ -14,7 +14,7 @@ from quark.core.dtypes import Dtype
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
-from quark.log import logger
+from quark.log import logger, severity
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
 from quark.torch.config.selectors import patterns_of, required_patterns, routers, selected_names
@@ -199,6 +199,16 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
         logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
     return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
+
+
+def divides(config: QConfig, model: nn.Module, read_elsewhere: Collection[str] = ()) -> bool:
+    """Whether the groups and blocks of a config divide the weights of a model, but for a few; see `_unfit`."""
+    try:
+        with severity(2):  # what a plan says is said when it is carried out
+            make_plan(config, model, read_elsewhere=read_elsewhere)
+    except ShapeError:
+        return False
+    return True
 
 
 def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
