@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import stat
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from quark import files
-from quark.errors import OutputError, OutputExistsError, QuarkError
+from quark.errors import FormatError, OutputError, OutputExistsError, QuarkError
 from quark.files import (
     atomic_file,
     atomic_folder,
@@ -24,6 +25,7 @@ from quark.files import (
     check_folder,
     move_folder,
     replace_file,
+    require_config,
     scratch_folder,
     temporary_folder,
 )
@@ -382,3 +384,17 @@ def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path, monkey
         check_file(tmp_path / "new" / "file", overwrite=False)
     with pytest.raises(OutputExistsError):
         check_folder(write(tmp_path / "out", ""), overwrite=False)
+
+
+def test_a_folder_that_is_nearly_a_model_says_what_to_do(tmp_path: Path) -> None:
+    cache = tmp_path / "models--me--tiny"
+    snapshot = cache / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(FormatError, match=r"no config\.json\.$"):
+        require_config(cache)
+    (snapshot / "config.json").write_text("{}")
+    with pytest.raises(FormatError, match=rf"Possible: {re.escape(str(snapshot))}\.$"):
+        require_config(cache)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"It is an adapter: merge it"):
+        require_config(tmp_path)

@@ -454,7 +454,21 @@ def require_config(folder: Path) -> None:
             f"a model of the Hugging Face hub is after `hf download {folder} --local-dir DIR`."
         )
     if not found:
-        raise FormatError(f"{folder} is no model folder: it has no config.json.")
+        raise FormatError(f"{folder} is no model folder: it has no config.json.{_hint(folder)}")
+
+
+def _hint(folder: Path) -> str:
+    """What a folder without a config.json is for, where its names say it; "" where they do not."""
+    try:
+        inside = sorted(path for path in folder.glob("snapshots/*") if (path / "config.json").is_file())
+        adapter = (folder / "adapter_config.json").is_file()
+    except (OSError, ValueError):
+        return ""
+    if adapter:
+        return " It is an adapter: merge it into its model first (peft: merge_and_unload), and save that."
+    if inside:  # of the cache of huggingface_hub
+        return f" Possible: {' or '.join(map(str, inside[:3]))}."
+    return ""
 
 
 def _is_hub_name(path: Path) -> bool:

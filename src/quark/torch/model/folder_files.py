@@ -108,7 +108,12 @@ def shard_files(folder: Path) -> list[Path]:
             raise FormatError(f"{index} names {missing}, which is not there.")
         return [file_of(folder, name) for name in names]
     if not single.exists():
-        raise FormatError(f"{folder} holds neither model.safetensors nor {INDEX}.")
+        pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
+        raise FormatError(
+            f"{folder} holds neither model.safetensors nor {INDEX}."
+            + (f" {pickled.name} is read for --scheme and --for, whole in memory; save the model once by "
+               "save_pretrained for what reads it block by block." if pickled else "")
+        )  # fmt: skip
     return [file_of(folder, single.name)]
 
 
