@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quark.errors import FormatError
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.model_folder import check_sizes
 from tests.models.model_folders import model_folder
 
 
@@ -109,6 +110,27 @@ def test_a_folder_that_is_not_what_it_says_is_refused_by_name(
     with pytest.raises(FormatError) as caught:
         load_float_model(folder)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_number_below_none_may_be_the_default_of_its_class(tmp_path: Path) -> None:
+    """ViLT's num_images is -1: as many as there are."""
+    check_sizes(tmp_path, {"model_type": "vilt", "num_images": -1}, {})
+    with pytest.raises(FormatError, match="num_images is -2"):
+        check_sizes(tmp_path, {"model_type": "vilt", "num_images": -2}, {})
+    with pytest.raises(FormatError, match="num_images is -1"):
+        check_sizes(tmp_path, {"model_type": "bert", "num_images": -1}, {})
+
+
+@pytest.mark.slow
+def test_a_model_with_a_generate_of_its_own_has_a_skeleton(tmp_path: Path) -> None:
+    """SpeechT5 generates, and has nothing of what transformers' models that generate have."""
+    from transformers import SpeechT5Config, SpeechT5ForTextToSpeech
+
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "vocab_size": 8}
+    config = SpeechT5Config(**sizes, architectures=["SpeechT5ForTextToSpeech"])
+    config.save_pretrained(tmp_path)
+    skeleton = build_skeleton(tmp_path)
+    assert isinstance(skeleton, SpeechT5ForTextToSpeech) and skeleton.device.type == "meta"
 
 
 def test_tensors_that_the_class_does_not_use_are_kept_on_request(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def build_skeleton(
         with torch.device("meta"):
             model = chosen._from_config(config, dtype=dtype)
         _empty(model)
-        if model.can_generate():
+        if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has a generate of its own
             model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
     _keep_wide(model, model._get_dtype_plan(dtype))
     model.config._name_or_path = str(folder)

@@ -92,13 +92,20 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
         if SCALARS.search(leaf) or not isinstance(value, int) or isinstance(value, bool):
             continue
         limit = max(MODULES, len(shapes)) if COUNTS.match(leaf) else max(LENGTH, PACKING * longest)
-        if value < 0 and COUNTED.match(leaf):
+        if value < 0 and COUNTED.match(leaf) and value != _usual(stored, leaf):
             raise FormatError(f"{folder / 'config.json'}: {name} is {value}; possible: 0 and more.")
         if value > limit:
             raise FormatError(
                 f"{folder / 'config.json'}: {name} is {value}, and the weight files hold {len(shapes)} tensors, the "
                 f"longest dimension {longest}: they are not of this model."
             )
+
+
+def _usual(stored: Mapping[str, Any], field: str) -> Any:
+    """What a field is where a config does not say it: the -1 of ViLT's num_images means that it is of no interest."""
+    mapping = import_transformers().CONFIG_MAPPING
+    kind = stored.get("model_type")
+    return getattr(mapping[kind](), field, None) if kind in mapping else None
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
