@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.image_files import open_image
 from quark.torch.model.model_folder import load_config, model_class
 from tests.models.model_folders import DATA, model_folder
+from tests.models.torch_zoo import TEXT
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +164,11 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "no image": ("vit", lambda t: _written(t / "i" / "a.png", b"nothing").parent, "a.png cannot be read as an image"),
     "a program": ("vit", lambda t: _eps(t / "i" / "a.png"), "a.png cannot be read as an image: it is none of PNG"),
     "floats": ("vit", lambda t: _image(t / "i" / "a.tiff", np.float32), "32-bit floats, of which no range is known"),
+    "a text for pairs": (
+        "clip",
+        lambda t: _written(t / "a.txt", b"hello"),
+        "takes a folder of images, each beside its",
+    ),
     "no caption": ("clip", lambda t: _uncaptioned(t / "i"), "3.txt has to hold a caption"),
     "no sound": ("whisper", lambda t: _written(t / "s" / "a.wav", b"RIFF").parent, "a.wav cannot be read"),
     "half a sound": ("whisper", lambda t: _sound(t / "s" / "a.wav", cut=1), "says 200 bytes of sound and holds 199"),
@@ -215,3 +223,21 @@ def test_a_model_of_several_main_inputs_takes_arrays_by_name(folders: dict[str, 
     assert not tasks.reads_text
     with pytest.raises(CalibrationError, match="Tasks takes an .npz with arrays"):
         tasks.read(DATA["images"](tmp_path / "i"), 4, 8)
+
+
+def test_a_decoder_whose_config_has_no_start_begins_with_the_padding_token(folders: dict[str, Path]) -> None:
+    found = inputs(folders["t5"])
+    config = copy.deepcopy(found.config)
+    del config.decoder_start_token_id
+    config.pad_token_id = 3
+    (batch,) = replace(found, config=config).read(TEXT / "heldout.txt", 1, 8)
+    assert batch["decoder_input_ids"][0, 0] == 3
+    assert inputs(folders["t5"]).read(TEXT / "heldout.txt", 1, 8)[0]["decoder_input_ids"][0, 0] == 0
+
+
+def test_a_model_without_a_limit_of_positions_takes_the_length_that_is_asked_for(folders: dict[str, Path]) -> None:
+    """XLNet says -1."""
+    found = inputs(folders["qwen3"])
+    config = copy.deepcopy(found.config)
+    config.max_position_embeddings = -1
+    assert replace(found, config=config).read(TEXT / "heldout.txt", 1, 8)[0].shape == (1, 8)

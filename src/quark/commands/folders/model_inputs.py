@@ -23,6 +23,7 @@ from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, text_config
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
+PAIRS = "a folder of images, each beside its caption (1.png, 1.txt)"
 Batch = Any
 """What `quantize_model` takes: a tensor of token ids, or arguments of the model by name."""
 
@@ -92,6 +93,11 @@ class ModelInputs:
         return self._main_input == "input_ids" and ("pixel_values" not in self.names or self.model_class.can_generate())
 
     @property
+    def _reads_pairs(self) -> bool:
+        """Whether a sample is an image and a text."""
+        return {"input_ids", "pixel_values"} <= {*self.names} and not self.model_class.can_generate()
+
+    @property
     def _main_input(self) -> str | None:
         """What the model takes alone; None where several arguments are needed, which only arrays by name give."""
         names = main_inputs(self.model_class)
@@ -105,9 +111,8 @@ class ModelInputs:
     def _samples(self, data: Path, limit: int | None, length: int, packing: bool) -> Iterator[Batch]:
         if data.suffix == ".npz":
             return self._arrays(data)
-        text, images = "input_ids" in self.names, "pixel_values" in self.names
         main = self._main_input
-        if text and images and not self.model_class.can_generate():
+        if self._reads_pairs:
             return self._pairs(data, length)
         if main is None:
             raise CalibrationError(f"{data}: {self._wanted()}.")
@@ -128,7 +133,7 @@ class ModelInputs:
         """What may be given, for errors."""
         kinds = {"input_ids": "a text file, JSON lines (.jsonl)", "pixel_values": "a folder of images",
                  "input_features": "a folder of audio files", "input_values": "a folder of audio files"}  # fmt: skip
-        kind = kinds.get(self._main_input or "")
+        kind = PAIRS if self._reads_pairs else kinds.get(self._main_input or "")
         arrays = f"an .npz with arrays of samples by the names of arguments ({', '.join(self.names[:6])} ...)"
         return f"{self.model_class.__name__} takes {f'{kind}, or ' if kind else ''}{arrays}"
 
@@ -154,6 +159,7 @@ class ModelInputs:
         """Tokens in a sample: as many as wanted, or as the model has positions."""
         text = text_config(self.config)
         positions = getattr(text, "max_position_embeddings", None) or length
+        positions = positions if positions > 0 else length  # XLNet's -1: as many as there are tokens
         offset = (getattr(text, "pad_token_id", None) or 0) + 1
         # Positions of some encoders begin behind that of the padding token; a sample two tokens shorter harms no other.
         return min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
@@ -167,7 +173,9 @@ class ModelInputs:
         """What a decoder is given while it is taught these tokens: them behind the start token, without the last."""
         if not self.config.is_encoder_decoder or "decoder_input_ids" not in self.names:
             return {}
-        start = torch.tensor([[self.config.decoder_start_token_id or 0]])
+        # LongT5's config has none where its file does not say it; its models begin with the padding token.
+        named = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+        start = torch.tensor([[next((token for token in named if token is not None), 0)]])
         return {"decoder_input_ids": start if ids is None else torch.cat([start, ids[:, :-1]], 1)}
 
     def _lines(self, data: Path, length: int) -> Iterator[Batch]:
