@@ -8,7 +8,7 @@ import math
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from quark.contrib.llm_eval import eval_model, lm_eval_entrypoint, ppl_eval, ppl_eval_for_kv_cache, task_eval
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, NotSupportedError
+from quark.torch.model.batches import most_tokens
 from quark.torch.utils.llm import get_model, get_tokenizer
 from tests.models.families import family
 
@@ -41,6 +42,7 @@ def test_perplexity_is_that_of_windows_of_the_models_length() -> None:
     picked = likely.gather(-1, windows[:, 1:, None])
     assert found.dtype == torch.float32 and found.item() == pytest.approx(math.exp(-picked.mean()), rel=1e-5)
     assert torch.equal(ppl_eval(model, text, None), found)
+    assert [most_tokens(SimpleNamespace(max_position_embeddings=n), 9) for n in (4, 64, -1, None)] == [4, 9, 9, 9]
 
 
 def test_tokens_with_a_cache_have_the_perplexity_of_the_whole_forward(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from quark.errors import CalibrationError, ConfigError, MissingDependencyError, 
 from quark.image_files import open_image
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
-from quark.torch.model.batches import main_inputs, text_config
+from quark.torch.model.batches import main_inputs, most_tokens, text_config
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
 PAIRS = "a folder of images, each beside its caption (1.png, 1.txt)"
@@ -158,9 +158,8 @@ class ModelInputs:
     def _length(self, length: int) -> int:
         """Tokens in a sample: as many as wanted, or as the model has positions."""
         text = text_config(self.config)
-        positions = getattr(text, "max_position_embeddings", None) or length
-        positions = positions if positions > 0 else length  # XLNet's -1: as many as there are tokens
         offset = (getattr(text, "pad_token_id", None) or 0) + 1
+        positions = most_tokens(text, length + offset)
         # Positions of some encoders begin behind that of the padding token; a sample two tokens shorter harms no other.
         return min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
 

@@ -26,7 +26,7 @@ from quark.torch.llm.model_loading import get_tokenizer
 from quark.torch.llm.named_datasets import NamedDataset, dataset_text
 from quark.torch.llm.other_packages import other_package
 from quark.torch.llm.text import perplexity, read_text
-from quark.torch.model.batches import evaluating, input_device
+from quark.torch.model.batches import evaluating, input_device, most_tokens
 
 __all__ = ["eval_model", "lm_eval_entrypoint", "ppl_eval", "ppl_eval_for_kv_cache", "task_eval"]
 
@@ -56,8 +56,7 @@ def ppl_eval(
             f"ppl_eval(file_format={file_format!r}): possible: 'hf_format'. `quark evaluate` takes ONNX."
         )
     ids = _ids(testenc)
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    length = min(WINDOW, positions or WINDOW)
+    length = most_tokens(getattr(model, "config", None), WINDOW)
     count = ids.shape[1] // length
     if count == 0:
         raise CalibrationError(f"The text has {ids.shape[1]} tokens; at least one window of {length} is needed.")

@@ -139,6 +139,12 @@ def text_config(config: Any) -> Any:
         return config.get_text_config(decoder=True)
 
 
+def most_tokens(config: Any, wanted: int) -> int:
+    """As many tokens as wanted, or as a model has positions; XLNet says -1, for no limit."""
+    positions = getattr(config, "max_position_embeddings", None) or wanted
+    return min(wanted, positions) if positions > 0 else wanted
+
+
 def hidden_width(model: nn.Module) -> int:
     """Channels between the blocks, by the config of the model; 0 where it does not say."""
     return int(getattr(text_config(getattr(model, "config", None)), "hidden_size", 0) or 0)
