@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import struct
 import wave
 from dataclasses import replace
@@ -225,14 +226,23 @@ def test_a_model_of_several_main_inputs_takes_arrays_by_name(folders: dict[str, 
         tasks.read(DATA["images"](tmp_path / "i"), 4, 8)
 
 
-def test_a_decoder_whose_config_has_no_start_begins_with_the_padding_token(folders: dict[str, Path]) -> None:
-    found = inputs(folders["t5"])
+def test_a_decoder_begins_with_the_token_that_generate_would_take(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers 5 moves it from config.json to generation_config.json when it saves a model."""
+    folder = shutil.copytree(folders["t5"], tmp_path / "t5")
+    found = inputs(folder)
     config = copy.deepcopy(found.config)
+
+    def first() -> int:
+        (batch,) = replace(found, config=config).read(TEXT / "heldout.txt", 1, 8)
+        return int(batch["decoder_input_ids"][0, 0])
+
+    assert first() == config.decoder_start_token_id == 0
     del config.decoder_start_token_id
-    config.pad_token_id = 3
-    (batch,) = replace(found, config=config).read(TEXT / "heldout.txt", 1, 8)
-    assert batch["decoder_input_ids"][0, 0] == 3
-    assert inputs(folders["t5"]).read(TEXT / "heldout.txt", 1, 8)[0]["decoder_input_ids"][0, 0] == 0
+    config.bos_token_id, config.pad_token_id = None, 3
+    (folder / "generation_config.json").write_text("{}")
+    assert first() == 3
+    (folder / "generation_config.json").write_text('{"decoder_start_token_id": 5}')
+    assert first() == 5
 
 
 def test_a_model_without_a_limit_of_positions_takes_the_length_that_is_asked_for(folders: dict[str, Path]) -> None:

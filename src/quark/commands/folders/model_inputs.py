@@ -18,6 +18,7 @@ import torch
 
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, one_line
 from quark.image_files import open_image
+from quark.json_objects import plain_json
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config
@@ -172,10 +173,22 @@ class ModelInputs:
         """What a decoder is given while it is taught these tokens: them behind the start token, without the last."""
         if not self.config.is_encoder_decoder or "decoder_input_ids" not in self.names:
             return {}
-        # LongT5's config has none where its file does not say it; its models begin with the padding token.
-        named = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
-        start = torch.tensor([[next((token for token in named if token is not None), 0)]])
+        start = torch.tensor([[self._start_token()]])
         return {"decoder_input_ids": start if ids is None else torch.cat([start, ids[:, :-1]], 1)}
+
+    def _start_token(self) -> int:
+        """The first token of a decoder, as transformers' generate has it; T5's is the padding token.
+
+        transformers 5 moves it from config.json to generation_config.json when it saves a model.
+        """
+        path, beside = self.folder / "generation_config.json", {}
+        if path.is_file():
+            with as_format_error(self.folder, "has a generation_config.json that cannot be read"):
+                beside = plain_json(path.read_text(encoding="utf-8"))
+        name = "decoder_start_token_id"
+        tokens = [getattr(self.config, name, None), beside.get(name) if isinstance(beside, dict) else None]
+        tokens += [getattr(self.config, other, None) for other in ("bos_token_id", "pad_token_id")]
+        return next((token for token in tokens if isinstance(token, int)), 0)
 
     def _lines(self, data: Path, length: int) -> Iterator[Batch]:
         """Each line of a text as one sample, with the special tokens that the model was trained with."""
