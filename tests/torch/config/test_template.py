@@ -104,9 +104,11 @@ def test_a_tower_is_a_part_and_not_what_the_whole_model_is_called() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.speech = nn.ModuleDict({n: nn.Linear(2, 2) for n in ("decoder", "audio_tower", "video_tower")})
+            self.speech = nn.ModuleDict(
+                {n: nn.Linear(2, 2) for n in ("decoder", "audio_tower", "video_tower", "connector")}
+            )
 
-    assert SELECTORS["@non_text"](Speech()) == {"speech.audio_tower", "speech.video_tower"}
+    assert SELECTORS["@non_text"](Speech()) == {"speech.audio_tower", "speech.video_tower", "speech.connector"}
 
 
 def test_a_documented_family_shows_the_documented_lists() -> None:

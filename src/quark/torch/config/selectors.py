@@ -14,7 +14,11 @@ from quark.core.patterns import matches
 from quark.torch.config.families import PATTERNS
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
-NON_TEXT = re.compile(r"vision|visual|image|video|audio|speech|multi_modal_projector|mm_projector|patch_embed", re.I)
+NON_TEXT = re.compile(
+    r"vision|visual|image|video|audio|speech|multi_modal_projector|mm_projector|patch_embed"
+    r"|(^|\.)(connector|projector|merger)(\.|$)",  # between a tower and the text: SmolVLM, HyperCLOVA X, MiniCPM-V
+    re.I,
+)
 
 
 def output_head(model: nn.Module) -> set[str]:
