@@ -69,8 +69,9 @@ class QuantLayer(nn.Module):
         if quantizer is None:
             return x
         # A frozen layer is as fast as the float one: calling a module that gives its input back costs as much as the
-        # product of a small layer.
-        if type(quantizer) is FakeQuantize and (quantizer.mode is Mode.frozen or quantizer.mode is Mode.off):
+        # product of a small layer. An export puts a forward of its own into the module, which marks the tensor.
+        idle = type(quantizer) is FakeQuantize and (quantizer.mode is Mode.frozen or quantizer.mode is Mode.off)
+        if idle and "forward" not in quantizer.__dict__:
             return x
         result: torch.Tensor = quantizer(x, self.extras(role))
         return result
