@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
-from quark.errors import ConfigError, FormatError
+from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import ModelQuantizer, export_safetensors, import_model_from_safetensors, load_params, save_params
+from quark.torch.checkpoint import shards
 from quark.torch.checkpoint.source import check_finite
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -233,3 +234,14 @@ def test_a_single_number_may_be_a_bound_that_nothing_meets(values: Any, good: bo
     """Gemma 4 clips the inputs of its audio layers to bounds that are infinite where none was trained."""
     with nullcontext() if good else pytest.raises(FormatError, match=r"ffw\.input_max cannot be read"):
         check_finite("layers.0.ffw.input_max", torch.tensor(values))
+
+
+@pytest.mark.slow
+def test_a_published_name_that_scales_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As of Inkling 2, whose checkpoints call `weight_proj.weight` `weight_proj`."""
+    monkeypatch.setattr(
+        shards, "published_names", lambda _: lambda name: name.removesuffix(".weight") if LAYER in name else name
+    )
+    with pytest.raises(NotSupportedError, match=f"{LAYER}.weight is {LAYER} in checkpoints.*--exclude {LAYER}"):
+        export_safetensors(frozen("int8_wo", BF16), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

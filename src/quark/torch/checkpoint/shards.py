@@ -184,13 +184,22 @@ def names_in_file(
         form: The format.
         specs: Full name of a layer -> what is quantized there; needed by formats other than quark's.
         as_they_are: Names that are no tensors of the model, and are those of the file.
+
+    Raises (the function):
+        NotSupportedError: A quantized tensor is published under a name that its scales cannot follow.
     """
     publish, of_layer = published_names(model), specs or {}
 
     def name_in_file(source: str, suffix: str) -> str:
         if source in as_they_are:
             return source
-        return form.stored_name(publish(source), suffix, of_layer.get(source.rpartition(".")[0]))
+        published, (layer, _, leaf) = publish(source), source.rpartition(".")
+        if suffix and published.rpartition(".")[2] != leaf:
+            raise NotSupportedError(
+                f"{source} is {published} in checkpoints, a name beside which transformers finds no scales. Possible: "
+                f"leave the layer in float (exclude, --exclude {layer})."
+            )
+        return form.stored_name(published, suffix, of_layer.get(layer))
 
     return name_in_file
 
