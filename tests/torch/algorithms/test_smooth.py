@@ -16,8 +16,7 @@ from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.blocks import find_blocks, record_calls
-from quark.torch.model.short_call import short_call
+from quark.torch.model.blocks import find_blocks, record_calls, short_call
 from quark.torch.quantizer import ModelQuantizer
 from tests.models.architectures import build, token_ids
 from tests.models.families import family

@@ -32,8 +32,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
 from quark.torch.layers.modes import quantizers_off
-from quark.torch.model.blocks import Call
-from quark.torch.model.short_call import short_call
+from quark.torch.model.blocks import Call, short_call
 
 SAMPLES, TOKENS = 4, 64
 """How many calibration samples are compared, and how many of their first tokens: of 128 x 512, four times 0.4 %."""

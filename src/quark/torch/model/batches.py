@@ -11,6 +11,7 @@ from torch import nn
 
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.progress import progress
+from quark.torch.model.half_products import half_products
 
 
 def main_inputs(kind: Any) -> tuple[str, ...]:
@@ -106,11 +107,12 @@ def _to(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within: the model is in evaluation mode."""
+    """Within: the model is in evaluation mode, and fast in the type that it has."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with half_products(model):
+            yield
     finally:
         for module, training in modes:
             module.training = training

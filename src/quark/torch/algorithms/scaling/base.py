@@ -26,7 +26,7 @@ from quark.torch.calibration.distributed import in_order
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.short_call import short_call
+from quark.torch.model.blocks import short_call
 from quark.torch.model.tied_weights import overlapping
 
 SAMPLE = 512
