@@ -213,7 +213,6 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.switch()
         if self.parking is not None:
             self.parked = self.parking.park(tensors_of(self.gr_frame))
-            give_back_memory()
         if not self.dead and self.group <= before:
             raise StructureError(
                 f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more "

@@ -17,8 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from quark.memory_and_disk import give_back_memory
+
 LEAST = 1 << 18
 """Bytes below which a tensor stays in memory."""
+GIVEN_BACK = 1 << 26
+"""Bytes that moved after which the memory that they left is given back: each time would cost as much as moving."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Parking:
         self._file: Any = None
         self._end = 0
         self._full = False
+        self._left = 0
         self._free: dict[int, list[Slot]] = defaultdict(list)
         self._made: dict[int, int] = defaultdict(int)
         self._parked: dict[int, Parked] = {}
@@ -70,6 +75,9 @@ class Parking:
             if type(x) is torch.Tensor and x.device.type == "cpu" and not x.requires_grad:
                 by_memory[x.untyped_storage().data_ptr()].append(x)
         moved = [self._moved(group) for group in by_memory.values() if self._may_move(group)]
+        if self._left > GIVEN_BACK:
+            give_back_memory()
+            self._left = 0
         return [parked for parked in moved if parked is not None]
 
     def bring_back(self, parked: Parked) -> None:
@@ -107,6 +115,7 @@ class Parking:
             self._full = True
             return None
         _point(group, torch.from_numpy(place.mapped).untyped_storage())
+        self._left += size
         parked = Parked(tuple(group), place)
         self._parked.update((id(x), parked) for x in group)
         return parked
