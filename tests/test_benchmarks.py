@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks import __main__ as program
+from benchmarks import solver_peers
+from benchmarks.cases import solvers
 from benchmarks.figures import FIGURES, PARTS, Figure
 from benchmarks.stored import load, store, worse
 
@@ -74,3 +77,11 @@ def test_the_peer_does_not_see_this_package(tmp_path: Path, monkeypatch: pytest.
     assert program.run(sys.executable, "where") == {"path": "src"}
     monkeypatch.setattr(program, "PEER", Path(sys.executable))
     assert program.run(sys.executable, "where") == {"path": None}
+
+
+def test_each_row_beside_other_packages_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(program.CASES))  # as the interpreters of other packages find it
+    foreign = importlib.import_module("foreign_solvers")
+    own = {algorithm for package, algorithm in solver_peers.ROWS if package not in solver_peers.MADE}
+    assert own <= set(solvers.CASES)
+    assert set(foreign.WORK) == {f"{p} {algorithm}" for p, algorithm in solver_peers.ROWS if p in solver_peers.MADE}

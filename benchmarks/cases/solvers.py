@@ -3,25 +3,43 @@
 Random weights whose norms have a few strong channels; 8 x 512 random tokens. A process for each case: one warm-up, the
 float forward of all batches, then `quantize_model`. Cases: GPTQ, AWQ and Qronos on uint4 in groups of 128.
 
-    forward_seconds, seconds, cpu_seconds    wall time of the forward, wall and CPU time of `quantize_model`
+    forward_seconds, forward_cpu             of the float forward, wall and CPU time
+    seconds, cpu_seconds                     of `quantize_model`
     peak_extra_mb                            growth of the peak memory over what it was with the model loaded and run
     layer_error                              mean over the layers of |x (W - Q)^T|^2 / |x W^T|^2, x the float model's
     kl                                       mean KL(float || quantized) of the next token, in nats
 
-Both errors are on 512 tokens that were not used. Names of cases as arguments run only those; `float32` in front takes
-that type instead of bfloat16.
+Both errors are on 512 tokens that were not used. Names of cases as arguments run only those; --shape wide takes one
+layer of 4096 x 14336, --batches 128 as many as users take. Beside other packages: `python -m benchmarks.solver_peers`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, BATCHES, TOKENS = 2048, 5632, 3, 2048, 8, 512
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+
+
+SHAPES = {"1b": Shape(2048, 5632, 3, 32, 4), "wide": Shape(4096, 14336, 1, 32, 8)}
+DTYPES = ("bfloat16", "float32")
+VOCABULARY, TOKENS, BATCHES = 2048, 512, 8
 STRONG, FACTOR = 6, 12.0
 CASES = ("gptq", "awq", "qronos", "importance")
 OURS = ("importance",)
@@ -58,7 +76,7 @@ def scaling() -> list[dict[str, Any]]:
     ]
 
 
-def model_of(dtype: Any) -> Any:
+def model_of(shape: Shape, dtype: Any) -> Any:
     """The float model; some channels of every norm are FACTOR times as strong."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,48 +84,66 @@ def model_of(dtype: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=32,
-        num_key_value_heads=4,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
     )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for block in model.model.layers:
             for norm in (block.input_layernorm, block.post_attention_layernorm):
-                norm.weight[torch.randperm(HIDDEN)[:STRONG]] = FACTOR
+                norm.weight[torch.randperm(shape.hidden)[:STRONG]] = FACTOR
     return model.to(dtype)
 
 
-def run(case: str, type_name: str) -> dict[str, float]:
-    """One case in this process."""
+def measured(shape: Shape, type_name: str, batches: int, work: Callable[[Any, Any], Any]) -> dict[str, float]:
+    """Costs and errors of one package in this process.
+
+    Args:
+        shape, type_name, batches: Of the model, and of its calibration data.
+        work: Takes the float model and the data, (batches, TOKENS); gives the model that computes with what was found.
+    """
     import torch
-    from torch.utils.data import DataLoader
 
-    from quark.torch import ModelQuantizer
-
-    model = model_of(getattr(torch, type_name))
-    tokens = torch.randint(0, VOCABULARY, (BATCHES + 1, TOKENS))
-    config = config_of(case)
+    dtype = getattr(torch, type_name)
+    model = model_of(shape, dtype)
+    tokens = torch.randint(0, VOCABULARY, (batches + 1, TOKENS))
     with torch.no_grad():
         model(tokens[:1])
-        start = time.perf_counter()
-        for row in tokens[:BATCHES]:
-            model(row[None])
-        forward = time.perf_counter() - start
-        before = peak()
         start, used = time.perf_counter(), time.process_time()
-        quantizer = ModelQuantizer(config)
-        found = quantizer.quantize_model(model, DataLoader(tokens[:BATCHES], batch_size=1))
-        result = {
-            "forward_seconds": forward,
-            "seconds": time.perf_counter() - start,
-            "cpu_seconds": time.process_time() - used,
-            "peak_extra_mb": peak() - before,
-        }
+        for row in tokens[:batches]:
+            model(row[None])
+        forward, forward_cpu = time.perf_counter() - start, time.process_time() - used
+    before = peak()
+    start, used = time.perf_counter(), time.process_time()
+    quantized = work(model, tokens[:batches])
+    result = {
+        "forward_seconds": forward,
+        "forward_cpu": forward_cpu,
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - used,
+        "peak_extra_mb": peak() - before,
+    }
+    with torch.no_grad():
+        return result | errors(model_of(shape, dtype), quantized, tokens[batches:])
+
+
+def run(case: str, shape: Shape, type_name: str, batches: int) -> dict[str, float]:
+    """One case in this process."""
+
+    def work(model: Any, tokens: Any) -> Any:
+        from torch.utils.data import DataLoader
+
+        from quark.torch import ModelQuantizer
+
+        quantizer = ModelQuantizer(config_of(case))
+        found = quantizer.quantize_model(model, DataLoader(tokens, batch_size=1))
         # Frozen, so that every weight is what the layer computes with, solved or only scaled.
-        return result | errors(model_of(getattr(torch, type_name)), quantizer.freeze(found), tokens[BATCHES:])
+        return quantizer.freeze(found)
+
+    return measured(shape, type_name, batches, work)
 
 
 def errors(float_model: Any, quantized: Any, tokens: Any) -> dict[str, float]:
@@ -141,18 +177,30 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
+def arguments() -> argparse.ArgumentParser:
+    """What describes the model and its data."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--batches", type=int, default=BATCHES, help="of 512 tokens each")
+    return parser
+
+
 def main() -> None:
-    type_name = "float32" if "float32" in sys.argv else "bfloat16"
-    named = [name for name in sys.argv[1:] if name in CASES]
-    if len(named) == 1:
-        print(json.dumps({named[0]: run(named[0], type_name)}))
+    parser = arguments()
+    parser.add_argument("cases", nargs="*", help="some of: " + ", ".join(CASES))
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; possible: {', '.join(CASES)}")
+    if len(args.cases) == 1:
+        print(json.dumps({args.cases[0]: run(args.cases[0], SHAPES[args.shape], args.dtype, args.batches)}))
         return
     result: dict[str, Any] = {}
-    for name in named or CASES:
+    for name in args.cases or CASES:
         # A process for each case: peak memory never falls. The peer has no `importance`.
-        done = subprocess.run(
-            [sys.executable, __file__, type_name, name], stdout=subprocess.PIPE, text=True, check=False
-        )
+        described = ["--shape", args.shape, "--dtype", args.dtype, "--batches", str(args.batches)]
+        command = [sys.executable, __file__, *described, name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode and name not in OURS:
             raise SystemExit(done.returncode)
         result |= json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
