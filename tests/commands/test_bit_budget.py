@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from quark.commands.folders.bit_budget import bytes_of, size_within
+from quark.commands.folders.bit_budget import asked_budget, bytes_of, size_within
 from quark.errors import ConfigError
+from quark.goals import GOALS
+from quark.torch import LLMTemplate
+from quark.torch.bit_budget.measure import FITS_ALL, mixed_format, settings_of_folder
+from quark.torch.bit_budget.sensitivity import SensitivityTable
 from quark.torch.layers.replace import quantized_layers
 from tests.commands.program import quark
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
@@ -31,6 +35,37 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (done.code, done.err) == (0, "")
     assert "chosen" in done.out and "int3_wo_128" in done.out
     return root
+
+
+@pytest.mark.parametrize(
+    "goal, form, candidates, alike",
+    [
+        (None, "quark", None, False),  # vLLM refuses 3 bits there, SGLang all
+        (None, "quark", ["uint4_wo_128", "int8_dynamic"], True),  # vLLM might load it
+        (None, "compressed-tensors", None, True),
+        ("vllm", "quark", ["uint4_wo_128", "int8_dynamic"], True),
+        ("transformers", "quark", ["uint4_wo_128", "int8_dynamic"], False),
+    ],
+)
+def test_layers_that_a_program_fuses_are_alike(
+    goal: str | None, form: str, candidates: list[str] | None, alike: bool
+) -> None:
+    row = None if goal is None else GOALS[goal]
+    budget = asked_budget(LANGUAGE_MODEL, None, 5.0, None, candidates, None, form, row)
+    assert budget is not None and budget.alike is alike
+
+
+def test_a_table_for_another_program_is_refused(place: Path) -> None:
+    """Of the same candidates: the file is of layers apart."""
+    done = quark(
+        "plan", place / "llama", "--bits", 5, "--candidates", "uint4_wo_128,int8_wo", "--for", "transformers",
+        "--sensitivity", place / "table.json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    table = SensitivityTable.load(place / "table.json")
+    base = LLMTemplate.get("auto").get_config(FITS_ALL)
+    with pytest.raises(ConfigError, match="another program"):
+        table.check(settings_of_folder(place / "llama", base, mixed_format("quark")), None)
 
 
 def test_a_table_gives_another_budget_without_data(place: Path) -> None:

@@ -208,7 +208,7 @@ def quantize_path(
     export = Export(Path(output), choice.form, "real_quantized", "reorder", "5GB", force)
     budget = None
     if choice.mixed is not None:
-        budget = asked_budget(model, None, bits, None, list(choice.mixed), None, choice.form)
+        budget = asked_budget(model, None, bits, None, list(choice.mixed), None, choice.form, choice.goal)
     quantize_folder(
         model, budget or choice.scheme, exclude=exclude,
         calibration=Calibration(None if data is None else Path(data), samples),

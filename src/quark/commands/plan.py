@@ -113,7 +113,7 @@ def plan(
     if choice is None:
         budget = asked_budget(model, scheme, bits, size, candidates, sensitivity)
     elif choice.mixed is not None:
-        budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form)
+        budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form, choice.goal)
     if budget is not None:
         config = budget_base(budget, exclude, layer)
     elif choice is not None:

@@ -261,7 +261,7 @@ def quantize(
         if choice is None:
             bit_budget = asked_budget(model, scheme, bits, size, candidates, sensitivity, form)
         elif choice.mixed is not None:
-            bit_budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form)
+            bit_budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form, choice.goal)
         recipe = quantize_folder(
             model, bit_budget or named or require(scheme, "--scheme or --for", model),
             calibration=Calibration(calib, samples, length, packing, seed), recipe=recipe, exclude=exclude, layer=layer,

@@ -168,6 +168,14 @@ MIX = "mix"
 """In place of a scheme, where layers differ."""
 
 
+def may_be_fused(form: str, schemes: Sequence[str]) -> bool:
+    """Whether a mix of these schemes may be for a program that fuses layers: one that is not known to refuse any."""
+    return any(
+        not any(fact.scheme in schemes and fact.form == form and fact.answer is Answer.REFUSED for fact in facts)
+        for facts in (goal.facts(onnx=False) for goal in GOALS.values() if goal.fuses)
+    )
+
+
 def _offer(goal: RuntimeGoal, name: str, onnx: bool) -> Offer:
     """What a goal makes of this kind of model. Raises ConfigError where its program takes none."""
     offer = goal.offer(onnx)

@@ -52,6 +52,8 @@ class RuntimeGoal:
         folder: Of a model folder; None where the program takes none.
         onnx: Of an ONNX file; None where the program takes none.
         extra: Pip packages that the program needs to read such a file.
+        fuses: Whether it makes one matrix of layers that read one tensor (query, key and value; gate and up), so that
+            a mix must have one scheme for them.
     """
 
     name: str
@@ -59,6 +61,7 @@ class RuntimeGoal:
     folder: Offer | None = None
     onnx: Offer | None = None
     extra: tuple[str, ...] = field(default=())
+    fuses: bool = False
 
     def offer(self, onnx: bool) -> Offer | None:
         """What is offered for a kind of model."""

@@ -20,6 +20,8 @@ GOALS.register("vllm", RuntimeGoal(
         serve_options=_AWQ,
         mixed=("quark", ("uint4_wo_128", "int8_dynamic")),
     ),
+    # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.
+    fuses=True,
 ))  # fmt: skip
 GOALS.register("sglang", RuntimeGoal(
     "sglang", "SGLang",
@@ -31,6 +33,7 @@ GOALS.register("sglang", RuntimeGoal(
         serve_options=_AWQ,
         mixed=("compressed-tensors", ("int4_wo_128", "int8_dynamic")),
     ),
+    fuses=True,  # as vLLM, in its copies of the same loaders
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(
     "transformers", "transformers",

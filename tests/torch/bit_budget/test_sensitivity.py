@@ -108,9 +108,27 @@ def test_layers_that_read_one_tensor_are_alike(table: SensitivityTable) -> None:
     assert leaves == block * 2
 
 
-def test_experts_of_a_mixture_are_alike_under_one_pattern() -> None:
+def test_layers_apart_lose_less_within_a_budget(table: SensitivityTable) -> None:
+    """What layers that are alike weigh and lose together is the sum of what each does apart."""
+    apart = measure_sensitivity(tiny_llama(), token_batches(), CANDIDATES, alike=False)
+    assert all(len(group.layers) == 1 for group in apart.groups)
+    own = {group.layers[0]: group for group in apart.groups}
+    for group in table.groups:
+        for name in CANDIDATES:
+            parts = [own[layer] for layer in group.layers]
+            assert group.sizes[name] == sum(part.sizes[name] for part in parts)
+            assert group.losses[name] == pytest.approx(sum(part.losses[name] for part in parts))
+    choice = apart.choose(bits=5)
+    assert choice.loss < table.choose(bits=5).loss
+    blocks = [[choice.schemes[f"model.layers.{i}.self_attn.{leaf}_proj"] for leaf in "qkv"] for i in range(2)]
+    assert any(len(set(schemes)) > 1 for schemes in blocks)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_experts_of_a_mixture_are_alike_under_one_pattern(alike: bool) -> None:
     model = build("mixtral")
-    table = measure_sensitivity(model, token_batches(vocabulary=32), ("int8_wo", "uint4_wo_per_channel"))
+    data = token_batches(vocabulary=32)
+    table = measure_sensitivity(model, data, ("int8_wo", "uint4_wo_per_channel"), alike=alike)
     mixtures = [group for group in table.groups if any("experts" in name for name in group.layers)]
     assert mixtures and all(all("experts" in name for name in group.layers) for group in mixtures)
     choice = table.choose(bits=6)

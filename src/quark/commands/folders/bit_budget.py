@@ -16,6 +16,8 @@ from quark.command_line import new_table
 from quark.commands.folders.calibration import Calibration
 from quark.errors import CalibrationError, UsageError
 from quark.files import check_file
+from quark.goals.choice import may_be_fused
+from quark.goals.goal import RuntimeGoal
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
@@ -43,6 +45,7 @@ class Budget:
         candidates: Names of schemes; empty: the default.
         sensitivity: File of the table.
         export_format: Whose bytes are counted.
+        alike: Whether layers that read one tensor get one scheme.
     """
 
     bits: float | None
@@ -50,6 +53,7 @@ class Budget:
     candidates: tuple[str, ...]
     sensitivity: Path | None
     export_format: str
+    alike: bool
 
     @property
     def is_measured(self) -> bool:
@@ -69,8 +73,11 @@ def asked_budget(
     candidates: list[str] | None,
     sensitivity: Path | None,
     export_format: str = "quark",
+    goal: RuntimeGoal | None = None,
 ) -> Budget | None:
     """The budget that the options ask for of the model of a folder, or None where --scheme says all.
+
+    Layers that read one tensor are alike for a goal that fuses them; without a goal, for any that may load the mix.
 
     Raises:
         UsageError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
@@ -91,9 +98,10 @@ def asked_budget(
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.torch.bit_budget.measure import mixed_format
 
-    mixed_format(export_format)
+    rules = mixed_format(export_format)
     named = named_candidates(candidates)
-    return Budget(bits, None if size is None else size_within(size, model), named, sensitivity, export_format)
+    alike = goal.fuses if goal is not None else may_be_fused(export_format, named or rules.candidates)
+    return Budget(bits, None if size is None else size_within(size, model), named, sensitivity, export_format, alike)
 
 
 def named_candidates(words: Sequence[str] | None) -> tuple[str, ...]:
@@ -154,14 +162,15 @@ def choose_for_budget(
 
 def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, device: str) -> SensitivityTable:
     from quark.commands.folders.models import inputs_of, load_meta_model
-    from quark.torch.bit_budget.measure import measure_sensitivity, settings_of_folder
+    from quark.torch.bit_budget.measure import measure_sensitivity, mixed_format, settings_of_folder
     from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 
     file = budget.sensitivity
     data = calibration.read(inputs_of(model, load_meta_model(model)))
     if file is not None and not budget.is_measured:
         table = SensitivityTable.load(file)
-        table.check(settings_of_folder(model, base, budget.export_format), data)
+        rules = mixed_format(budget.export_format, budget.alike)
+        table.check(settings_of_folder(model, base, rules), data)
         return table
     if data is None:
         raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
@@ -170,8 +179,8 @@ def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, dev
         check_file(file, overwrite=False)
         work = file.with_name(f"{file.name}.partial")
     table = measure_sensitivity(
-        model, data, budget.candidates or None, base, export_format=budget.export_format, device=device, work=work,
-        budget=AskedBudget(budget.bits, budget.size),
+        model, data, budget.candidates or None, base, export_format=budget.export_format, alike=budget.alike,
+        device=device, work=work, budget=AskedBudget(budget.bits, budget.size),
     )  # fmt: skip
     if file is not None:
         table.save(file)

@@ -1,6 +1,6 @@
-"""Layers that runtimes need alike: those that read one tensor (q/k/v, gate/up), and all experts of a mixture.
+"""Layers that runtimes may need alike: those that read one tensor (q/k/v, gate/up), and all experts of a mixture.
 
-A runtime fuses the matrices of such layers into one, which has one type of codes.
+vLLM and SGLang fuse the matrices of such layers into one, which has one type of codes; transformers keeps them apart.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def alike_experts(layers: Collection[str]) -> list[list[str]]:
         if expert:
             mixtures.setdefault(expert["block"], []).append(layer)
     return list(mixtures.values())
+
+
+def is_mixture(layers: Sequence[str]) -> bool:
+    """Whether a group is the experts of a mixture."""
+    return EXPERT.fullmatch(layers[0]) is not None
 
 
 def patterns_of_group(layers: Sequence[str]) -> list[str]:

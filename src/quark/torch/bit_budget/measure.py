@@ -57,6 +57,7 @@ def measure_sensitivity(
     config: QConfig | None = None,
     *,
     export_format: str = "quark",
+    alike: bool = True,
     device: str = "cpu",
     work: str | Path | None = None,
     budget: AskedBudget | None = None,
@@ -71,6 +72,8 @@ def measure_sensitivity(
         config: What is excluded (`exclude`); layers that its `layer_quant_config` names keep what it says. Default:
             that of `LLMTemplate`; of GGUF nothing, as its files hold the head in a block type too.
         export_format: Whose bytes are counted: a name in `RULES`.
+        alike: Whether layers that read one tensor get one scheme, as runtimes need it that fuse them (vLLM, SGLang).
+            False, for transformers: each has its own, which loses less. GGUF files always have one for each tensor.
         device: Where blocks of a folder run.
         work: Folder for what the first pass leaves for the second, the inputs of all blocks: a run that was killed
             goes on there. Default: for a folder the system's one for temporary files (`TMPDIR`), of which nothing
@@ -83,7 +86,7 @@ def measure_sensitivity(
         NotSupportedError: The model has no list of blocks, or no logits; other layers than linear ones.
         CalibrationError, ShapeError, NonFiniteError: See there; each names the layer.
     """
-    rules = mixed_format(export_format)
+    rules = mixed_format(export_format, alike)
     specs = {name: rules.spec(name) for name in (rules.candidates if candidates is None else candidates)}
     if len(specs) < 2:
         raise ConfigError(f"A choice needs two candidates at least, got {', '.join(specs) or 'none'}.")
@@ -119,21 +122,23 @@ def _place_of_tape(work: str | Path | None, in_memory: bool) -> Iterator[Path | 
             yield folder
 
 
-def mixed_format(name: str) -> BudgetRules:
-    """The rules of a format. Raises NotSupportedError for one that holds one scheme."""
+def mixed_format(name: str, alike: bool = True) -> BudgetRules:
+    """The rules of a format; `alike` as `measure_sensitivity` takes it. NotSupportedError where it holds one scheme."""
     if name not in RULES:
         raise NotSupportedError(
             f"Bits for a budget are not counted in the format {name}. Possible: {', '.join(RULES)}."
         )
-    return RULES[name]()
+    rules = RULES[name]()
+    rules.alike = alike
+    return rules
 
 
-def settings_of_folder(folder: Path, config: QConfig, export_format: str) -> str:
-    """What a table of sensitivities is of: the folder, what is excluded or has a scheme of its own, the format."""
+def settings_of_folder(folder: Path, config: QConfig, rules: BudgetRules) -> str:
+    """What a table of sensitivities is of: the folder, what is excluded or has a scheme of its own, the rules."""
     stored = config.to_dict()
     kept = [stored[name] for name in ("exclude", "layer_quant_config")]
     files = fingerprint_of_files([folder / "config.json", *shard_files(folder)])
-    return hashlib.sha256(json.dumps([files, kept, export_format]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([files, kept, rules.form.name, rules.alike]).encode()).hexdigest()
 
 
 def _plan_scheme() -> Any:
@@ -190,7 +195,7 @@ def _on_disk(
         data,
         specs,
         config,
-        settings_of_folder(Path(source), config, rules.form.name),
+        settings_of_folder(Path(source), config, rules),
         folder,
         weights,
         rules,

@@ -232,8 +232,8 @@ class SensitivityTable:
         """Raise ConfigError where the table is of another model, or of other data (None: not given)."""
         if self.model != model:
             raise ConfigError(
-                "The table of sensitivities is of another model, of other excluded layers, or of another format. "
-                "Possible: another file."
+                "The table of sensitivities is of another model, of other excluded layers, of another format, or of "
+                "another program, for which other layers are alike. Possible: another file."
             )
         if data is not None and self.data != fingerprint_of_data(data):
             raise ConfigError(
