@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8", "ptpc_fp8", "mxfp8_e4m3"),
     "fp4": ("nvfp4", "mxfp4", "mxfp4_weight_only"),
     "mxfp8": ("mxfp8_e4m3",),
-    "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"),
+    "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e2m3_weight_only"),
     "nf4": ("iq4_nl",),
     "fp16": ("float16", "FP16"),
     "bf16": ("bfloat16", "BF16"),

@@ -99,6 +99,7 @@ _row("mx4", _block("mx4", 16), _live(_block("mx4", 16)))
 _row("mxint8", _ocp("mxint8"), _live(_ocp("mxint8")))
 _row("mxfp8_e4m3", _ocp("fp8_e4m3"), _live(_ocp("fp8_e4m3")))
 _row("mxfp8_e5m2", _ocp("fp8_e5m2"), _live(_ocp("fp8_e5m2")))
+_row("mxfp6_e2m3_weight_only", _ocp("fp6_e2m3"))
 for _name in ("float16", "bfloat16"):
     _row(_name, spec(_name, observer="placeholder"))
 

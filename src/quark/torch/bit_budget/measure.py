@@ -38,14 +38,15 @@ from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import Plan, make_plan
 from quark.torch.replace import prepared
 
-_INTEGERS = ("int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32", "int8_wo")
+_TO_5_BITS = ("int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32")
 RULES: dict[str, Callable[[], BudgetRules]] = {
-    "quark": partial(FolderRules, "quark", _INTEGERS),
-    "compressed-tensors": partial(FolderRules, "compressed-tensors", ("int2_wo_64", *_INTEGERS)),
+    "quark": partial(FolderRules, "quark", ("uint2_wo_64", *_TO_5_BITS, "mxfp6_e2m3_weight_only", "int8_wo")),
+    "compressed-tensors": partial(FolderRules, "compressed-tensors", ("int2_wo_64", *_TO_5_BITS, "int8_wo")),
     "gguf": GgufRules,
 }
 """Formats that say what each layer has -> what is chosen from by default: each the best at its size. The quark format
-stores a value of int2 in 32 bits."""
+stores a value of int2 in 32 bits; the library of compressed-tensors decodes MX types to bfloat16, whatever the model.
+"""
 FITS_ALL = "int8_wo"
 """A scheme that fits every linear layer: the plan under it says which layers there are to choose for."""
 
