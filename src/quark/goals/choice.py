@@ -196,7 +196,7 @@ def _mixed(
         others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
         raise NotSupportedError(
             f"{asked} is a mix of schemes, which no format of {goal.program} is known to hold. Possible for "
-            f"{goal.name}: --bits {known}. A mix: {others}."
+            f"{goal.name}: --bits {known}. A mix{' of a model folder' if onnx else ''}: {others}."
         )
     if bits is not None and not 0 < bits < math.inf:
         known = ", ".join(map(str, offer.bits))
