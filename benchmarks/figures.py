@@ -113,18 +113,20 @@ FIGURES = [
     # Two float32 matrices of 5632 channels, the inputs of a block and 100 MB.
     Figure("solvers", "1B shape, bfloat16: GPTQ, peak memory above the model", ("gptq", "peak_extra_mb"), 450.0, " MB"),
     *(
-        Figure("accuracy", f"{scheme}, {name}: share of the lost perplexity that stays", (scheme, name, "left"), limit)
+        Figure("accuracy", f"{scheme}, {name}: share of the divergence that stays", (scheme, name, "left"), limit)
+        # What is aimed at by Fisher information; of the others, that none is worse than rounding to nearest.
         for scheme, name, limit in (
-            ("int3_g128", "gptq", 0.2),
-            ("int3_g128", "qronos_groups", 0.12),
-            ("int3_g128", "awq", 0.5),
-            ("int3_g128", "importance", 0.5),
-            ("int2_g64", "gptq", 0.2),
-            ("int2_g64", "qronos_groups", 0.12),
-            ("int2_g64", "awq", 0.5),
-            ("int2_g64", "importance", 0.5),
-            ("mxfp4", "rotation+qronos", 0.5),
-            ("nvfp4", "rotation+qronos", 0.5),
+            ("int3_g128", "fisher_groups", 0.18),
+            ("int2_g64", "fisher_groups", 0.15),
+            ("mxfp4", "fisher", 0.7),
+            ("nvfp4", "fisher", 0.65),
+            ("int3_g128", "gptq", 1.0),
+            ("int3_g128", "qronos_groups", 1.0),
+            ("int3_g128", "awq", 1.0),
+            ("int3_g128", "importance", 1.0),
+            ("int2_g64", "gptq", 1.0),
+            ("int2_g64", "qronos_groups", 1.0),
+            ("mxfp4", "rotation+qronos", 1.0),
             ("w8a8_outliers", "smooth", 0.1),
             ("w8a8_outliers", "rotation", 0.1),
             ("mxfp4_outliers", "rotation+qronos", 0.5),
