@@ -121,3 +121,13 @@ def test_an_error_within_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) 
         model(random(ROWS, 9))
     assert seen_types(model, random(ROWS, 8), monkeypatch) == [torch.float16]
     assert model(random(ROWS, 8)).dtype is torch.float16
+
+
+@pytest.mark.slow
+def test_a_compiled_model_stays_compiled() -> None:
+    """With `fullgraph` PyTorch ends in an error where it cannot."""
+    model = nn.Linear(8, 8).half()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with evaluating(compiled), torch.no_grad():
+        found = compiled(random(ROWS, 8))
+        assert torch.allclose(found, model(random(ROWS, 8)), rtol=1e-3, atol=1e-3)

@@ -66,6 +66,11 @@ class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.lacking = lacking
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What the user has compiled stays compiled: PyTorch asks this."""
+        return True
+
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
