@@ -38,8 +38,9 @@ from quark.onnx.passes import PASSES
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
 from quark.torch.checkpoint.loading import empty_params
-from quark.torch.config.algo_configs import ALGO_CONFIGS, RotationConfig
+from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.block_mixes import MIXES
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.config.observer_classes import OBSERVER_CLASSES
 from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import OBSERVER_METHODS, TwoStageSpec

@@ -24,7 +24,6 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config import algo_configs
 from quark.torch.config.algo_configs import (
-    ALGO_CONFIGS,
     AlgoConfig,
     AutoRoundConfig,
     AutoSmoothQuantConfig,
@@ -39,6 +38,7 @@ from quark.torch.config.algo_configs import (
     SmoothQuantConfig,
     SVDQuantConfig,
 )
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.writers.gguf.imatrix import save_imatrix

@@ -15,8 +15,9 @@ from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
 from quark.onnx.config.preset_rows import ROWS
 from quark.onnx.operators.targets import TARGETS
 from quark.torch.algorithms import ALGORITHMS
-from quark.torch.config.algo_configs import ALGO_CONFIGS, GPTQConfig
+from quark.torch.config.algo_configs import GPTQConfig
 from quark.torch.config.block_mixes import MIXES
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.formats import FORMATS
 from quark.torch.writers.gguf.blocks import GgufFormat
 

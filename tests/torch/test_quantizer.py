@@ -294,7 +294,7 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
         quantize(model, LayerSpec(weight=INT8))
     with pytest.raises(ConfigError, match="freeze needs a model from quantize_model"):
         ModelQuantizer.freeze(mlp())
-    from quark.torch.config.algo_configs import UnknownAlgoConfig
+    from quark.torch.config.named_algorithms import UnknownAlgoConfig
 
     with pytest.raises(NotSupportedError, match="UnknownAlgoConfig"):
         ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[UnknownAlgoConfig("of another version")]))

@@ -17,7 +17,7 @@ def algorithms() -> None:
     """
     # Tables of the flows, which load neither torch nor onnx.
     from quark.onnx.config import algo_configs as of_onnx
-    from quark.torch.config import algo_configs as of_torch
+    from quark.torch.config import named_algorithms as of_torch
 
     console = results()
     console.print(_table(of_torch.ALGO_CONFIGS, "Of a model folder"))

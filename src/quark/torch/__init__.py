@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.config.enums import *
     from quark.torch.config.export_config import *
     from quark.torch.config.llm_template import *
+    from quark.torch.config.named_algorithms import *
     from quark.torch.config.not_supported import ModelPruner as ModelPruner
     from quark.torch.config.observer_classes import *
     from quark.torch.config.shorthand_specs import *
@@ -59,7 +60,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 CONFIGS = tuple(
     f"quark.torch.config.{name}"
     for name in (
-        "algo_configs", "enums", "tensor_config", "config", "shorthand_specs", "observer_classes", "export_config",
+        "algo_configs", "named_algorithms", "enums", "tensor_config", "config", "shorthand_specs", "observer_classes",
+        "export_config",
     )
 )  # fmt: skip
 """Modules of which all names are of the flow; `__all__` of each says which. Cheap ones first."""

@@ -13,9 +13,9 @@ from quark.torch import ModelQuantizer
 from quark.torch.algorithms.scaling.find_folds import Discovery, _Search, _sibling
 from quark.torch.algorithms.scaling.float64_forward import Exact
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
-from quark.torch.config.algo_configs import ALGO_CONFIGS
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.model.blocks import Call, find_blocks, record_calls
 from quark.torch.model.passes import prepare
 from tests.models.architectures import build, token_ids

@@ -22,8 +22,8 @@ from quark.torch.config.algo_configs import (
     GPTAQConfig,
     GPTQConfig,
     SmoothQuantConfig,
-    algo_config_from_dict,
 )
+from quark.torch.config.named_algorithms import algo_config_from_dict
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import find_blocks, record_calls
 from tests.models.families import family

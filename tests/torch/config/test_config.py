@@ -14,8 +14,8 @@ from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, FormatError
-from quark.torch.config import algo_configs
-from quark.torch.config.algo_configs import ALGO_CONFIGS, AWQConfig, GPTQConfig, QuaRotConfig, RotationConfig
+from quark.torch.config import named_algorithms
+from quark.torch.config.algo_configs import AWQConfig, GPTQConfig, QuaRotConfig, RotationConfig
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.enums import (
     DeviceType,
@@ -27,6 +27,7 @@ from quark.torch.config.enums import (
     ZeroPointType,
 )
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.config.observer_classes import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
 from quark.torch.config.tensor_config import QTensorConfig
@@ -380,13 +381,13 @@ def test_algorithm_configs() -> None:
 def test_algorithm_configs_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "algo.json"
     file.write_text(json.dumps({"name": "quarot", "r3": False, "scaling_layers": {"first_layer": []}}))
-    loaded = algo_configs.load_quant_algo_config_from_file(file)
+    loaded = named_algorithms.load_quant_algo_config_from_file(file)
     assert loaded == QuaRotConfig({"first_layer": []}, r3=False)
-    assert algo_configs.load_pre_optimization_config_from_file(str(file)) == loaded
+    assert named_algorithms.load_pre_optimization_config_from_file(str(file)) == loaded
     file.write_text(json.dumps(AWQConfig(model_decoder_layers="model.layers").to_dict()))
-    assert algo_configs.load_quant_algo_config_from_file(file) == AWQConfig(model_decoder_layers="model.layers")
+    assert named_algorithms.load_quant_algo_config_from_file(file) == AWQConfig(model_decoder_layers="model.layers")
     with pytest.raises(ConfigError, match="AWQConfig, which is no pre-quantization"):
-        algo_configs.load_pre_optimization_config_from_file(file)
+        named_algorithms.load_pre_optimization_config_from_file(file)
     for text, error, message in [
         ('{"name": "gpqt"}', ConfigError, "Unknown algorithm 'gpqt'. Did you mean 'gptq'"),
         ('{"name": "gptq", "damp": 1}', ConfigError, "GPTQConfig has no field 'damp'"),
@@ -396,7 +397,7 @@ def test_algorithm_configs_from_a_file(tmp_path: Path) -> None:
     ]:
         file.write_text(text)
         with pytest.raises(error, match=message):
-            algo_configs.load_quant_algo_config_from_file(file)
+            named_algorithms.load_quant_algo_config_from_file(file)
 
 
 NO_CONFIGS: list[Any] = [

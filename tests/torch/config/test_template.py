@@ -12,7 +12,6 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
 from quark.torch.config.algo_configs import (
-    ALGO_CONFIGS,
     AutoSmoothQuantConfig,
     AWQConfig,
     GPTQConfig,
@@ -23,6 +22,7 @@ from quark.torch.config.config import SELECTORS, QConfig, QLayerConfig
 from quark.torch.config.enums import Dtype
 from quark.torch.config.llm_template import OLD_SCHEMES, LLMTemplate
 from quark.torch.config.lowering import config_of_layer, lower_layer
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import ModelQuantizer

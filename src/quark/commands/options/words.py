@@ -72,7 +72,7 @@ def scheme_names() -> list[str]:
 
 def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
     """The configs of --algorithm for a model folder; a name alone stays one, which a template may know better."""
-    from quark.torch.config.algo_configs import ALGO_CONFIGS
+    from quark.torch.config.named_algorithms import ALGO_CONFIGS
 
     found: list[Any] = []
     for word in words or []:

@@ -19,11 +19,12 @@ from quark.core.scheme_families import suggestion
 from quark.core.schemes import OLD_SCHEMES, SCHEMES, scheme_of
 from quark.errors import ConfigError, did_you_mean
 from quark.log import logger
-from quark.torch.config.algo_configs import ALGO_CONFIGS, AlgoConfig, algo_config_by_name
+from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.families import EXCLUDED, with_shown
 from quark.torch.config.lowering import config_of_layer, lower_layer
+from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.config.tensor_config import QTensorConfig

@@ -1,0 +1,119 @@
+"""Algorithm configs by their names: from the command line, from dicts and from files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quark.checked import as_dict, known_keys
+from quark.core.registry import Registry
+from quark.errors import ConfigError, FormatError
+from quark.torch.config.algo_configs import (
+    AlgoConfig,
+    AutoRoundConfig,
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    ImatrixConfig,
+    ImportanceScaleConfig,
+    PreQuantOptConfig,
+    QronosConfig,
+    QuaRotConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+    SVDQuantConfig,
+)
+
+__all__ = ["load_pre_optimization_config_from_file", "load_quant_algo_config_from_file"]
+
+
+@dataclass
+class UnknownAlgoConfig(AlgoConfig):
+    """An algorithm of a checkpoint for which this version has no class; kept as it came."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict that it was read from."""
+        return dict(self.settings)
+
+
+ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
+for _name, _class in {
+    "smooth": SmoothQuantConfig,
+    "smoothquant": SmoothQuantConfig,
+    "awq": AWQConfig,
+    "autosmoothquant": AutoSmoothQuantConfig,
+    "gptq": GPTQConfig,
+    "gptaq": GPTAQConfig,
+    "qronos": QronosConfig,
+    "importance": ImportanceScaleConfig,
+    "imatrix": ImatrixConfig,
+    "rotation": RotationConfig,
+    "quarot": QuaRotConfig,
+    "autoround": AutoRoundConfig,
+    "svdquant": SVDQuantConfig,
+}.items():
+    ALGO_CONFIGS.register(_name, _class)
+
+
+SEARCHED = {"smooth": "autosmoothquant", "smoothquant": "autosmoothquant"}
+"""Algorithms that are searched for what suits a model when they are asked for by name alone. SmoothQuant's one alpha
+for all layers, and its default of 1 above all, makes some models much worse; the search leaves those layers alone."""
+
+
+def algo_config_by_name(name: str) -> AlgoConfig:
+    """The config of an algorithm that is named and not written out. Raises ConfigError for an unknown name."""
+    return ALGO_CONFIGS[SEARCHED.get(name, name)](keep_better=True)
+
+
+def algo_config_from_dict(data: Mapping[str, Any]) -> AlgoConfig:
+    """The config of an algorithm from its dict; the class follows from "name".
+
+    Raises ConfigError for an unknown name or field.
+    """
+    if "name" not in as_dict(data, "algo_config"):
+        raise ConfigError(f"An algorithm needs a 'name', one of: {', '.join(ALGO_CONFIGS)}. Got {dict(data)!r}.")
+    cls = ALGO_CONFIGS[data["name"]]
+    return cls(**known_keys(data, cls))
+
+
+def recorded_algo_config(data: Mapping[str, Any]) -> AlgoConfig:
+    """The same for the record in a checkpoint, which another version may have written: an error for no dict only.
+
+    The algorithm has run already, so nothing depends on it when the checkpoint is loaded.
+    """
+    data = as_dict(data, "algo_config")
+    try:
+        return algo_config_from_dict(data)
+    except ConfigError:
+        return UnknownAlgoConfig(str(data.get("name", "")), dict(data))
+
+
+def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
+    """Read one algorithm config from a JSON file such as `{"name": "awq", "scaling_layers": [...]}`.
+
+    Raises:
+        FormatError: the file is not a JSON object.
+        ConfigError: unknown algorithm or field.
+    """
+    try:
+        data = json.loads(Path(file_path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{file_path} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise FormatError(f"{file_path} holds a {type(data).__name__}, not one JSON object with a 'name'.")
+    return algo_config_from_dict(data)
+
+
+def load_pre_optimization_config_from_file(file_path: str | Path) -> PreQuantOptConfig:
+    """The same for what runs before quantization: smooth, rotation, quarot."""
+    config = load_quant_algo_config_from_file(file_path)
+    if not isinstance(config, PreQuantOptConfig):
+        raise ConfigError(f"{file_path} describes {type(config).__name__}, which is no pre-quantization optimization.")
+    return config
