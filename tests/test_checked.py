@@ -19,9 +19,9 @@ from quark.onnx.quantizer import ModelQuantizer as OnnxQuantizer
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.algo_configs import AWQConfig
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.enums import Dtype
 from quark.torch.config.export_config import ExporterConfig, JsonExporterConfig
-from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.config.tensor.enums import Dtype
+from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 
 
 def torch_config() -> QConfig:

@@ -41,9 +41,9 @@ from quark.torch.checkpoint.loading import empty_params
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
-from quark.torch.config.observer_classes import OBSERVER_CLASSES
 from quark.torch.config.selectors import SELECTORS
-from quark.torch.config.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
+from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES
+from quark.torch.config.tensor.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS

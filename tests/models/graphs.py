@@ -10,8 +10,8 @@ from torch import fx, nn
 from quark.core.spec import LayerSpec
 from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig
-from quark.torch.config.enums import QuantizationMode
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.config.tensor.enums import QuantizationMode
 
 FX = QuantizationMode.fx_graph_mode
 BATCH = torch.export.Dim("batch", min=2, max=1024)

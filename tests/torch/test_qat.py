@@ -14,8 +14,8 @@ from torch import nn
 from quark.core.spec import LayerSpec, Learning, spec
 from quark.torch import ModelQuantizer, load_params, save_params
 from quark.torch.config.config import QConfig
-from quark.torch.config.enums import QuantizationMode
 from quark.torch.config.lowering import lower_layer
+from quark.torch.config.tensor.enums import QuantizationMode
 from quark.torch.layers.fake_quant import FakeQuantize
 from tests.models.graphs import exported
 from tests.models.torch_zoo import ROOT, mlp

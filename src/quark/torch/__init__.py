@@ -21,14 +21,14 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.checkpoint.save_params import save_params as save_params
     from quark.torch.config.algo_configs import *
     from quark.torch.config.config import *
-    from quark.torch.config.enums import *
     from quark.torch.config.export_config import *
     from quark.torch.config.llm_template import *
     from quark.torch.config.named_algorithms import *
     from quark.torch.config.not_supported import ModelPruner as ModelPruner
-    from quark.torch.config.observer_classes import *
-    from quark.torch.config.shorthand_specs import *
-    from quark.torch.config.tensor_config import *
+    from quark.torch.config.tensor.enums import *
+    from quark.torch.config.tensor.observer_classes import *
+    from quark.torch.config.tensor.shorthand_specs import *
+    from quark.torch.config.tensor.tensor_config import *
     from quark.torch.kernels import RuntimeOptions as RuntimeOptions
     from quark.torch.kernels import accelerate as accelerate
     from quark.torch.kernels import disable_native_inference as disable_native_inference
@@ -60,8 +60,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 CONFIGS = tuple(
     f"quark.torch.config.{name}"
     for name in (
-        "algo_configs", "named_algorithms", "enums", "tensor_config", "config", "shorthand_specs", "observer_classes",
-        "export_config",
+        "algo_configs", "named_algorithms", "tensor.enums", "tensor.tensor_config", "config", "tensor.shorthand_specs",
+        "tensor.observer_classes", "export_config",
     )
 )  # fmt: skip
 """Modules of which all names are of the flow; `__all__` of each says which. Cheap ones first."""

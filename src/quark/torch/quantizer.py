@@ -19,8 +19,8 @@ from quark.torch.calibration.calibrate import calibrate_activations, calibrate_w
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.held_layers import held_layers, with_held
 from quark.torch.config.config import QConfig
-from quark.torch.config.enums import QuantFlow, QuantizationMode
 from quark.torch.config.llm_template import LLMTemplate
+from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference

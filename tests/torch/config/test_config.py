@@ -17,7 +17,9 @@ from quark.errors import ConfigError, FormatError
 from quark.torch.config import named_algorithms
 from quark.torch.config.algo_configs import AWQConfig, GPTQConfig, QuaRotConfig, RotationConfig
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.enums import (
+from quark.torch.config.lowering import config_of_layer
+from quark.torch.config.named_algorithms import ALGO_CONFIGS
+from quark.torch.config.tensor.enums import (
     DeviceType,
     Dtype,
     QSchemeType,
@@ -26,11 +28,13 @@ from quark.torch.config.enums import (
     ScaleType,
     ZeroPointType,
 )
-from quark.torch.config.lowering import config_of_layer
-from quark.torch.config.named_algorithms import ALGO_CONFIGS
-from quark.torch.config.observer_classes import PerChannelMinMaxObserver, PerTensorMinMaxObserver, PlaceholderObserver
-from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor.observer_classes import (
+    PerChannelMinMaxObserver,
+    PerTensorMinMaxObserver,
+    PlaceholderObserver,
+)
+from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 INT8: dict[str, Any] = {
     "dtype": Dtype.int8,

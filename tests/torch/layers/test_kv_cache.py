@@ -17,7 +17,7 @@ from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.config.shorthand_specs import (
+from quark.torch.config.tensor.shorthand_specs import (
     FP8E4M3PerChannelSpec,
     FP8E4M3PerTensorSpec,
     Int8PerTensorSpec,

@@ -15,11 +15,11 @@ from quark.core.spec import LayerSpec, Learning, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig
-from quark.torch.config.enums import Dtype, QSchemeType, RoundType
 from quark.torch.config.lowering import config_of_layer, lower_tensor
-from quark.torch.config.observer_classes import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
-from quark.torch.config.shorthand_specs import Int8PerTensorSpec, TQTSpec
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType
+from quark.torch.config.tensor.observer_classes import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
+from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec, TQTSpec
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 from quark.torch.layers.fake_quant import FakeQuantize
 
 LSQ, TQT = Learning.lsq, Learning.tqt

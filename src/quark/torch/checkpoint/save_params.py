@@ -17,7 +17,7 @@ from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
 from quark.torch.checkpoint.shards import entries, save_tensors
 from quark.torch.config.config import QConfig
-from quark.torch.config.enums import QuantizationMode
+from quark.torch.config.tensor.enums import QuantizationMode
 from quark.torch.formats import FORMATS
 from quark.torch.graph.saving import load_graph, save_graph
 from quark.torch.layers.low_rank import record_branches

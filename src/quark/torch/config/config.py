@@ -17,10 +17,10 @@ from quark.__version__ import __version__
 from quark.checked import as_dict, checked_dataclass, config_table, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig
-from quark.torch.config.enums import DeviceType, QSchemeType, QuantFlow, QuantizationMode
 from quark.torch.config.named_algorithms import recorded_algo_config
 from quark.torch.config.selectors import SELECTORS
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor.enums import DeviceType, QSchemeType, QuantFlow, QuantizationMode
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 __all__ = ["Config", "QConfig", "QLayerConfig", "QuantizationConfig"]
 

@@ -26,8 +26,8 @@ from quark.torch.config.families import EXCLUDED, with_shown
 from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.selectors import SELECTORS
-from quark.torch.config.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 __all__ = ["LLMTemplate"]
 

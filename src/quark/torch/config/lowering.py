@@ -22,10 +22,10 @@ from quark.core.rounding import RoundType
 from quark.core.spec import LayerSpec, Learning, ScaleRule, ScaleType, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig, TensorConfigs
-from quark.torch.config.enums import Dtype, QSchemeType, TQTThresholdInitMeth, ZeroPointType
-from quark.torch.config.observer_classes import core_spec, observer_class
-from quark.torch.config.rules import SCALE_FORMATS, kind_of
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, TQTThresholdInitMeth, ZeroPointType
+from quark.torch.config.tensor.observer_classes import core_spec, observer_class
+from quark.torch.config.tensor.rules import SCALE_FORMATS, kind_of
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 LIVE_OBSERVERS = ("min_max", "block", "placeholder", "pof2_min_max")
 """Statistics that a dynamic scale can honour: it is made from the minimum and maximum of the live tensor."""

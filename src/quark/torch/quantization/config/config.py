@@ -2,7 +2,7 @@
 
 from quark.torch.config.algo_configs import *
 from quark.torch.config.config import *
-from quark.torch.config.enums import *
 from quark.torch.config.named_algorithms import *
-from quark.torch.config.shorthand_specs import *
-from quark.torch.config.tensor_config import *
+from quark.torch.config.tensor.enums import *
+from quark.torch.config.tensor.shorthand_specs import *
+from quark.torch.config.tensor.tensor_config import *

@@ -1,3 +1,3 @@
 """Address of the enums."""
 
-from quark.torch.config.enums import *
+from quark.torch.config.tensor.enums import *

@@ -1,3 +1,3 @@
 """Address of the observers."""
 
-from quark.torch.config.observer_classes import *
+from quark.torch.config.tensor.observer_classes import *

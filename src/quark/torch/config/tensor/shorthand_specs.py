@@ -16,9 +16,9 @@ from typing_extensions import dataclass_transform
 
 from quark.checked import checked_dataclass
 from quark.errors import ConfigError, did_you_mean
-from quark.torch.config import observer_classes as obs
-from quark.torch.config.enums import Dtype, TQTThresholdInitMeth
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor import observer_classes as obs
+from quark.torch.config.tensor.enums import Dtype, TQTThresholdInitMeth
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 __all__ = [
     "AmdFP4Spec",

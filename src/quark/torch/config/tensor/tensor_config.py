@@ -13,9 +13,9 @@ from quark.checked import as_dict, checked_dataclass, known_keys
 from quark.core.rounding import RoundType
 from quark.core.spec import Learning, ScaleRule, ScaleType
 from quark.errors import ConfigError, did_you_mean
-from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType
-from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_of_scheme
-from quark.torch.config.rules import ALLOWED, MX_ELEMENTS, REQUIRED, SCALE_FORMATS, SPLIT, kind_of
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, ZeroPointType
+from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_of_scheme
+from quark.torch.config.tensor.rules import ALLOWED, MX_ELEMENTS, REQUIRED, SCALE_FORMATS, SPLIT, kind_of
 
 __all__ = ["QTensorConfig", "QuantizationSpec"]
 
@@ -26,8 +26,8 @@ class QTensorConfig:
 
     Attributes:
         dtype: Element type.
-        observer_cls: Finds the range; a class of quark.torch.config.observer_classes, a subclass of one's own, or
-            its name.
+        observer_cls: Finds the range; a class of quark.torch.config.tensor.observer_classes, a subclass of one's own,
+            or its name.
         is_dynamic: Scales from each live tensor instead of from calibration.
         qscheme: Which values share a scale.
         ch_axis: Axis of per_channel and per_group.

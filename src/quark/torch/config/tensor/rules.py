@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quark.core.rounding import RoundType
 from quark.core.spec import SHORT_SCALES, ScaleType
-from quark.torch.config.enums import Dtype, QSchemeType, ZeroPointType
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, ZeroPointType
 
 MX_ELEMENTS = (Dtype.int8, Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)
 

@@ -23,7 +23,7 @@ from quark.core.registry import Registry
 from quark.core.scales import qparams_from_range, scale_of_magnitude
 from quark.core.spec import Learning, ScaleType, TensorSpec
 from quark.errors import ConfigError
-from quark.torch.config.enums import QSchemeType
+from quark.torch.config.tensor.enums import QSchemeType
 
 __all__ = [
     "LSQObserver",

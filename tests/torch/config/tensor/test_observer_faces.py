@@ -14,12 +14,12 @@ from quark.core.observers.min_max import MinMaxObserver
 from quark.core.quantize import compute_qparams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError
-from quark.torch.config import observer_classes as faces
-from quark.torch.config.enums import Dtype, QSchemeType, RoundType, ScaleType
 from quark.torch.config.lowering import lower_tensor
-from quark.torch.config.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_class
-from quark.torch.config.shorthand_specs import OCP_MXFP4Spec
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor import observer_classes as faces
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType, ScaleType
+from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_class
+from quark.torch.config.tensor.shorthand_specs import OCP_MXFP4Spec
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 from quark.torch.quantization import observer as package
 from quark.torch.quantization.observer import observer as address
 

@@ -10,11 +10,11 @@ import pytest
 
 from quark.core.spec import ScaleType
 from quark.errors import ConfigError
-from quark.torch.config import shorthand_specs as specs
 from quark.torch.config.config import QLayerConfig
-from quark.torch.config.enums import Dtype, QSchemeType, RoundType, TQTThresholdInitMeth, ZeroPointType
 from quark.torch.config.lowering import lower_tensor
-from quark.torch.config.tensor_config import QTensorConfig
+from quark.torch.config.tensor import shorthand_specs as specs
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType, TQTThresholdInitMeth, ZeroPointType
+from quark.torch.config.tensor.tensor_config import QTensorConfig
 from quark.torch.quantization.config import config as address
 
 REQUIRED = object()
