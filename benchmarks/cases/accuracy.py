@@ -5,7 +5,8 @@ Schemes: weights of 4, 3 and 2 bits, MXFP4 and NVFP4, static w8a8 and W4A4; plai
 256 tokens, with three refinements after GPTQ and its kin; perplexity and `kl`, the mean divergence of the next token
 from the float model: 60 held-out windows of 256. `left` is the share of the divergence of rounding to nearest that an
 algorithm leaves.
-Names of schemes may be given as arguments (`int3_g128`, ...), of algorithms with `+` (`+gptq`).
+Names of schemes may be given as arguments (`int3_g128`, ...), of algorithms with `+` (`+gptq`). Distillation, and what
+stands before it, has 512 texts that the model writes beside the windows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from algorithms import INSIDE, SCALING  # the case beside this one: scripts of one folder
 
 ROOT = Path(__file__).parent.parent.parent / "examples" / "models"
-WINDOW, CALIBRATION, HELD_OUT = 256, 64, 60
+WINDOW, CALIBRATION, HELD_OUT, SYNTHETIC = 256, 64, 60, 512
 WEIGHT_ONLY = ("gptq", "gptaq", "qronos", "awq", "importance", "qronos_groups", "fisher_groups", "awq+gptq")
 LIVE = ("gptq", "qronos", "fisher", "rotation", "rotation+gptq", "rotation+qronos")
 CASES: dict[str, tuple[str, ...]] = {
@@ -93,6 +94,7 @@ def algorithms(name: str) -> list[Any]:
         "rotation": lambda: configs.RotationConfig(r1=True, r2=True, r4=True),
         "importance": _importance,
         "autoround": lambda: configs.AutoRoundConfig(batch_size=8),
+        "distillation": _distillation,
     }
     return [makers[part]() for part in name.split("+")]
 
@@ -101,6 +103,12 @@ def _importance() -> Any:
     from quark.torch.config.algo_configs import ImportanceScaleConfig
 
     return ImportanceScaleConfig()
+
+
+def _distillation() -> Any:
+    from quark.torch.config.algo_configs import DistillationConfig
+
+    return DistillationConfig()
 
 
 def main() -> None:
@@ -134,7 +142,8 @@ def main() -> None:
                 model = load(outliers)
                 start = time.perf_counter()
                 quantizer = ModelQuantizer(QConfig(**settings, algo_config=found))
-                model = quantizer.quantize_model(model, calibration)
+                data = with_synthetic(calibration) if "distillation" in algorithm else calibration
+                model = quantizer.quantize_model(model, data)
                 seconds = time.perf_counter() - start
                 value, divergence = measure(model, held_out, scores)
                 nearest = rows.get("none", {"kl": divergence})
@@ -177,6 +186,13 @@ def windows(name: str, count: int) -> list[Any]:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "language_model")
     ids = tokenizer((ROOT / "text" / f"{name}.txt").read_text(), return_tensors="pt", verbose=False).input_ids[0]
     return list(ids[: count * WINDOW].reshape(count, 1, WINDOW))
+
+
+def with_synthetic(data: list[Any]) -> list[Any]:
+    """The windows, and those that the model writes."""
+    from quark.torch import synthetic_batches
+
+    return [*data, *synthetic_batches(load(False), data, SYNTHETIC)]
 
 
 def log_probabilities(model: Any, window: Any) -> Any:

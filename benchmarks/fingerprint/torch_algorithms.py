@@ -32,6 +32,7 @@ from quark.torch.quantization import (
     AutoRoundConfig,
     AutoSmoothQuantConfig,
     AWQConfig,
+    DistillationConfig,
     GPTAQConfig,
     GPTQConfig,
     OnlineRotationConfig,
@@ -103,6 +104,7 @@ SETTINGS: dict[str, tuple[str, list[AlgoConfig]]] = {
     ),
     "rotation_smooth_gptq": ("int8", [RotationConfig(r4=True), SmoothQuantConfig(alpha=0.5), GPTQConfig()]),
     "svdquant": ("int8", [SVDQuantConfig()]),
+    "distillation": ("int4_wo_64", [DistillationConfig()]),
     "trained_rotation": ("int8", [RotationConfig(trainable=True)]),
 }
 

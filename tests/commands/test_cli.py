@@ -321,6 +321,11 @@ BAD = {
         QUANTIZE + "--scheme int8_wo --length 64",
         "--length describes calibration data",
     ),
+    "texts of its own, without data": (QUANTIZE + "--scheme int8_wo --synthetic 2", "--synthetic describes calib"),
+    "texts of its own, block by block": (
+        QUANTIZE + "--scheme int8 --calib {text} --synthetic 2 --stream",
+        "--synthetic with --stream",
+    ),
     "data that are no name": (QUANTIZE + "--scheme int8 --calib datasets:", "is no name of a dataset"),
     "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "is not there"),
     "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),

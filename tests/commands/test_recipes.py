@@ -51,15 +51,19 @@ def test_the_recipe_in_a_folder_makes_it_again_bit_for_bit(
     monkeypatch.chdir(place)
     line = (
         "quantize", "llama", "--scheme", "uint4_wo_32", "--layer", "*.down_proj=int8_wo", "--exclude", "*.o_proj",
-        "--algorithm", "gptq:desc_act=false,refine_passes=1", "--calib", "text.txt", "--samples", 3, "--length", 64,
-        "--seed", 5, "--write-recipe", tmp_path / "written.yaml", "-o", tmp_path / "first",
+        "--algorithm", "gptq:desc_act=false,refine_passes=1", "--algorithm", "distillation:epochs=1",
+        "--calib", "text.txt", "--samples", 3, "--length", 64, "--seed", 5, "--synthetic", 2,
+        "--write-recipe", tmp_path / "written.yaml", "-o", tmp_path / "first",
     )  # fmt: skip
     assert quark(*line).code == 0
     recipe = tmp_path / "first" / RECIPE
     assert str(place) not in recipe.read_text() and str(tmp_path) not in recipe.read_text()
     content = yaml.safe_load(recipe.read_text())
-    assert content["algorithms"] == [{"gptq": {"desc_act": False, "refine_passes": 1}}]
-    assert content["data"] == {"path": "text.txt", "samples": 3, "length": 64, "seed": 5}
+    assert content["algorithms"] == [
+        {"gptq": {"desc_act": False, "refine_passes": 1}},
+        {"distillation": {"epochs": 1}},
+    ]
+    assert content["data"] == {"path": "text.txt", "samples": 3, "length": 64, "seed": 5, "synthetic": 2}
     assert content["layers"] == {"*.down_proj": "int8_wo"} and "output" not in content
     again = quark("run", recipe, "-o", tmp_path / "again")
     assert again.code == 0, again.err

@@ -28,6 +28,7 @@ from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AutoSmoothQuantConfig,
     AWQConfig,
+    DistillationConfig,
     GPTAQConfig,
     GPTQConfig,
     ImatrixConfig,
@@ -151,6 +152,7 @@ ROWS: dict[type[AlgoConfig], Row] = {
     ImatrixConfig: Row(imatrix_config, 0.6, loss=weighted_weight_error, keeps_float=True),
     AutoRoundConfig: Row(AutoRoundConfig(iters=12, lr=0.04, minmax_lr=0.02, batch_size=2), 0.75),
     RotationConfig: Row(QuaRotConfig(), 0.25, "int8", keeps_float=True),
+    DistillationConfig: Row(DistillationConfig(epochs=20, lr=0.01, scale_lr=0.001), 0.58),
     SVDQuantConfig: Row(SVDQuantConfig(svd_rank=8, min_layer_size=64), 0.5, keeps_float=True),
 }
 

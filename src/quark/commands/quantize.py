@@ -9,7 +9,7 @@ import typer
 
 from quark.command_line import results
 from quark.commands.folders.bit_budget import BITS_HELP, CANDIDATES_HELP, SENSITIVITY_HELP, SIZE_HELP, asked_budget
-from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
+from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption, SyntheticOption
 from quark.commands.goals import EffortOption, GoalOption, asked_choice, fitted_choice, onnx_config, serve_line
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
@@ -144,6 +144,7 @@ def quantize(
     length: LengthOption = None,
     packing: PackingOption = None,
     seed: SeedOption = None,
+    synthetic: SyntheticOption = None,
     write_recipe: WriteRecipe = None,
     force: Force = False,
     report: ReportFile = None,
@@ -264,8 +265,8 @@ def quantize(
             bit_budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form, choice.goal)
         recipe = quantize_folder(
             model, bit_budget or named or require(scheme, "--scheme or --for", model),
-            calibration=Calibration(calib, samples, length, packing, seed), recipe=recipe, exclude=exclude, layer=layer,
-            kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
+            calibration=Calibration(calib, samples, length, packing, seed, synthetic), recipe=recipe, exclude=exclude,
+            layer=layer, kv_cache=kv_cache, attention=attention, device=device, dtype=dtype,
             algorithm=torch_algorithms(choice.algorithms if choice else algorithm) or None, stream=stream,
             imatrix=Imatrices(imatrix, save_imatrix, force), export=export, page=report,
             load={"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected},

@@ -58,8 +58,13 @@ def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) 
     if rounding is RoundType.half_even:
         # bfloat16 has float32's own exponent range, where the sum of _round_exponent would overflow.
         return _round_bits(clipped, 23 - dtype.mbits) if dtype.ebits == 8 else _round_exponent(clipped, dtype)
-    step = xp.clip(power_of_two_below(clipped), 2.0**dtype.emin, None) * 2.0**-dtype.mbits
+    step = step_of(clipped, dtype)
     return xp.clip(round_integer(clipped / step, rounding) * step, dtype.min, dtype.max)
+
+
+def step_of(x: Array, dtype: Dtype) -> Array:
+    """step(x) of a float type at each x (float32), as in the formula above."""
+    return namespace(x).clip(power_of_two_below(x), 2.0**dtype.emin, None) * 2.0**-dtype.mbits
 
 
 def _round_exponent(x: Array, dtype: Dtype) -> Array:

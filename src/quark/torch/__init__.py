@@ -15,6 +15,7 @@ require_packages("The PyTorch flow", "torch", "torch", "greenlet")
 
 if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.calibration.distributed import processes as processes
+    from quark.torch.calibration.synthetic_data import synthetic_batches as synthetic_batches
     from quark.torch.checkpoint.importer import ModelImporter as ModelImporter
     from quark.torch.checkpoint.importer import import_model_from_safetensors as import_model_from_safetensors
     from quark.torch.checkpoint.save_params import load_params as load_params
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
 
 HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.calibration.distributed": ("processes",),
+    "quark.torch.calibration.synthetic_data": ("synthetic_batches",),
     "quark.torch.checkpoint.importer": ("ModelImporter", "import_model_from_safetensors"),
     "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
     "quark.torch.config.llm_template": ("LLMTemplate",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class ModelQuantizer:
                 plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, data))
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data)
-            config, plan = with_held(snapshot(self.config), plan, held)
+            config, plan = with_held(_recorded(snapshot(self.config), algorithms), plan, held)
             model.quant_config, model.quant_plan = config, plan  # type: ignore[assignment]
             model.quant_errors = [errors for algorithm in algorithms for errors in algorithm.errors]  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
@@ -134,6 +135,8 @@ class ModelQuantizer:
         calibrate_weights(layers)
         share_scales(layers, groups)
         calibrate_activations(model, layers, data, self.config)
+        for algorithm in algorithms:
+            algorithm.finish(model, layers)
 
     @staticmethod
     @profile_scope(ProfileStep.FREEZE_MODEL)
@@ -217,6 +220,13 @@ def _algorithms(config: QConfig) -> list[Algorithm]:
     from quark.torch.algorithms import algorithms_of
 
     return algorithms_of(config.algo_config)
+
+
+def _recorded(config: QConfig, algorithms: Sequence[Algorithm]) -> QConfig:
+    """The config with what the algorithms did in place of what they were asked for."""
+    asked = config.algo_config or []
+    done = [algorithm.recorded(each) for algorithm, each in zip(algorithms, asked, strict=True)]
+    return replace(config, algo_config=done) if done else config
 
 
 def _freeze(layer: QuantLayer, role: str, shared: set[int]) -> None:

@@ -30,6 +30,10 @@ PackingOption = Annotated[
 SeedOption = Annotated[
     int | None, folder_option("--seed", min=0, help="Take samples of all --calib by chance. Default: the first ones.")
 ]
+SyntheticOption = Annotated[
+    int | None,
+    folder_option("--synthetic", min=1, help="Samples that the model itself writes, beside those of --calib."),
+]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Calibration:
         samples: Most samples; None: `SAMPLES`.
         length: Tokens in a sample of text; None: `LENGTH`.
         packing, seed: See `ModelInputs.read`.
+        synthetic: How many texts the model writes beside them; None: none.
     """
 
     path: Path | None = None
@@ -48,6 +53,7 @@ class Calibration:
     length: int | None = None
     packing: bool | None = None
     seed: int | None = None
+    synthetic: int | None = None
 
     @property
     def is_default(self) -> bool:
@@ -79,7 +85,9 @@ class Calibration:
     def samples_of(self, inputs: ModelInputs) -> list[Any] | None:
         """As `read`, and nothing is logged."""
         if self.path is None:
-            given = {"--length": self.length, "--packing": self.packing, "--seed": self.seed}
+            given = {
+                "--length": self.length, "--packing": self.packing, "--seed": self.seed, "--synthetic": self.synthetic
+            }  # fmt: skip
             for flag, value in given.items():
                 if value is not None:
                     raise ConfigError(f"{flag} describes calibration data, and there are none. Possible: --calib.")
@@ -96,6 +104,14 @@ class Calibration:
         return inputs.read(
             self.path, self.samples or SAMPLES, self.length or LENGTH, packing=self.packing, seed=self.seed
         )
+
+    def with_synthetic(self, model: Any, samples: list[Any] | None) -> list[Any] | None:
+        """The samples, and behind them what the float model writes; raises as `synthetic_batches` does."""
+        if self.synthetic is None or samples is None:
+            return samples
+        from quark.torch.calibration.synthetic_data import synthetic_batches
+
+        return [*samples, *synthetic_batches(model, samples, self.synthetic, self.seed or 0)]
 
     def described(self, samples: list[Any]) -> str:
         """What was taken, in words."""

@@ -49,15 +49,19 @@ def write_folder(
     of_weights = stream is None and calibration == Calibration()
     if of_weights and _from_file_to_file(model, config, device, dtype, export, load):
         return folder_bytes(export.output), []
+    if calibration.synthetic is not None:
+        if stream:
+            raise ConfigError("--synthetic with --stream: only a model in memory writes texts. Possible: one of them.")
+        stream = False
     if _streams(stream, export, model, load):
         return _streamed(model, config, calibration.read, device, dtype, export), []
-    return _in_memory(model, config, calibration.read, device, dtype, export, load, before)
+    return _in_memory(model, config, calibration, device, dtype, export, load, before)
 
 
 def _in_memory(
     model: Path,
     config: Any,
-    samples: Samples,
+    calibration: Calibration,
     device: str,
     dtype: str,
     export: Export,
@@ -75,10 +79,11 @@ def _in_memory(
 
     check_loading(device, dtype)
     stored = read_config(model).get("quantization_config")
-    data = None if stored else _preflight_data(model, config, samples, export, dtype, load)
+    data = None if stored else _preflight_data(model, config, calibration.read, export, dtype, load)
     float_model = load_model(model, device, dtype, **load)
     if stored:  # only the model that is loaded says what it takes
-        data = samples(inputs_of(model, float_model))
+        data = calibration.read(inputs_of(model, float_model))
+    data = calibration.with_synthetic(float_model, data)
     before(float_model, data)
     quantizer = ModelQuantizer(config)
     quantized: Any = quantizer.freeze(quantizer.quantize_model(float_model, data))

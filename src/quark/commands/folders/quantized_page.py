@@ -74,15 +74,17 @@ def errors_section(errors: Sequence[BlockErrors]) -> Section:
 
     words = (
         "The error of a block's output, quantized as it will be, on some tokens of the calibration data: SQNR in dB "
-        "without and with the algorithm. A named algorithm leaves alone a block whose error it would raise."
+        "without and with the algorithm; of one that learns from the whole model, the divergence of a predicted token "
+        "in millinats. A named algorithm leaves alone what it would make worse."
     )
     rows = [
-        (each.block or "all", each.algorithm, _decibel(each.before), _decibel(each.after),
+        (each.block or "all", each.algorithm, _shown(each.before, each.measure), _shown(each.after, each.measure),
          "kept" if each.kept else "left alone", f"{each.seconds:.1f}")
         for each in errors
     ]  # fmt: skip
-    headers = ("block", "algorithm", "without, dB", "with, dB", "result", "seconds")
-    known = [each for each in errors if min(each.before, each.after) > 0]  # NaN where a block returns no tensor
+    headers = ("block", "algorithm", "without", "with", "result", "seconds")
+    # NaN where a block returns no tensor.
+    known = [each for each in errors if "dB" in _shown(min(each.before, each.after), each.measure)]
     values = [
         (f"{each.block or 'all'} ({each.algorithm})", tuple(-20 * math.log10(x) for x in (each.before, each.after)))
         for each in known[:MOST_BARS]
@@ -91,9 +93,13 @@ def errors_section(errors: Sequence[BlockErrors]) -> Section:
     return Section("What algorithms gained", words, [PageTable(headers, rows, "As a table", folded=True)], figures)
 
 
-def _decibel(error: float) -> str:
-    """A relative error as SQNR."""
-    return f"{-20 * math.log10(error):.1f}" if error > 0 else ""
+def _shown(error: float, measure: str) -> str:
+    """A relative error as SQNR, a divergence as it is."""
+    from quark.torch.algorithms.base import DIVERGENCE
+
+    if measure == DIVERGENCE:
+        return f"{1000 * error:.3g} millinats"
+    return f"{-20 * math.log10(error):.1f} dB" if error > 0 else ""
 
 
 def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:

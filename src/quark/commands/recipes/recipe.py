@@ -32,7 +32,10 @@ NAMES = {
     "layer": "layers",
     "algorithm": "algorithms",
     "calib": "data.path",
-    **{name: f"data.{name}" for name in ("samples", "length", "packing", "seed", "batch_size", "mean", "std")},
+    **{
+        name: f"data.{name}"
+        for name in ("samples", "length", "packing", "seed", "synthetic", "batch_size", "mean", "std")
+    },
     "output": "output.path",
     "export_format": "output.format",
     **{name: f"output.{name}" for name in ("weight_format", "pack_method", "max_shard_size", "report", "save_imatrix")},

@@ -8,6 +8,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.rotation.quarot import QuaRot
 from quark.torch.algorithms.rounding.autoround import AutoRound
+from quark.torch.algorithms.rounding.distillation import Distillation
 from quark.torch.algorithms.rounding.gptq import GPTAQ, GPTQ, Qronos
 from quark.torch.algorithms.rounding.imatrix import Imatrix
 from quark.torch.algorithms.rounding.importance import ImportanceScale
@@ -21,6 +22,7 @@ from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AutoSmoothQuantConfig,
     AWQConfig,
+    DistillationConfig,
     GPTAQConfig,
     GPTQConfig,
     ImatrixConfig,
@@ -44,6 +46,7 @@ ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     AutoRoundConfig: AutoRound,
     RotationConfig: QuaRot,
     SVDQuantConfig: SVDQuant,
+    DistillationConfig: Distillation,
 }
 """Config class -> algorithm."""
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import Call
 
@@ -44,6 +45,10 @@ class Block:
         return self.module.get_submodule(leaf)  # type: ignore[return-value]
 
 
+OUTPUT_ERROR, DIVERGENCE = "output error", "divergence"
+"""Measures of `BlockErrors`: |Q(x) - x| / |x| of a block's output; mean KL divergence of a token, in nats."""
+
+
 @dataclass(frozen=True)
 class BlockErrors:
     """What an algorithm did to the error of a block's output; see `keep_better`.
@@ -52,9 +57,10 @@ class BlockErrors:
         block: Full name; "" for a whole model.
         algorithm: Its name.
         earlier: The algorithms before it that stayed.
-        before, after: Relative errors without and with it; NaN where the block returns no tensor.
+        before, after: Errors without and with it; NaN where the block returns no tensor.
         kept: Whether what it did stays.
         seconds: That it took.
+        measure: What the errors are.
     """
 
     block: str
@@ -64,11 +70,13 @@ class BlockErrors:
     after: float
     kept: bool
     seconds: float
+    measure: str = OUTPUT_ERROR
 
     def __str__(self) -> str:
         without = f"with {', '.join(self.earlier)}" if self.earlier else "to nearest"
+        without = without if self.measure == OUTPUT_ERROR else "before"
         return (
-            f"{self.block or 'The model'}: output error {self.before:.4g} {without}, {self.after:.4g} with "
+            f"{self.block or 'The model'}: {self.measure} {self.before:.4g} {without}, {self.after:.4g} with "
             f"{self.algorithm}: {'kept' if self.kept else 'left as it was'}."
         )
 
@@ -148,6 +156,18 @@ class Algorithm:
             weights: Brings and takes the weights of blocks.
             work: Folder for what it learns, where a killed run finds it; None: in memory.
         """
+
+    def finish(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
+        """Once, when every weight and activation of the whole model has its scales.
+
+        Args:
+            model: Quantized; changed in place.
+            layers: Full name -> quantized layer.
+        """
+
+    def recorded(self, config: AlgoConfig) -> AlgoConfig:
+        """The config that says what was done, given the one that asked for it."""
+        return config
 
     def enter(self, block: Block) -> None:
         """Before the block runs."""

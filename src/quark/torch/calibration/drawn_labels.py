@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import NotSupportedError
-from quark.torch.model.batches import named_outputs
+from quark.torch.calibration.divergence import log_probabilities, predicted
 
 
 def drawn_likelihood(model: nn.Module, result: Any, batch: Any, generator: torch.Generator) -> tuple[torch.Tensor, int]:
@@ -23,16 +22,8 @@ def drawn_likelihood(model: nn.Module, result: Any, batch: Any, generator: torch
     Raises:
         NotSupportedError: The model gives no logits.
     """
-    logits = next((x for name, x in named_outputs(result) if name == "logits"), None)
-    if logits is None:
-        raise NotSupportedError(
-            f"{type(model).__name__} gives no logits, by whose distribution a loss is measured. Possible: a "
-            "model with a head (AutoModelForCausalLM, ...)."
-        )
-    rows = torch.log_softmax(logits.float(), -1).flatten(0, -2)
+    shown = log_probabilities(result, type(model).__name__)
+    rows = shown.flatten(0, -2)
     labels = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
-    drawn = rows.gather(1, labels)[:, 0]
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    if isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:-1]:
-        drawn = drawn[mask.flatten().bool().to(drawn.device)]
+    drawn = predicted(rows.gather(1, labels)[:, 0].reshape(shown.shape[:-1]), batch)
     return drawn.sum(), len(drawn)

@@ -18,6 +18,7 @@ __all__ = [
     "AlgoConfig",
     "AutoRoundConfig",
     "AutoSmoothQuantConfig",
+    "DistillationConfig",
     "GPTAQConfig",
     "GPTQConfig",
     "ImatrixConfig",
@@ -262,6 +263,32 @@ class AutoRoundConfig(AlgoConfig):
     batch_size: int = 8
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
+
+
+@checked_dataclass
+class DistillationConfig(AlgoConfig):
+    """Codes and scales learned together from the outputs of the float model, behind any other algorithm.
+
+    Attributes:
+        epochs: Passes over the data.
+        lr: Rate of the codes, in mean steps of the grid.
+        scale_lr: Rate of the logarithms of scales, where their type is fine enough to move.
+        batch_size: Samples of a step, where they are equally long.
+    """
+
+    name: str = "distillation"
+    epochs: int = 2
+    lr: float = 0.02
+    scale_lr: float = 0.002
+    batch_size: int = 4
+
+    def _check(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"DistillationConfig.{name}: {getattr(self, name)} is below 1.")
+        for name in ("lr", "scale_lr"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"DistillationConfig.{name}: {getattr(self, name)} is not between 0 and 1.")
 
 
 @checked_dataclass

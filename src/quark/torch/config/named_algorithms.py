@@ -16,6 +16,7 @@ from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AutoSmoothQuantConfig,
     AWQConfig,
+    DistillationConfig,
     GPTAQConfig,
     GPTQConfig,
     ImatrixConfig,
@@ -58,6 +59,7 @@ for _name, _class in {
     "quarot": QuaRotConfig,
     "autoround": AutoRoundConfig,
     "svdquant": SVDQuantConfig,
+    "distillation": DistillationConfig,
 }.items():
     ALGO_CONFIGS.register(_name, _class)
 

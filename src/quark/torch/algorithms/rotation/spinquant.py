@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError, NonFiniteError, StructureError
+from quark.errors import ConfigError, NonFiniteError
 from quark.log import logger
 from quark.progress import progress, status
 from quark.torch.algorithms.keep_better import rounded
 from quark.torch.algorithms.rotation.block import BlockPlan
 from quark.torch.algorithms.rotation.cayley import MatrixRotation, cayley_step, in_blocks, keeping_mean
+from quark.torch.calibration.divergence import divergence, log_probabilities
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.batches import evaluating, forward_batch, input_device
@@ -88,7 +89,7 @@ def learn_rotations(
         data: Calibration batches, two at least.
 
     Raises:
-        ConfigError: Too few batches. StructureError: The model returns no logits.
+        ConfigError: Too few batches. NotSupportedError: The model gives no logits.
     """
     if len(data) < 2:
         raise ConfigError(
@@ -237,13 +238,7 @@ class _Turned:
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(self.model, dict(parameters), args, kwargs, tie_weights=False)
 
-        logits = getattr(forward_batch(call, batch, self.device), "logits", None)  # type: ignore[arg-type]
-        if not isinstance(logits, torch.Tensor):
-            raise StructureError(
-                "RotationConfig(trainable=True): the model returns no `logits`, by which rotations are learned. "
-                "Possible: trainable=False, or a model with its head."
-            )
-        return torch.log_softmax(logits.float(), -1)
+        return log_probabilities(forward_batch(call, batch, self.device), type(self.model).__name__)  # type: ignore[arg-type]
 
     def loss(self, batch: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The divergence on one batch, in nats for each token."""
@@ -252,7 +247,7 @@ class _Turned:
             expected = self._log_probabilities(batch, self.values)
         self.rounds = True
         found = self._log_probabilities(batch, parameters)
-        return (expected.exp() * (expected - found)).sum(-1).mean()
+        return divergence(expected, found, batch)
 
     def mean_loss(self, batches: Sequence[Any]) -> float:
         """The mean divergence with the matrices of now."""
