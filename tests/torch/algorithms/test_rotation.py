@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError, NotSupportedError, StructureError
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.rotation.quarot import ModelRotation
 from quark.torch.algorithms.scaling.float64_forward import Exact, difference
 from quark.torch.config.algo_configs import OnlineRotationConfig, QuaRotConfig, RotationConfig
@@ -157,6 +158,23 @@ def test_a_stream_that_cannot_be_rotated_is_refused_and_nothing_changes(name: st
     with pytest.raises(StructureError, match=reason):
         rotate(model, r2=True)
     assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "bert"])
+def test_by_name_values_of_heads_are_rotated_where_the_stream_cannot_be(
+    name: str,
+) -> None:
+    """What is written out is refused; a name asks for what the model allows, and the config tells what that was."""
+    heads = build(name)
+    rotate(heads, r1=False, r2=True)
+    named = LLMTemplate.get("auto").get_config("int8_wo", "rotation")
+    quantized = ModelQuantizer(named).quantize_model(build(name), [token_ids()])
+    expected = state(heads)
+    assert all(torch.equal(value, expected[key]) for key, value in state(quantized).items() if key in expected)
+    (config,) = quantized.quant_config.algo_config
+    assert (config.r1, config.r2) == (False, True)
+    (asked,) = named.algo_config
+    assert (asked.r1, asked.r2) == (True, False)
 
 
 def test_a_bias_of_a_norm_that_nothing_can_take_over_is_refused() -> None:

@@ -19,13 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, NotSupportedError, StructureError
+from quark.log import logger
 from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_weights import BlockWeights
@@ -44,7 +45,7 @@ from quark.torch.algorithms.rotation.frame import (
 )
 from quark.torch.algorithms.rotation.spinquant import learn_rotations
 from quark.torch.calibration.calibrate import naming
-from quark.torch.config.algo_configs import RotationConfig
+from quark.torch.config.algo_configs import AlgoConfig, RotationConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.record_forward import is_linear
 from quark.torch.model.residual_stream import Residual
@@ -252,6 +253,7 @@ def _listed_targets(model: nn.Module, config: RotationConfig, blocks: tuple[str,
 class QuaRot(Algorithm):
     """Rotation as a step of the sweep: everything is done before the first block runs."""
 
+    config: RotationConfig
     reads_inputs = False
     needs_whole = True
 
@@ -264,6 +266,24 @@ class QuaRot(Algorithm):
         return blocks_path(model, self.config)
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        try:
+            self._rotate(model)
+        except StructureError as error:
+            # Asked for by name alone: what the model allows is rotated, and `config` says what that was.
+            if not self.keeps_better or not self.config.r1 or self.config.trainable:
+                raise
+            config, self.config = self.config, replace(self.config, r1=False, r2=True)
+            try:
+                self._rotate(model)
+            except StructureError:
+                self.config = config
+                raise error from None
+            logger.info("R1 is left out, and R2 rotates the values of each head: %s", error)
+
+    def recorded(self, config: AlgoConfig) -> AlgoConfig:
+        return replace(cast(RotationConfig, config), r1=self.config.r1, r2=self.config.r2)
+
+    def _rotate(self, model: nn.Module) -> None:
         self.rotation = ModelRotation(model, self.config)
         self.plans = self.rotation.rotate()
 
