@@ -226,7 +226,7 @@ def _recorded(config: QConfig, algorithms: Sequence[Algorithm]) -> QConfig:
     """The config with what the algorithms did in place of what they were asked for."""
     asked = config.algo_config or []
     done = [algorithm.recorded(each) for algorithm, each in zip(algorithms, asked, strict=True)]
-    return replace(config, algo_config=done) if done else config
+    return replace(config, algo_config=[each for each in done if each is not None] or None)
 
 
 def _freeze(layer: QuantLayer, role: str, shared: set[int]) -> None:

@@ -168,13 +168,35 @@ def test_by_name_values_of_heads_are_rotated_where_the_stream_cannot_be(
     heads = build(name)
     rotate(heads, r1=False, r2=True)
     named = LLMTemplate.get("auto").get_config("int8_wo", "rotation")
-    quantized = ModelQuantizer(named).quantize_model(build(name), [token_ids()])
+    quantized = ModelQuantizer(named).quantize_model(build(name))
     expected = state(heads)
     assert all(torch.equal(value, expected[key]) for key, value in state(quantized).items() if key in expected)
     (config,) = quantized.quant_config.algo_config
     assert (config.r1, config.r2) == (False, True)
     (asked,) = named.algo_config
     assert (asked.r1, asked.r2) == (True, False)
+
+
+@pytest.mark.parametrize(("scheme", "kept"), [("mxfp4_weight_only", False), ("int4_wo_per_channel", True)])
+def test_by_name_a_rotation_stays_where_the_model_loses_less(scheme: str, kept: bool) -> None:
+    """Powers of two are on the grid of MXFP4 as they are; a large column takes the int4 grid from all others."""
+    model = build("llama")
+    with torch.no_grad():
+        for layer in (module for module in model.model.layers.modules() if isinstance(module, nn.Linear)):
+            if kept:
+                layer.weight[:, 3] *= 30
+            else:
+                layer.weight.copy_(layer.weight.sign() / 32)
+    plain = LLMTemplate.get("auto").get_config(scheme)
+    named = LLMTemplate.get("auto").get_config(scheme, "quarot")
+    expected = state(ModelQuantizer(plain).quantize_model(copy.deepcopy(model), [token_ids()]))
+    quantized = ModelQuantizer(named).quantize_model(model, [token_ids()])
+    (error,) = quantized.quant_errors
+    assert (error.block, error.algorithm, error.kept) == ("", "quarot", kept)
+    assert (error.after < error.before) == kept
+    assert (quantized.quant_config.algo_config is not None) == kept
+    assert bool(list(input_rotations(quantized))) == kept
+    assert unchanged(quantized, expected) != kept
 
 
 def test_a_bias_of_a_norm_that_nothing_can_take_over_is_refused() -> None:

@@ -97,6 +97,7 @@ class Algorithm:
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
         rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
+        judged_whole: Whether `prepare` changes what the whole model loses, so that it is judged by the model's output.
         learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
@@ -106,6 +107,7 @@ class Algorithm:
     batches_experts: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     sums: ClassVar[bool] = True
+    judged_whole: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
@@ -165,8 +167,8 @@ class Algorithm:
             layers: Full name -> quantized layer.
         """
 
-    def recorded(self, config: AlgoConfig) -> AlgoConfig:
-        """The config that says what was done, given the one that asked for it."""
+    def recorded(self, config: AlgoConfig) -> AlgoConfig | None:
+        """The config that says what was done, given the one that asked for it; None: nothing was done."""
         return config
 
     def enter(self, block: Block) -> None:

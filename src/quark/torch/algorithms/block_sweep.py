@@ -30,6 +30,7 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.keep_better import BlockJudge
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
+from quark.torch.algorithms.whole_model import prepare_where_better
 from quark.torch.calibration.calibrate import naming, waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, rank, world
 from quark.torch.calibration.experts import finish_expert_ranges
@@ -120,7 +121,11 @@ def prepare_algorithms(
     names = find_blocks(model, blocks_path(model, algorithms), batch)
     for index, algorithm in enumerate(algorithms):
         _refuse_no_layer(algorithm, names, layers)
-        algorithm.prepare(model, names, layers)
+        if algorithm.keeps_better and algorithm.judged_whole and data is not None:
+            if not prepare_where_better(algorithm, model, names, layers, data):
+                continue
+        else:
+            algorithm.prepare(model, names, layers)
         if algorithm.learns:
             if data is None:
                 raise ConfigError(f"{type(algorithm.config).__name__} needs calibration data to learn from.")

@@ -260,6 +260,7 @@ class QuaRot(Algorithm):
     def __init__(self, config: RotationConfig) -> None:
         super().__init__(config)
         self.learns = config.trainable  # type: ignore[misc]
+        self.judged_whole = not config.trainable  # type: ignore[misc]
         self.sums = not config.trainable  # type: ignore[misc]
 
     def blocks_path(self, model: nn.Module) -> str | None:
@@ -280,7 +281,9 @@ class QuaRot(Algorithm):
                 raise error from None
             logger.info("R1 is left out, and R2 rotates the values of each head: %s", error)
 
-    def recorded(self, config: AlgoConfig) -> AlgoConfig:
+    def recorded(self, config: AlgoConfig) -> AlgoConfig | None:
+        if not all(each.kept for each in self.errors):
+            return None
         return replace(cast(RotationConfig, config), r1=self.config.r1, r2=self.config.r2)
 
     def _rotate(self, model: nn.Module) -> None:
