@@ -266,6 +266,11 @@ class QuaRot(Algorithm):
     def blocks_path(self, model: nn.Module) -> str | None:
         return blocks_path(model, self.config)
 
+    def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
+        """The copy on which it is tried."""
+        tried = self.judged_whole and self.keeps_better and len(data) > 0
+        return sum(parameter.nbytes for parameter in model.parameters()) if tried else 0
+
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         try:
             self._rotate(model)
