@@ -267,7 +267,7 @@ def test_the_page_says_what_an_algorithm_did_to_each_block(places: dict[str, Pat
     for block, before, after in said:
         row = re.search(rf"<td>{block}</td><td>gptq</td>(.*?)</tr>", text, re.S)
         assert row is not None
-        shown = [float(x) for x in re.findall(r">([\d.]+)<", row[1])[:2]]
+        shown = [float(x) for x in re.findall(r">([\d.]+) dB<", row[1])[:2]]
         assert shown == pytest.approx([-20 * np.log10(float(x)) for x in (before, after)], abs=0.1)
 
 

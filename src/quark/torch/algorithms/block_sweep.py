@@ -28,9 +28,8 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import Hidden, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
-from quark.torch.algorithms.keep_better import BlockJudge
+from quark.torch.algorithms.keep_better import BlockJudge, prepare_where_better
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
-from quark.torch.algorithms.whole_model import prepare_where_better
 from quark.torch.calibration.calibrate import naming, waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, rank, world
 from quark.torch.calibration.experts import finish_expert_ranges

@@ -6,14 +6,19 @@ over the first tokens of a few calibration samples: x is what the quantized bloc
 gives where an algorithm compares with it, else x. Q rounds each weight as it will be, to nearest where no algorithm has
 chosen anything, and each input and output with the range that passes. An algorithm judges one group of layers at a
 time, by their own outputs; what that does to the block, where one error hides another or adds to it, is seen here.
+
+What an algorithm does to a whole model before the first block is judged likewise, by what the model returns. It is
+tried on a copy, so a model that would lose by it is never touched.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -32,6 +37,8 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
 from quark.torch.layers.modes import quantizers_off
+from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.batches import evaluating, forward_batch, input_device
 from quark.torch.model.blocks import Call, short_call
 
 SAMPLES, TOKENS = 4, 64
@@ -195,3 +202,44 @@ def rounded(x: torch.Tensor, spec: TensorSpec | None) -> torch.Tensor:
     x = x.contiguous()
     params = None if spec.dynamic or spec.is_cast else compute_qparams(x, spec)
     return fake_quantize(x, params, spec)
+
+
+def prepare_where_better(
+    algorithm: Algorithm,
+    model: nn.Module,
+    blocks: Sequence[str],
+    layers: Mapping[str, QuantLayer],
+    data: Iterable[Any],
+) -> bool:
+    """`algorithm.prepare`, if it lowers the error on some of the data; whether it does.
+
+    Args:
+        algorithm: Changes the model in `prepare`, and the float outputs by no more than float rounding.
+        model: Float as yet; its quantizers are off.
+        blocks, layers: As `prepare` takes them.
+        data: Calibration batches.
+    """
+    start, batches = time.perf_counter(), list(islice(data, SAMPLES))
+    before = _whole_error(model, layers, batches)
+    trial = copy.deepcopy(model)
+    trying = type(algorithm)(algorithm.config)
+    trying.prepare(trial, blocks, quantized_layers(trial))
+    algorithm.config = trying.config  # what the model allows is known now
+    after = _whole_error(trial, quantized_layers(trial), batches)
+    del trial
+    kept = not after > before  # NaN where the model returns no tensor: that cannot be judged
+    done = BlockErrors("", algorithm.name, (), before, after, kept, time.perf_counter() - start)
+    algorithm.errors.append(done)
+    logger.info("%s", done)
+    if kept:
+        algorithm.prepare(model, blocks, layers)
+    return kept
+
+
+def _whole_error(model: nn.Module, layers: Mapping[str, QuantLayer], batches: Sequence[Any]) -> float:
+    def call(*args: Any, **kwargs: Any) -> Call:
+        return Call(args, kwargs, None if args else next(iter(kwargs)))
+
+    with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
+        calls = [forward_batch(call, batch, input_device(model)) for batch in batches]  # type: ignore[arg-type]
+        return BlockJudge(Block("", model, calls, calls), layers).error
