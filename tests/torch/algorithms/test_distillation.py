@@ -138,7 +138,10 @@ def test_what_it_needs_is_said() -> None:
         DistillationConfig(epochs=0)
     with pytest.raises(ConfigError, match="lr: 2.0 is not between 0 and 1"):
         DistillationConfig(lr=2.0)
+    headless = copy.deepcopy(tiny_llama().model)
+    before = {name: tensor.clone() for name, tensor in headless.state_dict().items()}
     with pytest.raises(NotSupportedError, match="LlamaModel gives no logits"):
-        quantized(LEARNED, model=copy.deepcopy(tiny_llama().model))
+        quantized(GPTQConfig(), LEARNED, model=headless)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in headless.state_dict().items()), "before the solver"
     with pytest.raises(StructureError, match="no linear layer has a weight in codes"):
         quantized(LEARNED, scheme="bfloat16")

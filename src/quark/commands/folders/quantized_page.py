@@ -71,11 +71,12 @@ def _figures(found: Any) -> dict[str, str]:
 def errors_section(errors: Sequence[BlockErrors]) -> Section:
     """What each algorithm did to the output of each block, in the order of the model."""
     from quark.report.figures import bars
+    from quark.torch.algorithms.base import OUTPUT_ERROR
 
     words = (
-        "The error of a block's output, quantized as it will be, on some tokens of the calibration data: SQNR in dB "
-        "without and with the algorithm; of one that learns from the whole model, the divergence of a predicted token "
-        "in millinats. A named algorithm leaves alone what it would make worse."
+        "The error of a block's output, or of the model's, quantized as it will be, on some tokens of the calibration "
+        "data: SQNR in dB without and with the algorithm; of one that learns from the whole model, the divergence of a "
+        "predicted token in millinats. A named algorithm leaves alone what it would make worse."
     )
     rows = [
         (each.block or "all", each.algorithm, _shown(each.before, each.measure), _shown(each.after, each.measure),
@@ -83,8 +84,8 @@ def errors_section(errors: Sequence[BlockErrors]) -> Section:
         for each in errors
     ]  # fmt: skip
     headers = ("block", "algorithm", "without", "with", "result", "seconds")
-    # NaN where a block returns no tensor.
-    known = [each for each in errors if "dB" in _shown(min(each.before, each.after), each.measure)]
+    outputs = [each for each in errors if each.measure == OUTPUT_ERROR]
+    known = [each for each in outputs if min(each.before, each.after) > 0]  # NaN where a block returns no tensor
     values = [
         (f"{each.block or 'all'} ({each.algorithm})", tuple(-20 * math.log10(x) for x in (each.before, each.after)))
         for each in known[:MOST_BARS]

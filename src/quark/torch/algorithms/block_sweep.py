@@ -65,8 +65,8 @@ def sweep(
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    if data is not None and any(algorithm.learns for algorithm in algorithms):
-        data = list(data)
+    if data is not None and any(algorithm.learns or algorithm.judged_whole for algorithm in algorithms):
+        data = list(data)  # read more than once
     data, batch = (None, None) if data is None else _with_first(data)
     with quantizers_off(layers.values()):
         names, stages = prepare_algorithms(model, layers, algorithms, batch, data)

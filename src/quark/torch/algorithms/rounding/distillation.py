@@ -7,11 +7,13 @@
 
 V starts where an algorithm before has solved the codes, else at W / (s u). It begins in the middle of a cell then, and
 a code flips only where the gradient points one way for long: by steps of random sign, n of them, V gets lr sqrt(n / 3)
-away from there, which has to stay well under a half. Inputs are rounded as they will be, so their
-loss is seen and the weights make up for a part of it. The objective is that of knowledge distillation (Hinton et al.
-2015) as LLM-QAT (Liu et al. 2023, arXiv:2305.17888) takes it, and the scales are learned in the way of LSQ (Esser et
-al. 2020) and EfficientQAT (Chen et al. 2024). Batches that no step has seen say what it gained. Where the algorithm is
-asked for by name alone and they say nothing, half and a quarter of the way are tried, then the model is left as it was.
+away from there, which has to stay well under a half. Inputs are rounded as they will be, so their loss is seen and the
+weights make up for a part of it. The objective is that of knowledge distillation (Hinton et al. 2015) as LLM-QAT (Liu
+et al. 2023, arXiv:2305.17888) takes it, and the scales are learned in the way of LSQ (Esser et al. 2020) and
+EfficientQAT (Chen et al. 2024).
+
+Batches that no step has seen say what it gained. Where the algorithm is asked for by name alone and they say nothing,
+half and a quarter of the way are tried, then the model is left as it was.
 """
 
 from __future__ import annotations
@@ -49,8 +51,6 @@ from quark.torch.model.tied_weights import overlapping
 UNSEEN, MOST_UNSEEN = 0.125, 8
 """Share of the batches that judge and that no step sees, and most of them. The first ones: what a model has written
 itself comes behind the user's data."""
-
-
 RETREATS = 2
 """How often half of the way is gone back where what was learned is no better."""
 
@@ -80,7 +80,15 @@ class Distillation(Algorithm):
         weights: BlockWeights,
         work: Path | None,
     ) -> None:
-        """Keep the float model, which is the teacher, and the data."""
+        """Keep the float model, which is the teacher, and the data; what is refused is found before any work.
+
+        Raises:
+            ConfigError: Fewer than two batches.
+            StructureError: No layer has codes to learn.
+            NotSupportedError: The model gives no logits.
+        """
+        if not any(map(_has_codes, layers.values())):
+            raise StructureError("DistillationConfig: no linear layer has a weight in codes, with scales.")
         if len(data) < 2:
             raise ConfigError(
                 f"DistillationConfig needs two calibration batches or more, one to judge by: {len(data)}."
@@ -90,18 +98,21 @@ class Distillation(Algorithm):
         for module in self.teacher.modules():
             if isinstance(module, FakeQuantize):
                 module.mode = Mode.off
+        with torch.no_grad(), evaluating(self.teacher):
+            self._log_probabilities(self.teacher, data[0])
 
     def finish(self, model: nn.Module, layers: Mapping[str, QuantLayer]) -> None:
         """Learn, and write what was learned into the layers where it is better.
 
         Raises:
-            NotSupportedError: The model gives no logits.
-            StructureError: No layer has codes to learn.
+            StructureError: Every weight in codes is shared with something else.
             NonFiniteError: The loss or its gradient holds NaN or Inf.
         """
         learned = learned_weights(model, layers)
         if not learned:
-            raise StructureError("DistillationConfig: no linear layer has a weight in codes, with scales, of its own.")
+            raise StructureError(
+                "DistillationConfig: no linear layer has a weight in codes of its own; all are shared."
+            )
         count = max(1, min(round(UNSEEN * len(self.data)), MOST_UNSEEN))
         judging = merged(self.data[:count], self.config.batch_size)
         seen = merged(self.data[count:], self.config.batch_size)
@@ -254,13 +265,14 @@ def learned_weights(model: nn.Module, layers: Mapping[str, QuantLayer]) -> list[
     return [
         LearnedCodes(name, layer)
         for name, layer in layers.items()
-        if isinstance(layer, nn.Linear)
-        and layer.spec.weight is not None
-        and not layer.spec.weight.is_cast
-        and layer.spec.weight.code_spec is None
-        and weight_quantizer(layer).params is not None
-        and id(layer.weight) not in shared
+        if _has_codes(layer) and weight_quantizer(layer).params is not None and id(layer.weight) not in shared
     ]
+
+
+def _has_codes(layer: QuantLayer) -> bool:
+    """Whether it is a linear layer whose weight has codes and scales that can be learned."""
+    spec = layer.spec.weight
+    return isinstance(layer, nn.Linear) and spec is not None and not spec.is_cast and spec.code_spec is None
 
 
 @contextmanager
