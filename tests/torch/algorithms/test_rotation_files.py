@@ -18,6 +18,7 @@ from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.config import QConfig
 from quark.torch.layers.online_rotation import RotatedAttention, input_rotations
+from tests.models.architectures import build, token_ids
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 ODD: dict[str, Any] = {"hidden_size": 184, "head_dim": 46, "intermediate_size": 92}
@@ -156,3 +157,17 @@ def test_an_untied_head_is_loaded_into_a_tied_model(tmp_path: Path) -> None:
     loaded: Any = import_model_from_safetensors(gained(), tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model))
     assert loaded.config.tie_word_embeddings is False
+
+
+def test_a_folder_says_which_rotations_a_name_came_to(tmp_path: Path) -> None:
+    """The stream of Gemma 2 cannot be rotated; the others are, R3 and R4 online, and a reader finds these again."""
+    named = LLMTemplate.get("auto").get_config("int4_wo_per_channel", "quarot")
+    quantizer = ModelQuantizer(named)
+    model = quantizer.freeze(quantizer.quantize_model(build("gemma2")))
+    export_safetensors(model, tmp_path)
+    (written,) = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["algo_config"]
+    assert [written[name] for name in ("r1", "r2", "r3", "r4")] == [False, True, True, True]
+    loaded = import_model_from_safetensors(build("gemma2"), tmp_path)
+    assert any(isinstance(m.__dict__.get("forward"), RotatedAttention) for m in loaded.modules())
+    with torch.no_grad():
+        assert torch.equal(loaded(token_ids())[0], model(token_ids())[0])
