@@ -109,6 +109,11 @@ def is_hadamard(n: int) -> bool:
     return all(order % 2 == 0 for order in factors(n))
 
 
+def is_sylvester(n: int) -> bool:
+    """Whether the matrix for size n is Sylvester's, which is symmetric and which every library has."""
+    return n > 0 and n & (n - 1) == 0
+
+
 @cache
 def factors(n: int) -> tuple[int, ...]:
     """Orders whose Kronecker product is the matrix of size n: powers of two and Paley orders, or an odd rest.

@@ -13,7 +13,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder
 from quark.torch.layers.kv_cache import feeds_cache
 from quark.torch.layers.low_rank import branches, record_branches
-from quark.torch.layers.online_rotation import input_rotations, record_rotations
+from quark.torch.layers.online_rotation import record_rotations, rotated_inputs
 from quark.torch.model.published_names import published_names
 from quark.torch.plan import Plan
 
@@ -37,7 +37,7 @@ def folder_of(
         list(dict.fromkeys(form for name in plan.to_exclude for form in (name, publish(name)))),
         config,
         record_branches(record_rotations(config.to_dict(), model), model),
-        tuple(name for name, _ in input_rotations(model)),
+        rotated_inputs(model),
         tuple(name for name, _ in branches(model)),
         cache,
         published,

@@ -33,7 +33,7 @@ class Folder:
         ignored: Names of the layers that stay in float.
         config: What the user asked for.
         written: The config as a checkpoint holds it.
-        rotated: Names of the layers whose inputs are rotated.
+        rotated: Name of each layer whose input is rotated -> the size of Sylvester's matrix; None: by another one.
         branched: Names of the layers with a low-rank branch.
         cache_specs: Name of each layer whose output is the KV cache -> what is quantized there.
         published: Name of each of these layers -> its name in a checkpoint.
@@ -44,7 +44,7 @@ class Folder:
     ignored: list[str]
     config: QConfig
     written: dict[str, Any]
-    rotated: tuple[str, ...] = ()
+    rotated: Mapping[str, int | None] = field(default_factory=dict)
     branched: tuple[str, ...] = ()
     cache_specs: Mapping[str, LayerSpec] = field(default_factory=dict)
     published: Mapping[str, str] = field(default_factory=dict)
@@ -142,11 +142,7 @@ class Format(ABC):
             raise NotSupportedError(
                 f"The {self.name} format has no place for a KV cache in {folder.cache.dtype}. Possible: {possible}."
             )
-        if folder.rotated:
-            raise NotSupportedError(
-                f"The {self.name} format has no place for the rotation of inputs ({folder.rotated[0]}). Possible: the "
-                "quark format, or rotations that fold into weights (r1 and r2)."
-            )
+        self.check_rotations(layers, folder)
         if folder.branched:
             raise NotSupportedError(
                 f"The {self.name} format has no place for low-rank branches ({folder.branched[0]}, of SVDQuant). "
@@ -162,6 +158,15 @@ class Format(ABC):
             )
             raise NotSupportedError(
                 f"The {self.name} format has no place for scales of {what}. Possible: the quark format."
+            )
+
+    def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        """Raise NotSupportedError for inputs that are rotated, where that cannot be said."""
+        for name in folder.rotated:
+            raise NotSupportedError(
+                f"The {self.name} format has no place for the rotation of inputs ({name}). Possible: the quark format; "
+                "compressed-tensors, for Hadamard matrices of a power of two; or rotations that fold into weights "
+                "(r1 and r2)."
             )
 
     def check_scheme(self, scheme: str) -> None:

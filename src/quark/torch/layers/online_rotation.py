@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.solvers.hadamard import Rotation, is_hadamard
+from quark.core.solvers.hadamard import Rotation, is_hadamard, is_sylvester
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.config.algo_configs import OnlineRotationConfig, RotationConfig
 
@@ -52,6 +52,25 @@ def input_rotations(model: nn.Module) -> Iterator[tuple[str, Rotation]]:
         rotation = getattr(module, "online_rotation", None)
         if isinstance(rotation, Rotation) and BUFFER not in module._buffers:
             yield name, rotation
+
+
+def rotated_inputs(model: nn.Module) -> dict[str, int | None]:
+    """Full name of every layer whose input is rotated -> the size of Sylvester's matrix, where that is what rotates."""
+    found: dict[str, int | None] = {}
+    for name, module in model.named_modules():
+        stored, rotation = module._buffers.get(BUFFER), getattr(module, "online_rotation", None)
+        if stored is not None:
+            found[name] = len(stored) if _is_sylvester(stored) else None
+        elif isinstance(rotation, Rotation):
+            found[name] = rotation.size if rotation == Rotation(rotation.size) and is_sylvester(rotation.size) else None
+    return found
+
+
+def _is_sylvester(stored: torch.Tensor) -> bool:
+    size = len(stored)
+    return is_sylvester(size) and bool(
+        torch.equal(stored.cpu().sign().double(), stored_matrix(Rotation(size)).double())
+    )
 
 
 def stored_matrix(rotation: Rotation, device: str = "cpu") -> torch.Tensor:

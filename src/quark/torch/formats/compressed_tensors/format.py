@@ -11,6 +11,7 @@ Each says how weights and inputs are quantized (bits, type, strategy) and how th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.compressed_tensors.args import FORMATS_OF_FLOATS, read_args, refuse_args, write_args
 from quark.torch.formats.compressed_tensors.layout import CompressedTensorsLayout, signed
+from quark.torch.formats.compressed_tensors.transforms import (
+    STORED,
+    read_transforms,
+    received_rotation,
+    refuse_rotations,
+    write_transforms,
+)
 from quark.torch.formats.format import (
     POST_ROPE,
     Folder,
@@ -36,6 +44,7 @@ from quark.torch.formats.format import (
     with_cache,
 )
 from quark.torch.formats.layout import Layout
+from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.passes.conv1d import is_conv1d
 
 GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
@@ -69,6 +78,9 @@ class CompressedTensorsFormat(FolderFormat):
                     f"{name}: the {self.name} format needs whole groups of {split.size}; a row has {columns} values."
                 )
 
+    def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
+        refuse_rotations(layers, folder.rotated)
+
     def make_layout(
         self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype, pack_method: str, real: bool
     ) -> Layout:
@@ -90,6 +102,7 @@ class CompressedTensorsFormat(FolderFormat):
             "ignore": folder.ignored_layers,
             "kv_cache_scheme": write_args(folder.cache, "output") if folder.cache else None,
             "global_compression_ratio": None,
+            **write_transforms(folder.rotated, folder.published),
             **({"export": {POST_ROPE: folder.config.kv_cache_post_rope}} if folder.cache else {}),
         }
 
@@ -106,12 +119,17 @@ class CompressedTensorsFormat(FolderFormat):
         else:
             by_name = {name: configs[key] for name, key in chosen.items()}
             config = QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=by_name)
+        linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+        rotation = read_transforms(stored, linear)
+        config = replace(config, algo_config=[rotation] if rotation else None)
         cache = stored.get("kv_cache_scheme")
         return Stored(with_cache(config, read_args(cache, "kv_cache_scheme") if cache else None, stored))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)
         parent, _, leaf = name.rpartition(".")
+        if leaf == BUFFER:
+            return f"{parent}{STORED}"
         if spec is None or leaf not in ("weight", *GLOBAL_SCALES):
             return kv_name(source, suffix) or name
         packed = leaf == "weight" and _compression(spec) in PACKED
@@ -121,6 +139,8 @@ class CompressedTensorsFormat(FolderFormat):
         parent, _, leaf = stored.rpartition(".")
         if leaf == "weight_shape":
             return None
+        if rotation := received_rotation(stored, tensor):
+            return rotation
         if leaf == "weight_packed":
             return f"{parent}.weight", tensor
         if leaf == "input_global_scale":
