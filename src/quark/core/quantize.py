@@ -220,17 +220,26 @@ class FakeQuantizer:
         out *= self.scale
 
 
-def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
-    """Scale and zero point of every element of a tensor of `shape`, quantized scales multiplied out; float32.
+def blockwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
+    """Scale and zero point as they broadcast against the block view of a tensor of `shape`, quantized scales multiplied
+    out; float32.
 
     For solvers that quantize a tensor piece by piece with `quantize_elements`. Raises ConfigError where codes are
     quantized once more, because then no element has a grid of its own.
     """
     if spec.code_spec is not None:
         raise ConfigError(f"{spec}: codes that are quantized once more cannot be solved element by element.")
-    params, work = effective(params, spec), _work_dtype(spec)
-    zero = None if params.zero_point is None else spec.split.to_elements(astype(params.zero_point, work), shape)
-    return spec.split.to_elements(astype(params.scale, work), shape), zero
+    return _broadcast(effective(params, spec), spec, shape)
+
+
+def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
+    """The same of every element."""
+    scale, zero = blockwise(params, spec, shape)
+
+    def spread(part: Array) -> Array:
+        return spec.split.unblock(namespace(part).broadcast_to(part, spec.split.block_shape(shape)), shape)
+
+    return spread(scale), None if zero is None else spread(zero)
 
 
 def quantize_elements(x: Array, scale: Array, zero: Array | None, spec: TensorSpec) -> Array:

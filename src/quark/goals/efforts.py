@@ -16,8 +16,8 @@ So GPTQ is the best for its time, and the best of all is Qronos, but for MXFP4 w
 on each model: on the one of this repository (64 windows of 256 tokens, 60 held out) to nearest has 54.0, GPTQ 44.7,
 Qronos 45.3 and AutoRound 45.5, so that GPTQ, within 4 % of the best on both, stays. By Fisher information of outputs
 Qronos leaves less of weights alone on both models that were tried: of the one here 3.1 for 4.5 (uint4), 12.9 for 18.3
-(int3), 61 for 77 (int2), 3.8 for 5.7 (MXFP4); NVFP4 with inputs 21.5 for 22.5. AutoRound, 200 steps, leaves 19.2 of
-int3 there and takes five times as long. Of 8 bits, to nearest loses 0.1 already; static integer inputs gain by
+(int3), 61 for 77 (int2), 3.8 for 5.7 (MXFP4); NVFP4 with inputs 21.5 for 22.5. AutoRound leaves 18.4 of int3
+there and takes twice as long. Of 8 bits, to nearest loses 0.1 already; static integer inputs gain by
 SmoothQuant, which leaves alone what it does not help.
 """
 

@@ -253,7 +253,11 @@ class QuaRotConfig(RotationConfig):
 
 @checked_dataclass
 class AutoRoundConfig(AlgoConfig):
-    """AutoRound (Cheng et al. 2023): rounding and clipping learned by signed gradient descent."""
+    """AutoRound (Cheng et al. 2023): rounding and clipping learned by signed gradient descent.
+
+    Beside the documented fields: with `fisher` ("auto": where possible) errors of a block weigh by what they do to the
+    distribution that the model gives.
+    """
 
     name: str = "autoround"
     iters: int = 200
@@ -263,6 +267,7 @@ class AutoRoundConfig(AlgoConfig):
     batch_size: int = 8
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
+    fisher: bool | Literal["auto"] = False
 
 
 @checked_dataclass

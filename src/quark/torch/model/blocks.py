@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from quark.errors import CalibrationError, StructureError
 from quark.torch.model.batches import calibration_step, evaluating, input_device
@@ -23,6 +23,10 @@ WHOLE = ""
 """The name of the one block of a model that has no list of blocks: the model itself."""
 SHORT = 16
 """Tokens of one batch on which folds are found and proved."""
+PLAIN = (bool, int, float, str, type(None))
+"""Arguments that are compared by value."""
+JOINED = 1e-2
+"""Share of the largest output by which those of joined calls may differ: bfloat16 sums otherwise in larger products."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,52 @@ def short_call(module: nn.Module, call: Call, tokens: int | None = SHORT, rows: 
         if output.shape[:2] == head.shape[:2] and bool(torch.isfinite(output).all()):
             return shorter
     return call
+
+
+def joined_call(calls: Sequence[Call]) -> Call | None:
+    """One call with the rows of all; None where they differ in anything that has no row for each.
+
+    What has as many rows as the hidden state is put together, and everything else must be equal. Whether a block takes
+    that is its own affair: see `takes_joined`.
+
+    Args:
+        calls: Of one block, one or more.
+    """
+    flat = [tree_flatten((call.args, dict(call.kwargs))) for call in calls]
+    if any(structure != flat[0][1] for _, structure in flat):
+        return None
+    rows = len(calls[0].hidden)
+    joined = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor):
+            if any(leaf is not first and not (isinstance(leaf, PLAIN) and leaf == first) for leaf in leaves):
+                return None
+            joined.append(first)
+        elif any(leaf.shape != first.shape or leaf.dtype != first.dtype for leaf in leaves):
+            return None
+        elif first.ndim and len(first) == rows:
+            joined.append(torch.cat(leaves))
+        elif all(leaf is first or torch.equal(leaf, first) for leaf in leaves):
+            joined.append(first)
+        else:
+            return None
+    args, kwargs = tree_unflatten(joined, flat[0][1])
+    return Call(args, kwargs, calls[0].key)
+
+
+def takes_joined(module: nn.Module, calls: Sequence[Call]) -> bool:
+    """Whether a block gives for the calls in one what it gives for one after the other, to rounding; it is run."""
+    joined = joined_call(calls)
+    if joined is None:
+        return False
+    with torch.no_grad():
+        apart = torch.cat([call.run(module) for call in calls])
+        try:
+            given = joined.run(module)
+        except (RuntimeError, ValueError, IndexError):
+            return False
+    return given.shape == apart.shape and bool(((given - apart).abs() <= JOINED * apart.abs().amax()).all())
 
 
 def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) -> list[str]:

@@ -6,10 +6,9 @@ Experts of one shape are solved at once: arrays have an axis for the expert in f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,8 +21,7 @@ from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
 from quark.memory_and_disk import give_back_memory
-from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
 from quark.torch.algorithms.rounding.column_problem import (
@@ -47,9 +45,8 @@ from quark.torch.algorithms.rounding.grids import (
     rows_of,
     static_grid,
 )
-from quark.torch.algorithms.rounding.output_scores import OutputScores, scores_bytes, scores_if_possible
+from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.algorithms.rounding.solved_errors import report_layer
-from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.calibrate import naming
 from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
@@ -58,45 +55,18 @@ ELEMENTS, LEAST_ROWS = 1 << 21, 256
 """Elements of the weights that are solved at once, and rows, of which there are at least so many."""
 
 
-class GPTQ(Algorithm):
+class GPTQ(ByScores):
     """GPTQ (Frantar et al. 2022) with act-order and static groups; see `GPTQConfig`."""
 
     batches_experts = True
     rounds = True
+    needs_compiled = True
     rounds_moved: ClassVar[bool] = True
     """Whether the float weight that `pull` moves is the one that is rounded, or only what refinement comes near to."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.learns = bool(config.fisher)  # type: ignore[misc]
-        self.scores: OutputScores | None = None
         self.of_outputs: dict[str, torch.Tensor] = {}
-
-    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
-        self.blocks = blocks
-
-    @property
-    def name(self) -> str:
-        """As `algo_config` names it; with what it went by, where that was chosen."""
-        return super().name if self.scores is None else f"{super().name} by Fisher information"
-
-    def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
-        """Those of the scores, where they are asked for: chosen, they are only where there is room."""
-        return scores_bytes(model, blocks, data) if self.config.fisher is True else 0
-
-    def learn(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, QuantLayer],
-        data: Sequence[Any],
-        weights: BlockWeights,
-        work: Path | None,
-    ) -> None:
-        if self.config.fisher == "auto":
-            specs = [layer.spec.weight for layer in layers.values() if layer.spec.weight]
-            self.scores = scores_if_possible(model, self.blocks, specs, data, weights, work)
-        else:
-            self.scores = OutputScores(model, self.blocks, data, weights, Tape(work, {}))
 
     def enter(self, block: Block) -> None:
         self.of_outputs = {} if self.scores is None else self.scores.of_layers(block)

@@ -9,11 +9,11 @@ runs once more on the float model's inputs, and hands them down to its layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, NotSupportedError
 from quark.log import logger
 from quark.memory_and_disk import available_memory, free_disk
-from quark.torch.algorithms.base import Block
+from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import flat
 from quark.torch.algorithms.score_passes import ScorePasses, without_gradients
@@ -64,10 +64,21 @@ class OutputScores(ScorePasses):
         self.go_back("scores")
         tape.drop(self.inputs_of(0))
 
+    def of_block(self, block: Block) -> torch.Tensor:
+        """G of what a float block gives, (channels, channels)."""
+        index = self.names.index(block.name)
+        self.tape.drop(self.scores_of(index))
+        scores = self.tape.read(self.scores_of(index + 1))
+        sums = _Sums(scores[0].shape[-1], block.calls[0].hidden.device)
+        for own in scores:
+            sums.add([own.to(sums.products.device)])
+        return sums.shrunk()
+
     def of_layers(self, block: Block) -> dict[str, torch.Tensor]:
         """Full name of each quantized linear layer of a float block -> G, of those that outputs depend on."""
         leaves = sorted({leaf for group in block.groups for leaf in group})
-        found = {block.full(leaf): _Sums(block.layer(leaf)) for leaf in leaves}
+        weights = {block.full(leaf): cast(torch.Tensor, block.layer(leaf).weight) for leaf in leaves}
+        found = {name: _Sums(len(weight), weight.device) for name, weight in weights.items()}
         of_batch: dict[str, list[torch.Tensor]] = {name: [] for name in found}
 
         def watch(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -94,17 +105,16 @@ class OutputScores(ScorePasses):
 
 
 class _Sums:
-    """What the scores of a layer add up to.
+    """What the scores of outputs of so many channels add up to.
 
     Attributes:
         products: sum g g^T.
         spread: sum |g|^4, and how many there are.
     """
 
-    def __init__(self, layer: QuantLayer) -> None:
-        weight = cast(torch.Tensor, layer.weight)
-        self.products = torch.zeros(len(weight), len(weight), device=weight.device)
-        self.spread = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.products = torch.zeros(channels, channels, device=device)
+        self.spread = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, gradients: list[torch.Tensor]) -> None:
         """Add what a batch of each process gave, in the order of the data, so that sums are those of one process."""
@@ -121,6 +131,49 @@ class _Sums:
         """G, without what so few scores cannot tell."""
         fourth, count = self.spread.tolist()
         return shrunk(self.products, fourth, int(count))
+
+
+class ByScores(Algorithm):
+    """An algorithm whose config says by `fisher` whether it weighs errors by scores of outputs; "auto": where possible.
+
+    Attributes:
+        scores: None where it does not.
+    """
+
+    needs_compiled: ClassVar[bool] = False
+    """Whether scores are of use only where the rounding of an element type is compiled."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.learns = bool(config.fisher)  # type: ignore[misc]
+        self.scores: OutputScores | None = None
+
+    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
+        self.blocks = blocks
+
+    @property
+    def name(self) -> str:
+        """As `algo_config` names it; with what it went by, where that was chosen."""
+        return super().name if self.scores is None else f"{super().name} by Fisher information"
+
+    def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
+        """Those of the scores, where they are asked for: chosen, they are only where there is room."""
+        return scores_bytes(model, blocks, data) if self.config.fisher is True else 0
+
+    def learn(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, QuantLayer],
+        data: Sequence[Any],
+        weights: BlockWeights,
+        work: Path | None,
+    ) -> None:
+        if self.config.fisher == "auto":
+            specs = [layer.spec.weight for layer in layers.values() if layer.spec.weight]
+            compiled = specs if self.needs_compiled else []
+            self.scores = scores_if_possible(model, self.blocks, compiled, data, weights, work)
+        else:
+            self.scores = OutputScores(model, self.blocks, data, weights, Tape(work, {}))
 
 
 def scores_bytes(model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
@@ -145,15 +198,15 @@ def scores_if_possible(
     weights: BlockWeights,
     work: Path | None,
 ) -> OutputScores | None:
-    """The scores; None, and a line of the log, where there is no room for them, the model has none, or no weight of
-    these specs is rounded by compiled code: one element after the other would take hours.
+    """The scores; None, and a line of the log, where there is no room for them, the model has none, or there are specs
+    and no weight of them is rounded by compiled code: one element after the other would take hours.
     """
     needed = scores_bytes(model, blocks, data)
     room = available_memory() if work is None else free_disk(work.parent)
     why = None
     if room is not None and needed > SHARE * room:
         why = f"they take {needed / 1e9:.2f} GB, and {room / 1e9:.2f} GB are free"
-    elif not any(map(compiles, specs)):
+    elif specs and not any(map(compiles, specs)):
         why = "no compiler, or none of the element types is compiled"
     elif tokens_in(data) == 0:
         why = "the size of the data is not known"
