@@ -25,7 +25,6 @@ from benchmarks.architectures.tiny import batches, tiny_model, variants
 from quark.core.metrics import sqnr
 from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.config.algo_configs import AutoRoundConfig
 from quark.torch.model.batches import named_outputs
 
 FAMILIES = (
@@ -42,7 +41,7 @@ RUNS: dict[str, tuple[str, Any]] = {
     "smooth": ("int8", "smooth"),
     "rotation": ("uint4_wo_32", "rotation"),
     "qronos": ("uint4_wo_32", "qronos"),
-    "autoround": ("uint4_wo_32", AutoRoundConfig(iters=2)),
+    "autoround": ("uint4_wo_32", "autoround"),
 }
 """Column -> scheme and algorithm."""
 

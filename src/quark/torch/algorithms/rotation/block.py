@@ -33,7 +33,7 @@ TOLERANCE = 1e-9
 """Largest relative change of what a block adds to its input, in float64; a wrong fold changes about all of it."""
 R1_SEED, R2_SEED = 1, 2
 """Of the random signs."""
-HEAD_SIZES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
+HEAD_SIZES = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """Attributes of attention modules that hold the features of a value head; the proof decides."""
 
 Stage = tuple[str, Callable[[nn.Module], None]]
