@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.llm.text import token_windows
+
 ROOT = Path(__file__).parents[2]
 LANGUAGE_MODEL = ROOT / "examples" / "models" / "language_model"
 TEXT = ROOT / "examples" / "models" / "text"
@@ -99,3 +101,17 @@ def tiny_opt(folder: Path, seed: int = 0) -> Path:
     OPTForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def language_model() -> Any:
+    """The embedded model in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=torch.float32).eval()
+
+
+def text_windows(name: str, length: int, count: int) -> list[torch.Tensor]:
+    """Windows of tokens of "calibration" or "heldout", the texts beside the embedded model."""
+    from transformers import AutoTokenizer
+
+    return token_windows(AutoTokenizer.from_pretrained(LANGUAGE_MODEL), TEXT / f"{name}.txt", length, count)

@@ -11,13 +11,13 @@ import torch
 
 from quark.core.quantize import elementwise, quantize_elements
 from quark.errors import ConfigError, NotSupportedError, StructureError
-from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.algorithms.rounding.distillation import LearnedCodes, learned_weights, merged
+from quark.torch import LLMTemplate, ModelQuantizer, synthetic_batches
+from quark.torch.algorithms.rounding.distillation import LearnedCodes, learned_weights, merged, rates_for
 from quark.torch.calibration.divergence import divergence
 from quark.torch.config.algo_configs import DistillationConfig, GPTQConfig, QuaRotConfig
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.layers.replace import quantized_layers
-from tests.models.torch_zoo import tiny_llama, token_batches
+from tests.models.torch_zoo import language_model, text_windows, tiny_llama, token_batches
 
 DATA = token_batches(8)
 LEARNED = DistillationConfig(epochs=10, lr=0.05, scale_lr=0.005)
@@ -108,6 +108,33 @@ def test_weights_that_are_shared_stay_as_they_are() -> None:
     names = {weight.parameter_name for weight in learned_weights(model, quantized_layers(model))}
     assert "model.layers.0.mlp.up_proj.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_rates_fall_with_the_number_of_steps() -> None:
+    for steps in (288, 10_000):
+        rate, of_scales = rates_for(DistillationConfig(), steps)
+        torch.manual_seed(0)
+        falling = rate * (1 - torch.arange(steps) / steps)
+        moved = (falling * torch.randint(0, 2, (400, steps)).mul(2).sub(1)).sum(1)
+        assert 0.15 < float(moved.square().mean().sqrt()) < 0.25
+        assert of_scales == rate / 10
+    assert rates_for(DistillationConfig(), 3) == (0.02, 0.002)
+    assert rates_for(DistillationConfig(lr=0.3, scale_lr=0.0), 288) == (0.3, 0.0)
+
+
+@pytest.mark.slow
+def test_texts_of_the_models_own_are_what_it_learns_from() -> None:
+    data, heldout = text_windows("calibration", 128, 16), text_windows("heldout", 128, 16)
+    texts = synthetic_batches(language_model(), data, 112)
+
+    def left(*algorithms: Any, data: Any) -> float:
+        model = quantized(*algorithms, scheme="int2_wo_64", model=language_model(), data=data)
+        return loss(model, language_model(), heldout)
+
+    solved, by_texts = left(GPTQConfig(), data=data), left(GPTQConfig(), data=data + texts)
+    learned = left(GPTQConfig(), DistillationConfig(), data=data + texts)
+    assert by_texts < 0.8 * solved
+    assert learned < 0.95 * by_texts
 
 
 def test_padding_predicts_nothing() -> None:

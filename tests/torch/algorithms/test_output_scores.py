@@ -17,27 +17,12 @@ from quark.torch.algorithms.rounding.output_scores import OutputScores, scores_b
 from quark.torch.algorithms.score_passes import SEED
 from quark.torch.algorithms.tape import Tape
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, QronosConfig
-from quark.torch.llm.text import token_windows
 from quark.torch.model.blocks import find_blocks, record_calls
-from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
-
-
-def language_model() -> Any:
-    """The embedded model in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=torch.float32).eval()
-
-
-def windows(name: str, length: int, count: int) -> list[torch.Tensor]:
-    """Windows of the text beside the embedded model."""
-    from transformers import AutoTokenizer
-
-    return token_windows(AutoTokenizer.from_pretrained(LANGUAGE_MODEL), TEXT / f"{name}.txt", length, count)
+from tests.models.torch_zoo import language_model, text_windows
 
 
 def test_scores_are_those_of_one_backward_pass_through_the_whole_model() -> None:
-    model, data = language_model(), windows("calibration", 16, 3)
+    model, data = language_model(), text_windows("calibration", 16, 3)
     blocks = find_blocks(model)
     scores = OutputScores(model, blocks, data, BlockWeights(), Tape(None, {}))
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -74,7 +59,7 @@ def _inputs_of(model: Any, name: str, batch: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_model_without_logits_or_blocks_is_refused() -> None:
-    data = windows("calibration", 16, 1)
+    data = text_windows("calibration", 16, 1)
     inner = language_model().model
     with pytest.raises(NotSupportedError, match="gives no logits"):
         OutputScores(inner, ["layers.0"], data, BlockWeights(), Tape(None, {}))
@@ -95,7 +80,7 @@ def test_where_it_is_chosen_and_there_is_no_room_it_is_as_without(
     def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         return all(torch.equal(one[name], x) for name, x in other.items())
 
-    data = windows("calibration", 32, 4)
+    data = text_windows("calibration", 32, 4)
     plain, by_scores = weights(False), weights(True)
     assert not equal(plain, by_scores)
     with caplog.at_level("INFO", logger="quark"):
@@ -133,7 +118,7 @@ def test_needs_refinement() -> None:
 )
 def test_held_out_divergence_falls(algorithm: Any, scheme: str, most: float) -> None:
     # Tseng et al. 2025 (arXiv:2505.22988) report a third less divergence than rounding by inputs alone.
-    data, heldout = windows("calibration", 256, 16), torch.cat(windows("heldout", 256, 8))
+    data, heldout = text_windows("calibration", 256, 16), torch.cat(text_windows("heldout", 256, 8))
 
     def log_probabilities(model: Any) -> torch.Tensor:
         with torch.no_grad():

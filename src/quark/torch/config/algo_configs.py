@@ -276,15 +276,15 @@ class DistillationConfig(AlgoConfig):
 
     Attributes:
         epochs: Passes over the data.
-        lr: Rate of the codes, in mean steps of the grid.
-        scale_lr: Rate of the logarithms of scales, where their type is fine enough to move.
+        lr: Rate of the codes, in mean steps of the grid; None: so that steps of random sign move one by a fifth.
+        scale_lr: Rate of the logarithms of scales, where their type is fine enough to move; None: a tenth of `lr`.
         batch_size: Samples of a step, where they are equally long.
     """
 
     name: str = "distillation"
     epochs: int = 2
-    lr: float = 0.02
-    scale_lr: float = 0.002
+    lr: float | None = None
+    scale_lr: float | None = None
     batch_size: int = 4
 
     def _check(self) -> None:
@@ -292,8 +292,9 @@ class DistillationConfig(AlgoConfig):
             if getattr(self, name) < 1:
                 raise ConfigError(f"DistillationConfig.{name}: {getattr(self, name)} is below 1.")
         for name in ("lr", "scale_lr"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"DistillationConfig.{name}: {getattr(self, name)} is not between 0 and 1.")
+            rate = getattr(self, name)
+            if rate is not None and not 0 <= rate <= 1:
+                raise ConfigError(f"DistillationConfig.{name}: {rate} is not between 0 and 1.")
 
 
 @checked_dataclass
