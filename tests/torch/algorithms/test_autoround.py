@@ -63,6 +63,18 @@ def test_batches_in_one_call_have_the_gradient_of_one_after_the_other() -> None:
     assert module.bias.grad is None
 
 
+def test_batches_of_many_tokens_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    module = nn.Linear(16, 16)
+    module.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    loss = loss_of(module)
+    for tokens, expected in ((30, [6]), (20, [4, 2]), (10, [2, 2, 2]), (1, [2, 2, 2])):
+        monkeypatch.setattr("quark.torch.algorithms.rounding.autoround.TOGETHER", tokens)
+        rows.clear()
+        loss.learn([0, 1, 2], [module.weight])
+        assert rows == expected
+
+
 class Centred(nn.Module):
     """Takes the mean over the rows of a batch: no module to which batches may be given together."""
 

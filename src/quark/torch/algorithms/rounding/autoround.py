@@ -45,6 +45,8 @@ LOWEST_SHARE = 0.5
 """Least share of the range that clipping may keep."""
 REPORTED = 8
 """Batches, at most, whose error is reported."""
+TOGETHER = 4096
+"""Tokens, at most, of batches that run in one call: more would only take memory."""
 SCORED = 16
 """Tokens for each channel whose scores make G: of four times as many, learned weights were no better."""
 SQUARE_ERROR = "mean square error of the block"
@@ -157,12 +159,16 @@ class BlockLoss:
         with torch.no_grad():
             return float(torch.stack([self._of(self.calls[index], self.targets[index]) for index in picked]).mean())
 
-    def _together(self, picked: Sequence[int]) -> list[tuple[Call, torch.Tensor]]:
-        """The batches in one call where the block takes them so: products of more rows are faster."""
-        joined = joined_call([self.calls[index] for index in picked]) if self.joins else None
-        if joined is None:
-            return [(self.calls[index], self.targets[index]) for index in picked]
-        return [(joined, torch.cat([self.targets[index] for index in picked]))]
+    def _together(self, picked: Sequence[int]) -> Iterator[tuple[Call, torch.Tensor]]:
+        """The batches, of few tokens several in one call where the block takes them so: larger products are faster."""
+        several = max(1, TOGETHER // self.targets[picked[0]].shape[:-1].numel()) if self.joins else 1
+        for first in range(0, len(picked), several):
+            some = picked[first : first + several]
+            joined = joined_call([self.calls[index] for index in some])
+            if joined is None:
+                yield from ((self.calls[index], self.targets[index]) for index in some)
+            else:
+                yield joined, torch.cat([self.targets[index] for index in some])
 
     def _of(self, call: Call, target: torch.Tensor) -> torch.Tensor:
         error = call.run(self.module).float() - target.float()

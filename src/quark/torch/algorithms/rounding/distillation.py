@@ -7,11 +7,11 @@
 
 V starts where an algorithm before has solved the codes, else at W / (s u). It begins in the middle of a cell then, and
 a code flips only where the gradient points one way for long: by steps of random sign, n of them, V gets lr sqrt(n / 3)
-away from there, which has to stay well under a half. So the rate falls with the number of steps where none is given:
-of MXFP4 with inputs, 1632 steps at the rate of 288 ended where they began, at half of it they gained. Inputs are rounded as they will be, so their loss is seen and the
-weights make up for a part of it. The objective is that of knowledge distillation (Hinton et al. 2015) as LLM-QAT (Liu
-et al. 2023, arXiv:2305.17888) takes it, and the scales are learned in the way of LSQ (Esser et al. 2020) and
-EfficientQAT (Chen et al. 2024).
+away from there, which has to stay well under a half. So the rate falls with the number of steps where none is given: of
+MXFP4 with inputs, 1632 steps at the rate of 288 ended where they began, at half of it they gained. Inputs are rounded
+as they will be, so their loss is seen and the weights make up for a part of it. The objective is that of knowledge
+distillation (Hinton et al. 2015) as LLM-QAT (Liu et al. 2023, arXiv:2305.17888) takes it, and the scales are learned in
+the way of LSQ (Esser et al. 2020) and EfficientQAT (Chen et al. 2024).
 
 Batches that no step has seen say what it gained. Where the algorithm is asked for by name alone and they say nothing,
 half and a quarter of the way are tried, then the model is left as it was.
