@@ -98,6 +98,7 @@ class Algorithm:
         rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
         judged_whole: Whether `prepare` changes what the whole model loses, so that it is judged by the model's output.
+        solves_behind: Whether it solves linear layers behind the blocks, too, each by what it reads.
         learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
@@ -108,6 +109,7 @@ class Algorithm:
     rounds: ClassVar[bool] = False
     sums: ClassVar[bool] = True
     judged_whole: ClassVar[bool] = False
+    solves_behind: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:

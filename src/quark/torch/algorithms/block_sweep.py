@@ -22,21 +22,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, one_line
+from quark.log import logger
 from quark.profiler import ProfileStep, profile_scope
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.block_loop import Hidden, layers_inside, loop_over_blocks, record_inputs
+from quark.torch.algorithms.block_loop import Hidden, is_inside, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.keep_better import BlockJudge, prepare_where_better
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import naming, waiting_activations
-from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, rank, world
+from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, rank, world
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import find_blocks
+from quark.torch.model.blocks import find_blocks, short_call
+from quark.torch.model.blocks.behind import CallBehind, around_hidden, layers_behind, without_blocks
 
 LEARNED = "learned-{index}-{rank}"
 """Folder of what an algorithm learns in a process."""
@@ -78,14 +80,66 @@ def sweep(
             "quantize_model."
         )
 
+    behind = Behind(model, layers, names, stages)
+    data = list(data) if behind.candidates else data
+
     def work(block: Block) -> tuple[Hidden, Hidden]:
         with _saying_what_changed(block.name):
-            return sweep_block(block, layers, stages, sync_experts)
+            outputs = sweep_block(block, layers, stages, sync_experts)
+        if block.name == names[-1] and behind.candidates:
+            behind.see(block, *outputs)
+        return outputs
 
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         needs_float = any(stage.needs_float for stage in stages)
         calls, state = record_inputs(model, layers, names, data, BlockWeights(), needs_float)
         loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups, state=state)
+        if behind.candidates:
+            behind.sweep(part_of(data), sync_experts)
+
+
+class Behind:
+    """The sweep over what is behind the blocks, by the algorithms that solve layers there too.
+
+    Attributes:
+        candidates: The quantized linear layers outside of the blocks; none where no algorithm would solve them.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, QuantLayer], names: Sequence[str], stages: Sequence[Algorithm]
+    ) -> None:
+        self.model, self.names = model, names
+        self.stages = [stage for stage in stages if stage.solves_behind]
+        outside = {n: layer for n, layer in layers.items() if not any(is_inside(n, block) for block in names)}
+        linear = {n: layer for n, layer in outside.items() if isinstance(layer, nn.Linear) and layer.spec.weight}
+        self.candidates = linear if self.stages else {}
+
+    def see(self, block: Block, hidden: Hidden, float_hidden: Hidden) -> None:
+        """Note what the last block gives."""
+        call = short_call(block.module, block.calls[0])
+        self.around = around_hidden(block.module(*call.args, **call.kwargs))
+        self.hidden, self.float_hidden = hidden or [], float_hidden or hidden or []
+
+    def sweep(self, data: Iterable[Any], sync_experts: bool) -> None:
+        """Run the algorithms on the layers behind the blocks. Where a model does not run without them, a line says so.
+
+        Args:
+            data: The batches of this process.
+            sync_experts: As `sweep_block` takes it.
+        """
+        batches, without = list(data), without_blocks(self.model, self.names)
+        try:
+            found = layers_behind(without, self._calls(self.hidden, batches)[0])
+        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+            logger.info("Layers behind the blocks are rounded to nearest: the model alone fails (%s).", one_line(error))
+            return
+        layers = {name: self.candidates[name] for name in found if name in self.candidates}
+        if layers:
+            block = Block("", without, self._calls(self.hidden, batches), self._calls(self.float_hidden, batches))
+            sweep_block(block, layers, self.stages, sync_experts)
+
+    def _calls(self, hidden: Sequence[torch.Tensor], batches: Sequence[Any]) -> list[Any]:
+        return [CallBehind((x,), {}, None, batch, self.around) for x, batch in zip(hidden, batches, strict=True)]
 
 
 def _with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from quark.errors import CalibrationError, NotSupportedError
+from quark.log import logger
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import (
     Hidden,
@@ -27,7 +28,7 @@ from quark.torch.algorithms.block_loop import (
     loop_over_blocks,
     record_inputs,
 )
-from quark.torch.algorithms.block_sweep import prepare_algorithms, sweep_block
+from quark.torch.algorithms.block_sweep import Behind, prepare_algorithms, sweep_block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights, finish_ranges, share_scales, waiting_activations
 from quark.torch.calibration.experts import sibling_groups
@@ -101,6 +102,9 @@ def quantize_blocks(
         names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
     waiting = waiting_activations(layers)
     _refuse_outside(waiting, names)
+    behind = Behind(model, layers, names, stages).candidates
+    if behind:
+        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(behind))
     groups = sibling_groups(model, config.shared_scale_groups)
     calls: dict[str, list[Call]] = {}
     if stages or waiting:

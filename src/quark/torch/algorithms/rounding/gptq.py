@@ -60,6 +60,7 @@ class GPTQ(ByScores):
 
     batches_experts = True
     rounds = True
+    solves_behind = True
     needs_compiled = True
     rounds_moved: ClassVar[bool] = True
     """Whether the float weight that `pull` moves is the one that is rounded, or only what refinement comes near to."""
@@ -69,7 +70,8 @@ class GPTQ(ByScores):
         self.of_outputs: dict[str, torch.Tensor] = {}
 
     def enter(self, block: Block) -> None:
-        self.of_outputs = {} if self.scores is None else self.scores.of_layers(block)
+        known = self.scores is not None and block.name in self.scores.names  # none of what is behind the blocks
+        self.of_outputs = self.scores.of_layers(block) if self.scores is not None and known else {}
 
     def on_inputs(self, group: InputGroup, block: Block) -> None:
         self.on_expert_inputs([group], block)

@@ -1,0 +1,16 @@
+"""The blocks of a model: found, called, and stood aside."""
+
+from quark.torch.model.blocks.calls import Call, joined_call, short_call, takes_joined
+from quark.torch.model.blocks.recording import WHOLE, BlockOutput, find_blocks, passing_through, record_calls
+
+__all__ = [
+    "WHOLE",
+    "BlockOutput",
+    "Call",
+    "find_blocks",
+    "joined_call",
+    "passing_through",
+    "record_calls",
+    "short_call",
+    "takes_joined",
+]

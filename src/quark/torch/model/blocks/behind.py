@@ -1,0 +1,127 @@
+"""What is behind the blocks of a model (the last norm, heads), run as one more block on what the last of them gives.
+
+    a copy of the model's containers around its own modules and tensors; blocks in it stand aside:  x -> what is given
+
+So algorithms reach the linear layers there like those of a block, and nothing is held twice or computed again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.model.batches import forward_batch, named_outputs
+from quark.torch.model.blocks.calls import Call
+from quark.torch.model.tied_weights import overlapping
+
+TOKENS = 64
+"""How many tokens of each sample `CallBehind` returns, evenly taken."""
+
+
+class Given:
+    """The forward of a block that stands aside: returns what it is told to."""
+
+    output: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What was given."""
+        return self.output
+
+
+@dataclass(frozen=True)
+class CallBehind(Call):
+    """The call of what is behind the blocks, for one batch; its hidden state is what the last block gave.
+
+    Attributes:
+        batch: As the user has it.
+        around: What a block returns that computes a hidden state.
+    """
+
+    batch: Any = None
+    around: Callable[[torch.Tensor], Any] = lambda hidden: hidden
+
+    def run(self, module: nn.Module) -> torch.Tensor:
+        """Some tokens of the largest tensor that the model returns: the logits of all would fill the memory."""
+        for part in module.modules():
+            if given := _given(part):
+                given.output = self.around(self.hidden)
+        result = forward_batch(module, self.batch, self.hidden.device)
+        largest = max((x for _, x in named_outputs(result)), key=torch.Tensor.numel)
+        return largest[:, :: -(-largest.shape[1] // TOKENS)].clone() if largest.ndim > 2 else largest
+
+
+def around_hidden(output: Any) -> Callable[[torch.Tensor], Any]:
+    """How a block that returned this returns another hidden state; what is beside it, blocks alone read."""
+    if isinstance(output, torch.Tensor):
+        return lambda hidden: hidden
+    kind, others = type(output), tuple(output[1:])
+    return lambda hidden: kind((hidden, *others))
+
+
+def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The model with its blocks aside. Linear layers, modules without children, and all tensors are the model's own."""
+    blocks = {id(model.get_submodule(name)) for name in names}
+    own: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if id(module) in blocks:
+            own[id(module)] = _aside(module)
+        elif isinstance(module, nn.Linear) or next(module.children(), None) is None:
+            own[id(module)] = module
+    users = {id(getattr(module, "config", None)) for module in model.modules()}
+    without = copy.deepcopy(model, own)
+    for module in without.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache") and id(config) not in users:
+            config.use_cache = False
+    return without
+
+
+def _aside(block: nn.Module) -> nn.Module:
+    """A block with the attributes that models look at, without its modules and tensors."""
+    aside = copy.copy(block)
+    aside._modules, aside._parameters, aside._buffers = {}, {}, {}
+    aside._forward_pre_hooks, aside._forward_hooks = OrderedDict(), OrderedDict()
+    aside.forward = Given()
+    return aside
+
+
+def _given(module: nn.Module) -> Given | None:
+    """The forward of a block that stands aside; None for other modules."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, Given) else None
+
+
+def layers_behind(without: nn.Module, call: CallBehind) -> list[str]:
+    """Names of the linear layers that run once, behind the blocks, and whose weights are shared with nothing.
+
+    Those of another list of modules (a decoder behind its encoder) are left out.
+
+    Args:
+        without: The model from `without_blocks`.
+        call: Of any batch.
+    """
+    order: list[tuple[str, bool]] = []
+    with ExitStack() as hooks:
+        for name, module in without.named_modules():
+            if isinstance(module, nn.Linear) or _given(module):
+                note = partial(_note, order, (name, _given(module) is not None))
+                hooks.enter_context(module.register_forward_pre_hook(note))
+        call.run(without)
+    last = max((index for index, (_, is_block) in enumerate(order) if is_block), default=len(order))
+    tensors = (x for module in without.modules() for x in (*module.parameters(False), *module.buffers(False)))
+    shared, runs = overlapping(tensors), Counter(name for name, _ in order)
+    lists = tuple(f"{name}." for name, module in without.named_modules() if isinstance(module, nn.ModuleList))
+    alone = [name for name, _ in order[last + 1 :] if runs[name] == 1 and not name.startswith(lists)]
+    return [name for name in alone if id(without.get_submodule(name).weight) not in shared]
+
+
+def _note(order: list[tuple[str, bool]], entry: tuple[str, bool], *_: Any) -> None:
+    order.append(entry)
