@@ -14,7 +14,7 @@ from quark.core.granularity import PerGroup
 from quark.core.spec import LayerSpec, spec
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.rounding.gptq import GPTQ
-from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
+from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, ImportanceScaleConfig, QronosConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.fake_quant import Mode
@@ -51,6 +51,13 @@ def test_a_head_is_solved_by_what_it_reads(algorithm: AlgoConfig, monkeypatch: p
     assert error(solved, tiny_llama(), data) < 0.9 * error(nearest, tiny_llama(), data)
     of_blocks = [x for name, x in solved.named_parameters() if "layers" in name]
     assert all(map(torch.equal, of_blocks, [x for name, x in nearest.named_parameters() if "layers" in name]))
+
+
+def test_scales_of_a_head_are_chosen_by_importance() -> None:
+    torch.manual_seed(0)
+    weighed, nearest = quantized(tiny_llama(), ImportanceScaleConfig()), quantized(tiny_llama())
+    scales = [quantized_layers(model)["lm_head"].weight_quantizer.params.scale for model in (weighed, nearest)]
+    assert not torch.equal(*scales)
 
 
 def test_layers_of_the_heads_of_encoders_are_found() -> None:

@@ -14,6 +14,8 @@ class ImportanceScale(Algorithm):
     A solver named after it (GPTQ) rounds on these scales.
     """
 
+    solves_behind = True
+
     def on_inputs(self, group: InputGroup, block: Block) -> None:
         layers = chosen_layers(group, block, self.config.inside_layer_modules)
         if layers:
