@@ -12,7 +12,7 @@ from quark.core.granularity import PerGroup
 from quark.core.quantize import fake_quantize
 from quark.core.scales import qparams_from_range
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.torch.algorithms.rounding.autoround import BlockLoss, LearnedWeight, scored
+from quark.torch.algorithms.rounding.autoround import AutoRound, BlockLoss, LearnedWeight
 from quark.torch.config.algo_configs import AutoRoundConfig
 from quark.torch.config.named_algorithms import algo_config_by_name
 from quark.torch.layers.replace import replace_layer
@@ -144,7 +144,7 @@ def test_by_name_it_is_the_form_that_loses_less_in_less_time() -> None:
 
 def test_scores_are_taken_of_as_many_tokens_as_moments_need() -> None:
     model, batches = tiny_llama(hidden_size=16, intermediate_size=32), token_batches(40)
-    tokens = batches[0].numel()
+    tokens, scored = batches[0].numel(), AutoRound(AutoRoundConfig(fisher=True)).scored
     assert len(scored(model, batches)) == -(-16 * 16 // tokens)
     assert len(scored(model, batches[:1])) == 1
     assert len(scored(nn.Linear(4, 4), batches)) == 40  # of no known width: all

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quark.errors import FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
@@ -82,6 +83,19 @@ def test_matrices_that_the_library_has_not_are_refused(tmp_path: Path) -> None:
     signs = rotated("int4_wo_32", online_r1_rotation=True, random_r1=True)
     with pytest.raises(NotSupportedError, match="without signs"):
         export_safetensors(signs, tmp_path / "signs", FORM)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(None, "R4_input|input_rotation"), (torch.ones, "rows are not orthogonal")]
+)
+def test_a_matrix_that_is_missing_or_none_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    folder = export_safetensors(rotated("int4_wo_32", **BLOCKS), tmp_path, FORM)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.down_proj.R4_input.weight"
+    matrix = tensors.pop(name)
+    save_file(tensors if change is None else {**tensors, name: change(matrix.shape, dtype=matrix.dtype)},
+              folder / "model.safetensors")  # fmt: skip
+    with pytest.raises(FormatError, match=message):
+        import_model_from_safetensors(None, folder)
 
 
 OUTPUTS = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "output"}]}

@@ -95,7 +95,8 @@ def sweep(
         calls, state = record_inputs(model, layers, names, data, BlockWeights(), needs_float)
         loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups, state=state)
         if behind.candidates:
-            behind.sweep(part_of(data), sync_experts)
+            with _saying_what_changed(""):
+                behind.sweep(part_of(data), sync_experts)
 
 
 class Behind:

@@ -14,11 +14,10 @@ easy. The errors that are reported are of the same batches before and after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,7 +31,6 @@ from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Block
-from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
 from quark.torch.algorithms.rounding.output_scores import ByScores
@@ -60,18 +58,11 @@ class AutoRound(ByScores):
     rounds = True
     sums = False
 
-    def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
-        return super().learned_bytes(model, blocks, scored(model, data))
-
-    def learn(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, QuantLayer],
-        data: Sequence[Any],
-        weights: BlockWeights,
-        work: Path | None,
-    ) -> None:
-        super().learn(model, layers, scored(model, data), weights, work)
+    def scored(self, model: nn.Module, data: Sequence[Any]) -> Sequence[Any]:
+        """The first batches, as many as the moments of so wide an output need."""
+        tokens = accumulate(tokens_in([batch]) for batch in data)
+        enough = SCORED * hidden_width(model) or float("inf")
+        return data[: next((index for index, count in enumerate(tokens, 1) if count >= enough), len(data))]
 
     def enter(self, block: Block) -> None:
         names = sorted({leaf for group in block.groups for leaf in group})
@@ -113,13 +104,6 @@ class AutoRound(ByScores):
         for weight in weights:
             weight.freeze()
         report(block.name, before, after, SQUARE_ERROR if moments is None else FISHER_ERROR)
-
-
-def scored(model: nn.Module, data: Sequence[Any]) -> Sequence[Any]:
-    """The first batches, as many as the moments of so wide an output need."""
-    tokens = accumulate(tokens_in([batch]) for batch in data)
-    enough = SCORED * hidden_width(model) or float("inf")
-    return data[: next((index for index, count in enumerate(tokens, 1) if count >= enough), len(data))]
 
 
 @dataclass

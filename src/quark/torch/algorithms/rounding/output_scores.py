@@ -158,7 +158,11 @@ class ByScores(Algorithm):
 
     def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
         """Those of the scores, where they are asked for: chosen, they are only where there is room."""
-        return scores_bytes(model, blocks, data) if self.config.fisher is True else 0
+        return scores_bytes(model, blocks, self.scored(model, data)) if self.config.fisher is True else 0
+
+    def scored(self, model: nn.Module, data: Sequence[Any]) -> Sequence[Any]:
+        """The batches whose scores it needs."""
+        return data
 
     def learn(
         self,
@@ -168,6 +172,7 @@ class ByScores(Algorithm):
         weights: BlockWeights,
         work: Path | None,
     ) -> None:
+        data = self.scored(model, data)
         if self.config.fisher == "auto":
             specs = [layer.spec.weight for layer in layers.values() if layer.spec.weight]
             compiled = specs if self.needs_compiled else []
