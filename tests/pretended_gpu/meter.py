@@ -1,0 +1,134 @@
+"""What a program asks of the device: launches, waits, bytes across, bytes alive; and which line of quark asked."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+VIEWS = frozenset(
+    "view _unsafe_view t transpose permute slice select expand unsqueeze squeeze as_strided detach alias split unbind "
+    "_reshape_alias unfold diagonal split_with_sizes lift_fresh view_as_real view_as_complex real imag narrow swapaxes "
+    "movedim empty empty_like empty_strided new_empty new_empty_strided _unsafe_index_put_views set_ resize_ numpy_T "
+    "numpy_T chunk unflatten expand_as view_as mT mH adjoint".split()
+)
+"""Operators that start no kernel: they look at memory that is there, or ask for some."""
+
+WAITS = frozenset(
+    "_local_scalar_dense nonzero nonzero_numpy nonzero_static _unique2 unique_dim unique_consecutive _unique "
+    "masked_select equal is_nonzero bincount _linalg_check_errors histc".split()
+)
+"""Operators after which Python knows something of the values, or of their number: the CPU waits until all is done."""
+
+
+class Life:
+    """Memory of the device: as long as a tensor that lies in it."""
+
+    __slots__ = ("__weakref__", "index", "nbytes")
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        self.index, self.nbytes = index, nbytes
+        _alive[index] += nbytes
+        _peak[index] = max(_peak[index], _alive[index])
+
+    def __del__(self) -> None:
+        _alive[self.index] -= self.nbytes
+
+
+_alive: Counter[int] = Counter()
+_peak: Counter[int] = Counter()
+_lives: weakref.WeakValueDictionary[tuple[int, int], Life] = weakref.WeakValueDictionary()
+
+
+def life_of(data: torch.Tensor, index: int) -> Life:
+    """The memory that the host tensor behind a device tensor lies in."""
+    storage = data.untyped_storage()
+    life = _lives.get((storage._cdata, index))
+    if life is None:
+        life = _lives[storage._cdata, index] = Life(index, storage.nbytes())
+    return life
+
+
+class Meter:
+    """Counters of one pretended GPU.
+
+    Attributes:
+        launches: Name of an operator that starts a kernel -> how often it ran.
+        waits: Name of what made the CPU wait for the device -> how often.
+        uploads: The same of tensors that came from the host; one that does not say `non_blocking` waits, too.
+        bytes_across: That went from the host to the device, or back.
+        launched_at, waited_at, uploaded_at: "file:line name", of the innermost line of quark -> how often.
+    """
+
+    def __init__(self, where: bool = True) -> None:
+        self.where = where
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew; the peak of the memory is what is alive now."""
+        self.launches: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.uploads: Counter[str] = Counter()
+        self.launched_at: Counter[str] = Counter()
+        self.waited_at: Counter[str] = Counter()
+        self.uploaded_at: Counter[str] = Counter()
+        self.bytes_across = 0
+        _peak.clear()
+        _peak.update(_alive)
+
+    @contextmanager
+    def counting(self) -> Iterator[Meter]:
+        """Within: from 0."""
+        self.reset()
+        yield self
+
+    def launch(self, name: str) -> None:
+        if name in VIEWS or name.rstrip("_") in VIEWS:
+            return
+        self.launches[name] += 1
+        if self.where:
+            self.launched_at[f"{line_of_quark()} {name}"] += 1
+
+    def wait(self, name: str, nbytes: int = 0) -> None:
+        self.waits[name] += 1
+        self.bytes_across += nbytes
+        if self.where:
+            self.waited_at[f"{line_of_quark()} {name}"] += 1
+
+    def upload(self, name: str, nbytes: int) -> None:
+        self.uploads[name] += 1
+        self.bytes_across += nbytes
+        if self.where:
+            self.uploaded_at[f"{line_of_quark()} {name}"] += 1
+
+    @staticmethod
+    def alive(index: int = 0) -> int:
+        """Bytes of tensors on a device."""
+        return _alive[index]
+
+    @staticmethod
+    def peak(index: int = 0) -> int:
+        """The most bytes that were alive at once since the last reset."""
+        return _peak[index]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.launches.total()} launches, {self.waits.total()} waits, {self.uploads.total()} uploads, "
+            f"{self.bytes_across} bytes across, {self.peak()} bytes at most"
+        )
+
+
+def line_of_quark() -> str:
+    """The innermost line of quark that is running: "core/solvers/gptq.py:296"."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        _, found, path = frame.f_code.co_filename.rpartition("/src/quark/")
+        if found:
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
