@@ -186,7 +186,7 @@ class _Words(TorchFunctionMode):
         name = getattr(f, "__name__", "")
         if name == "__set__" and f == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             return _set_data(*args)
-        special = getattr(self, f"_{name}", None)
+        special = getattr(self, f"call_{name}", None)
         if special is not None:
             return special(f, args, kwargs)
         args, kwargs = self._translated(args, kwargs)
@@ -203,7 +203,7 @@ class _Words(TorchFunctionMode):
     def _where(self, device: Any) -> Any:
         return self.gpu.device(f"cuda:{device}" if isinstance(device, int) else device)
 
-    def _to(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call_to(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # By name or by the device of another tensor; as C++ reads both, they are told here.
         x, *rest = args
         rest = [self.gpu.device(a) if isinstance(a, (str, torch.device)) else a for a in rest]
@@ -216,13 +216,13 @@ class _Words(TorchFunctionMode):
         args, kwargs = self._translated((x, *rest), kwargs)
         return f(*args, **kwargs)
 
-    def _cuda(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call_cuda(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x, *rest = args
         device = rest.pop(0) if rest else kwargs.pop("device", None)
         where = self._where("cuda" if device is None else device)
         return torch.Tensor.to(x, where, *rest, **kwargs)
 
-    def _tensor(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call_tensor(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.pop("device", None)
         grad = kwargs.pop("requires_grad", False)
         if isinstance(args[0], DeviceTensor):
@@ -233,7 +233,7 @@ class _Words(TorchFunctionMode):
             made = f(*args, **kwargs)
         return (made if device is None else made.to(self._where(device))).requires_grad_(grad)
 
-    def _as_tensor(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call_as_tensor(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         data, device = args[0], kwargs.pop("device", None)
         dtype = kwargs.pop("dtype", args[1] if len(args) > 1 else None)
         if isinstance(data, torch.Tensor):
@@ -243,9 +243,20 @@ class _Words(TorchFunctionMode):
             made = f(data, dtype=dtype)
         return made if device is None else made.to(self._where(device))
 
-    _asarray = _as_tensor
+    call_asarray = call_as_tensor
 
-    def _scaled_dot_product_attention(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call_new_tensor(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        x, data = args
+        kwargs = {"dtype": x.dtype, "device": x.device} | kwargs
+        return self.call_tensor(torch.tensor, (data,), kwargs)
+
+    def call___getitem__(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return f(args[0], _index(args[1]))
+
+    def call___setitem__(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return f(args[0], _index(args[1]), args[2])
+
+    def call_scaled_dot_product_attention(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The host's kernel, so that results equal the host's; for a device without kernels PyTorch takes it apart."""
         if not isinstance(args[0], DeviceTensor):
             return f(*args, **kwargs)
@@ -256,7 +267,7 @@ class _Words(TorchFunctionMode):
         said = given | {"attn_mask": mask.host if isinstance(mask, DeviceTensor) else mask}
         with torch._C.DisableTorchFunction():
             choice = torch._fused_sdp_choice(*hosts, **said)
-        if choice != 1 or said.get("enable_gqa") or args[0].shape[1] != args[1].shape[1]:
+        if choice != 1:
             return f(*args, **kwargs)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=args[0].dtype).masked_fill_(~mask, float("-inf"))
@@ -265,12 +276,12 @@ class _Words(TorchFunctionMode):
             scale=given.get("scale"),
         )[0]  # fmt: skip
 
-    def _pin_memory(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call_pin_memory(self, f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(args[0], DeviceTensor):
             raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         return _pinned_copy(args[0])
 
-    def _is_pinned(self, f: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def call_is_pinned(self, f: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return not isinstance(args[0], DeviceTensor) and args[0].untyped_storage()._cdata in _pinned
 
 
@@ -281,6 +292,13 @@ def _pinned_copy(x: torch.Tensor) -> torch.Tensor:
     copied = x.clone()
     _pinned.add(copied.untyped_storage()._cdata)
     return copied
+
+
+def _index(index: Any) -> Any:
+    """An index, its lists of numbers as tensors of the host, which PyTorch would make without their values."""
+    if isinstance(index, tuple):
+        return tuple(_index(part) if isinstance(part, (list, range)) else part for part in index)
+    return torch.tensor(list(index)) if isinstance(index, (list, range)) else index
 
 
 def _number(x: Any) -> Any:

@@ -187,6 +187,8 @@ def run(f: Any, args: Any, kwargs: Any) -> Any:
     target = _index_of(asked) if asked is not None else None
     if not ours and target is None:
         return f(*args, **kwargs)
+    if any(x.is_meta and x.device.index is not None for x in tensors):
+        raise NotImplementedError(f"{f}: PyTorch made a tensor of the pretended device from Python numbers, unseen.")
     _check(f, name, args, kwargs, tensors, ours)
     if asked is None and ours:
         target = args[0].index if name == "copy_" and isinstance(args[0], DeviceTensor) else ours[0].index

@@ -4,15 +4,18 @@ Which layers read one tensor, and what made it, is read off a recorded forward. 
 which input channel is measured: its output channels get distinct factors, and the input of the readers must follow,
 each channel with one of those factors for every token. A fold counts only if a random s leaves the block's float64
 output as it was, to 1e-9; else there is a reason.
+
+What is measured stays on the device of the block. The searches of all groups go side by side, and what they have
+measured is read together, so that a device is waited for once a round and not once a question.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +31,13 @@ TOLERANCE = 1e-9
 
 FOLLOWS = 1e-7
 """Largest relative deviation of a channel from the factor that it follows."""
+
+UNCHANGED, SILENT, NEITHER = -1, -2, -3
+"""What a channel does that follows no factor: it stays as it is, it is always 0, it does anything else."""
+
+Answer = TypeVar("Answer")
+Asking = Generator[torch.Tensor, torch.Tensor, Answer]
+"""A search that gives what it has measured, and gets it on the host, float64."""
 
 
 class Discovery:
@@ -65,7 +75,8 @@ class Discovery:
             search.check(item)
         named = tuple((item["prev_op"], tuple(item["layers"])) for item in scaling_layers)
         if (search.structure, named) not in self._known:
-            self._known[search.structure, named] = [search.candidate(layers, before) for before, layers in named]
+            asked = [search.candidate(layers, before) for before, layers in named]
+            self._known[search.structure, named] = answers(asked)
         proved = search.proved(self._known[search.structure, named])
         for item, result in zip(scaling_layers, proved, strict=True):
             if isinstance(result, Refusal):
@@ -105,7 +116,7 @@ class _Search:
     def candidates(self) -> list[Fold | Refusal]:
         """A candidate for each group, layers that saw no token included."""
         groups = self.graph.groups()
-        found = [self.candidate(group) for group in groups]
+        found = answers([self.candidate(group) for group in groups])
         for name in self.graph.uncalled:
             sibling = _sibling(name, set(self.graph.calls) - set(self.graph.uncalled))
             if sibling is None:
@@ -113,14 +124,14 @@ class _Search:
             found = [copied for item in found for copied in _like_sibling(item, sibling, name)]
         return _merged(found)
 
-    def candidate(self, layers: tuple[str, ...], producer: str | None = None) -> Fold | Refusal:
+    def candidate(self, layers: tuple[str, ...], producer: str | None = None) -> Asking[Fold | Refusal]:
         """The first nearest node before `layers` whose channels pass factors on to their input, or all reasons."""
         reasons: dict[str, None] = {}
         for node in reversed(self.graph.sources(self.graph.calls[layers[0]][0].inputs[0])):
             if producer not in (None, node.module):
                 continue
             for rows, values in self.parts(node):
-                result = self.probe(layers, node, rows, values)
+                result = yield from self.probe(layers, node, rows, values)
                 if isinstance(result, Fold):
                     return result
                 reasons[result] = None
@@ -144,13 +155,15 @@ class _Search:
                 todo += zip(reader.outputs, [moved] if isinstance(moved, torch.Tensor) else moved, strict=True)
         return [(torch.tensor(rows), values) for rows, values in reversed(parts.items())]
 
-    def probe(self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]) -> Fold | str:
+    def probe(
+        self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]
+    ) -> Asking[Fold | str]:
         """Give some output channels of a node distinct factors; see which input channels of its readers follow."""
         name = node.module
         if name is None or len(self.graph.calls[name]) > 1:
             return f"{name or node.kind!r} is no module that runs once"
-        module = self.block.get_submodule(name)
-        offsets = {} if is_linear(module) else _offsets(module, self.graph.values[node.outputs[0]].shape[-1])
+        module, count = self.block.get_submodule(name), self.graph.values[node.outputs[0]].shape[-1]
+        offsets = {} if is_linear(module) else (yield from _offsets(module, count))
         if not is_linear(module) and not offsets:
             return f"{name!r} ({node.kind}) has no gain for each channel"
         readers = {reader.module or reader.kind: reader for value in values for reader in self.graph.targets(value)}
@@ -158,16 +171,19 @@ class _Search:
         alien = [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
         if alien:
             return f"{name!r} is read by {', '.join(map(repr, alien))} as well"
-        factors = torch.ones(self.graph.values[node.outputs[0]].shape[-1], dtype=torch.float64)
         shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        factors = torch.ones(count, dtype=torch.float64)
         factors[rows] = torch.linspace(1.5, 3.0, len(rows), dtype=torch.float64)[shuffled]
+        factors = factors.to(device_of(module))
         # The readers go on with the input that they had, so that all else (the choice of experts) stays as it was.
         before, reading = self.before[1], (*layers, *others)
         _, after = self.exact.run(outputs={name: factors}, watch=reading, instead=before)
-        channels = _agreed([_followed(before[reader], after.get(reader), factors) for reader in reading], len(factors))
-        if channels is None or bool((channels < 0).all()):
+        if any(reader not in after or after[reader].shape != before[reader].shape for reader in reading):
             return f"the input does not scale with {name!r}"
-        return Fold(name, layers, others, channels, offsets)
+        channels = yield _agreed([_followed(before[reader], after[reader], factors) for reader in reading], count)
+        if bool((channels == NEITHER).any()):
+            return f"the input does not scale with {name!r}"
+        return Fold(name, layers, others, channels.long(), offsets)
 
     # Proof
 
@@ -190,7 +206,8 @@ class _Search:
         inputs: dict[str, torch.Tensor] = {}
         outputs: dict[str, torch.Tensor] = {}
         for fold in folds:
-            s = fold.feasible(torch.rand(len(fold.rows), generator=generator, dtype=torch.float64) * 1.5 + 0.5)
+            drawn = torch.rand(len(fold.rows), generator=generator, dtype=torch.float64) * 1.5 + 0.5
+            s = fold.feasible(drawn.to(device_of(self.block.get_submodule(fold.producer))))
             if self.is_linear(fold.producer):
                 outputs[fold.producer] = 1 / fold.factor(self.block, s)
             else:
@@ -213,42 +230,75 @@ class _Search:
             )
 
 
-def _followed(before: torch.Tensor, after: torch.Tensor | None, factors: torch.Tensor) -> torch.Tensor | None:
-    """For each input channel the index of the factor that it took on; -1: unchanged; -2: always 0; None: neither."""
-    if after is None or after.shape != before.shape:
-        return None
+def answers(searches: Sequence[Asking[Answer]]) -> list[Answer]:
+    """What searches that go side by side end with; what they ask in one round is read from the device at once."""
+    found: dict[int, Answer] = {}
+    replies: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(searches)))
+    while replies:
+        asked: dict[int, torch.Tensor] = {}
+        for index, reply in replies.items():
+            try:
+                # A generator that has not begun takes nothing.
+                asked[index] = next(searches[index]) if reply is None else searches[index].send(reply)
+            except StopIteration as end:
+                found[index] = end.value
+        replies = dict(zip(asked, on_host(list(asked.values())), strict=True))
+    return [found[index] for index in range(len(searches))]
+
+
+def on_host(measured: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Vectors of a device as float64 on the host, all in one read."""
+    if not measured:
+        return []
+    device = measured[0].device
+    whole = torch.cat([x.double().to(device) for x in measured]).cpu()
+    return list(torch.split(whole, [len(x) for x in measured]))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module that has parameters computes."""
+    return next(parameter.device for parameter in module.parameters())
+
+
+def _followed(before: torch.Tensor, after: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """For each input channel the index of the factor that it took on, UNCHANGED or SILENT; or NEITHER for all.
+
+    Args:
+        before, after: What a layer reads without and with the factors, (rows, channels).
+        factors: Distinct, (channels of what makes it,).
+    """
+    factors = factors.to(before.device)
     strong = before.abs() > 1e-6 * before.abs().amax()
     ratio = torch.where(strong, after / torch.where(strong, before, 1.0), float("nan"))
     low, high = ratio.nan_to_num(float("inf")).amin(0), ratio.nan_to_num(-float("inf")).amax(0)
     seen = strong.any(0)
-    if bool((high[seen] - low[seen] > FOLLOWS * high[seen].abs()).any()):
-        return None
+    differ = seen & (high - low > FOLLOWS * high.abs())
     order = factors.argsort()
     middle = torch.where(seen, (low + high) / 2, 1.0)
     place = torch.searchsorted(factors[order], middle - FOLLOWS * middle.abs()).clamp_max(len(factors) - 1)
     index = order[place]
     same = (middle - 1).abs() <= FOLLOWS
-    if bool(((factors[index] - middle).abs() > 2 * FOLLOWS * middle.abs())[~same].any()):
-        return None
-    return torch.where(seen, torch.where(same, -1, index), -2)
+    strange = ((factors[index] - middle).abs() > 2 * FOLLOWS * middle.abs()) & ~same
+    found = torch.where(seen, torch.where(same, UNCHANGED, index), SILENT)
+    return torch.where((differ | strange).any(), NEITHER, found)
 
 
-def _agreed(followed: Sequence[torch.Tensor | None], count: int) -> torch.Tensor | None:
-    """One channel map of all readers. A channel that was always 0 is known from the others, or if all go one to one."""
-    maps = [f for f in followed if f is not None]
-    channels = torch.stack(maps).amax(0) if maps else None
-    if channels is None or len(maps) < len(followed) or any(bool(((f != channels) & (f != -2)).any()) for f in maps):
-        return None
-    unknown = channels == -2
-    straight = torch.arange(len(channels))
-    if bool(unknown.any()):
-        if len(channels) != count or bool((channels != straight)[~unknown].any()):
-            return None
-        channels = straight
-    return channels
+def _agreed(followed: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """One channel map of all readers, or NEITHER for all channels.
+
+    A channel that was always 0 is known from the others, or if all go one to one.
+    """
+    maps = torch.stack([one.to(followed[0].device) for one in followed])
+    channels = maps.amax(0)
+    fits = ((maps == channels) | (maps == SILENT)).all() & (channels != NEITHER).all()
+    straight, silent = torch.arange(len(channels), device=channels.device), channels == SILENT
+    one_to_one = ((channels == straight) | silent).all() if len(channels) == count else torch.zeros_like(fits)
+    channels = torch.where(silent.any(), straight, channels)
+    fits = fits & (one_to_one | ~silent.any()) & (channels >= 0).any()
+    return torch.where(fits, channels, NEITHER)
 
 
-def _offsets(norm: nn.Module, channels: int) -> dict[str, float]:
+def _offsets(norm: nn.Module, channels: int) -> Asking[dict[str, float]]:
     """Name -> c of each parameter of a norm that acts on its output as (c + parameter) * x, or as + parameter (c = 0).
 
     Empty if the module is nothing of the kind. Measured: LayerNorm and most RMSNorms have c = 0, Gemma's c = 1.
@@ -257,17 +307,21 @@ def _offsets(norm: nn.Module, channels: int) -> dict[str, float]:
     if not parameters or any(p.shape != (channels,) for p in parameters.values()):
         return {}
     x = torch.randn(4, channels, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    zeros = {name: torch.zeros(channels, dtype=torch.float64) for name in parameters}
+    zeros = {name: torch.zeros(channels, dtype=torch.float64, device=p.device) for name, p in parameters.items()}
+    x = x.to(device_of(norm))
     try:
         start = in_float64(norm, zeros, x)
         moved = {name: in_float64(norm, zeros | {name: zeros[name] + 1}, x) - start for name in parameters}
     except (TypeError, RuntimeError, IndexError):  # takes more than one tensor
         return {}
-    gains = [name for name, change in moved.items() if bool((change - change[0]).abs().amax() > FOLLOWS)]
+    spread = torch.stack([(change - change[0]).abs().amax() for change in moved.values()])
+    middle = torch.stack([(start / change).nanmedian() for change in moved.values()])
+    measured = yield torch.cat([spread, middle])
+    gains = [index for index in range(len(moved)) if float(measured[index]) > FOLLOWS]
     if len(gains) != 1:
         return {}
-    offset = float((start / moved[gains[0]]).nanmedian())
-    return dict.fromkeys(parameters, 0.0) | {gains[0]: round(offset, 6) + 0.0}
+    gain, offset = list(moved)[gains[0]], float(measured[len(moved) + gains[0]])
+    return dict.fromkeys(parameters, 0.0) | {gain: round(offset, 6) + 0.0}
 
 
 # Experts that no token of the recorded forward reached

@@ -79,9 +79,9 @@ class Exact:
         args, kwargs = copy.deepcopy((self.args, self.kwargs))
         with ExitStack() as stack:
             for name, factors in (inputs or {}).items():
-                stack.enter_context(_on_input(self.module, name, partial(torch.mul, factors)))
+                stack.enter_context(_on_input(self.module, name, partial(_times, factors)))
             for name, factors in (outputs or {}).items():
-                stack.enter_context(_on_output(self.module, name, partial(torch.mul, factors)))
+                stack.enter_context(_on_output(self.module, name, partial(_times, factors)))
             for name, rows in seen.items():
                 stack.enter_context(_on_input(self.module, name, _watcher(rows, (instead or {}).get(name))))
             stack.enter_context(torch.no_grad())
@@ -102,9 +102,10 @@ def difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     """Largest deviation between two sets of outputs, relative to the largest value."""
     if len(a) != len(b):
         return float("inf")
-    return max(
-        (float((x - y).abs().max() / x.abs().max().clamp_min(1e-300)) for x, y in zip(a, b, strict=True)), default=0.0
-    )
+    if not a:
+        return 0.0
+    each = [(x - y).abs().max() / x.abs().max().clamp_min(1e-300) for x, y in zip(a, b, strict=True)]
+    return float(torch.stack([one.to(each[0].device) for one in each]).max())
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,6 +113,10 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x = x.double()
     y = torch.cat([F.linear(x, rows.double()) for rows in torch.split(weight, ROWS)], -1)
     return y if bias is None else y + bias.double()
+
+
+def _times(factors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return factors.to(x.device) * x
 
 
 def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor | None]:

@@ -30,8 +30,9 @@ class Fold:
         layers: Linear layers that read it.
         others: Further modules with a weight (out, channels) that read it and are scaled along (a router).
         rows: For each input channel the channel of the producer that feeds it, -1 for none: its s must be 1. Several
-            channels may share one (grouped-query attention).
+            channels may share one (grouped-query attention). On the host.
         offsets: For a norm: name of each parameter that is divided -> c, where it acts as (c + parameter).
+        carried: What `rows` say, on the devices where it was asked for.
     """
 
     producer: str
@@ -39,20 +40,29 @@ class Fold:
     others: tuple[str, ...]
     rows: torch.Tensor
     offsets: dict[str, float] = field(default_factory=dict)
+    carried: dict[torch.device, tuple[int, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def shared(self, statistic: torch.Tensor, reduce: str = "amax") -> torch.Tensor:
         """A statistic of each input channel, combined ("amax" or "mean") over channels that must have one s.
 
         Shape in and out: (channels,).
         """
-        rows = self.rows.to(statistic.device)
-        index = torch.where(rows >= 0, rows, rows.amax() + 1)
-        combined = statistic.new_zeros(int(index.amax()) + 1)
-        return combined.scatter_reduce(0, index, statistic, reduce, include_self=False)[index]
+        size, index = self._places(statistic.device)
+        return statistic.new_zeros(size + 1).scatter_reduce(0, index, statistic, reduce, include_self=False)[index]
 
     def feasible(self, s: torch.Tensor) -> torch.Tensor:
         """The nearest s that the fold allows: the geometric mean where channels share one, 1 where it must be."""
-        return torch.where(self.rows.to(s.device) >= 0, self.shared(s.log(), "mean").exp(), 1.0)
+        size, index = self._places(s.device)
+        return torch.where(index < size, self.shared(s.log(), "mean").exp(), 1.0)
+
+    def _places(self, device: torch.device) -> tuple[int, torch.Tensor]:
+        """How many channels of the producer there are up to the last that is read, and that of each input channel; one
+        behind them where there is none. Carried to a device once.
+        """
+        if device not in self.carried:
+            size = int(self.rows.amax()) + 1
+            self.carried[device] = size, torch.where(self.rows >= 0, self.rows, size).to(device)
+        return self.carried[device]
 
     def apply(self, block: nn.Module, s: torch.Tensor) -> None:
         """Multiply the columns of the readers by s and divide the producer's channels by it, in place.
@@ -88,9 +98,10 @@ class Fold:
 
     def factor(self, block: nn.Module, s: torch.Tensor) -> torch.Tensor:
         """What each channel of the producer's output is divided by."""
-        rows = self.rows.to(s.device)
+        size, index = self._places(s.device)
         channels = next(p.shape[0] for p in block.get_submodule(self.producer).parameters(recurse=False))
-        return s.new_ones(channels).scatter(0, rows[rows >= 0], s[rows >= 0])
+        read = s.new_ones(size + 1).scatter(0, index, s)[:size]
+        return torch.cat([read, s.new_ones(channels - size)])
 
     def multiplied(
         self, block: nn.Module, s: torch.Tensor, names: tuple[str, ...] | None = None
