@@ -7,12 +7,14 @@ minimum, a maximum, a count or a sum of counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from quark.core.array import Array, dtype_name, namespace, to_numpy
+from quark.core.array import Array, NumpyArray, dtype_name, is_torch, namespace, to_numpy
+from quark.core.checks import all_finite, check
 from quark.core.granularity import PerTensor
 from quark.core.quantize import quantize_scales, range_of
 from quark.core.scales import QParams, qparams_from_range
@@ -44,6 +46,7 @@ class Observer:
         self.low: Array | None = None
         self.high: Array | None = None
         self.model_dtype = "float32"
+        self._checked = -1  # `count` when the extremes were checked
 
     def update(self, x: Array) -> None:
         """Collect a tensor. Empty tensors count for nothing."""
@@ -69,6 +72,7 @@ class Observer:
         """
         self.count = int(needed(state, "count", self))
         self.low, self.high = needed(state, "low", self), needed(state, "high", self)
+        self._checked = -1
 
     def range(self) -> tuple[Array, Array]:
         """The range [low, high] that quantization should cover, shaped like the stored scale; float32.
@@ -83,10 +87,18 @@ class Observer:
         """The exact minimum and maximum seen; raises as `range` does."""
         if self.low is None or self.high is None:
             raise CalibrationError("No values were observed: the calibration data never reached this tensor.")
-        xp = namespace(self.low)
-        if not bool(xp.isfinite(self.low).all() and xp.isfinite(self.high).all()):
-            raise NonFiniteError(f"The observed values hold NaN or Inf after {self.count} tensors.")
+        if self._checked != self.count:
+            failure = NonFiniteError(f"The observed values hold NaN or Inf after {self.count} tensors.")
+            check(all_finite(self.low, self.high), failure)
+            self._checked = self.count
         return self.low, self.high
+
+    def solved_from(self) -> list[Array]:
+        """The arrays that `range` reads on the host, once all is observed; none where it is solved where they are."""
+        return []
+
+    def solve_from(self, arrays: Sequence[NumpyArray]) -> None:
+        """Take these in their place, read from the device already."""
 
     def qparams(self) -> QParams:
         """Scale and zero point for the range."""
@@ -125,6 +137,34 @@ class Observer:
         assert self.low is not None
         zero = self.low * 0
         return zero + float(np.float32(low)), zero + float(np.float32(high))
+
+
+def bring_to_host(observers: Sequence[Observer]) -> None:
+    """Read what observers on a device solve their ranges from, all of it at once: the device is waited for once."""
+    wanted = [(observer, observer.solved_from()) for observer in observers]
+    wanted = [(observer, arrays) for observer, arrays in wanted if arrays and _on_device(arrays[0])]
+    read = iter(_read_together([x for _, arrays in wanted for x in arrays]))
+    for observer, arrays in wanted:
+        observer.solve_from([next(read) for _ in arrays])
+
+
+def _on_device(x: Array) -> bool:
+    return is_torch(x) and bool(x.device.type != "cpu")
+
+
+def _read_together(arrays: Sequence[Array]) -> list[NumpyArray]:
+    """Tensors of a device as numpy arrays, by way of one copy."""
+    if not arrays:
+        return []
+    torch = sys.modules["torch"]
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so that each begins where its type may
+    parts = [arrays[i].to(arrays[0].device).reshape(-1).contiguous().view(torch.uint8) for i in order]
+    whole, start, found = to_numpy(torch.cat(parts)), 0, {}
+    for index, part in zip(order, parts, strict=True):
+        x = arrays[index]
+        flat = whole[start : start + len(part)].view(dtype_name(x))
+        found[index], start = flat.reshape(tuple(x.shape)), start + len(part)
+    return [found[index] for index in range(len(arrays))]
 
 
 def needed(state: Mapping[str, Array], name: str, observer: Observer) -> Array:

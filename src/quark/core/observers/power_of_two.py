@@ -11,12 +11,12 @@ MinMSE has two variants: of the values within a percentile, and the choice of mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from quark.core.array import Array, is_torch, like, namespace
+from quark.core.array import Array, NumpyArray, is_torch, like, namespace, to_numpy
 from quark.core.granularity import PerTensor
 from quark.core.observers.base import Observer, host, needed
 from quark.core.observers.histograms.base import squared_error
@@ -39,7 +39,9 @@ class PowerOfTwoMinMaxObserver(Observer):
 
     def _exponent(self) -> Array:
         """Exponent of the scale for each part, int32."""
-        low, high = self.extremes()
+        return self._nearest(*self.extremes())
+
+    def _nearest(self, low: Array, high: Array) -> Array:
         return exponent(qparams_from_range(low, high, replace(self.spec, scale_type=ScaleType.pof2)).scale)
 
 
@@ -61,6 +63,7 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         if spec.dtype.is_block:
             raise ConfigError(f"The steps of {spec.dtype} are powers of two already; its observer is 'block'.")
         self.histogram: BitHistogram | None = None
+        self._ends: tuple[NumpyArray, NumpyArray] | None = None
 
     def update(self, x: Array) -> None:
         if 0 in x.shape:
@@ -104,15 +107,26 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         return namespace(x).moveaxis(blocks, part_axes, list(range(len(part_axes)))).reshape(parts, -1)
 
     def _exponent(self) -> Array:
-        center = super()._exponent()
         low, high = self.extremes()
         assert self.histogram is not None
-        best = host(center).reshape(-1).astype(np.int32)
-        lows, highs = host(low).reshape(-1), host(high).reshape(-1)
+        ends = self._ends or (to_numpy(low), to_numpy(high))
+        center = self._nearest(*ends)
+        best = center.reshape(-1).astype(np.int32)
+        lows, highs = (side.astype(np.float64).reshape(-1) for side in ends)
+        if not (np.isfinite(lows).all() and np.isfinite(highs).all()):
+            return like(center, low, "int32")  # that it is wrong is said later, where a device is asked
         for row in range(self.histogram.rows):
             bins = self.histogram.bins(row, lows[row], highs[row])
             best[row] = self._best(bins, lows[row], highs[row], best[row])
-        return like(best.reshape(tuple(center.shape)), center, "int32")
+        return like(best.reshape(tuple(center.shape)), low, "int32")
+
+    def solved_from(self) -> list[Array]:
+        return [] if self.histogram is None else [self.low, self.high, self.histogram.counts]
+
+    def solve_from(self, arrays: Sequence[NumpyArray]) -> None:
+        assert self.histogram is not None
+        low, high, self.histogram.counts = arrays
+        self._ends = low, high
 
     def _best(self, bins: Bins, low: float, high: float, center: int) -> int:
         """The exponent for the values of one part."""

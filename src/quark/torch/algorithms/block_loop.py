@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from quark.core.checks import gathered
 from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
@@ -115,7 +116,8 @@ def loop_over_blocks(
         weights.bring(name)
         try:
             # Not bound to a name, so that its inputs are freed when its outputs are there.
-            state = LoopState(index + 1, *work(_block(model, name, own_calls, state, shared_scale_groups)))
+            with gathered():
+                state = LoopState(index + 1, *work(_block(model, name, own_calls, state, shared_scale_groups)))
             if index + 1 == len(names):
                 state = LoopState(index + 1)  # nothing runs on what the last one returns, which may be no tensor
             if finish is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, one_line
 from quark.log import logger
 from quark.profiler import ProfileStep, profile_scope
@@ -31,7 +32,7 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.keep_better import BlockJudge, prepare_where_better
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
-from quark.torch.calibration.calibrate import naming, waiting_activations
+from quark.torch.calibration.calibrate import waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, rank, world
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.layers import QuantLayer

@@ -7,13 +7,13 @@ adds up some rows, over all batches; of what has one value for each channel, the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from quark.core.checks import all_finite, check
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
@@ -168,9 +168,8 @@ class InputGroup:
         return total
 
     def _require_finite(self, moments: torch.Tensor) -> None:
-        low, high = moments.aminmax()
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
+        failure = NonFiniteError(f"{self}: an input holds NaN or Inf, or values too large to square.")
+        check(all_finite(*moments.aminmax()), failure)
 
     def _require_tokens(self) -> None:
         if self.count == 0:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,12 +11,14 @@ from torch import nn
 
 from quark.core.array import dtype_name
 from quark.core.block_types import BlockType
+from quark.core.checks import all_finite, check, gathered, naming
 from quark.core.observers import OBSERVERS
+from quark.core.observers.base import bring_to_host
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.runs import run_ranges
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
-from quark.errors import CalibrationError, NonFiniteError, QuarkError
+from quark.errors import CalibrationError, NonFiniteError
 from quark.profiler import ProfileStep, profile_scope
 from quark.progress import progress
 from quark.torch.calibration.distributed import merge_observers, part_of
@@ -41,11 +42,12 @@ def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     Raises:
         NonFiniteError: A weight or bias holds NaN or Inf; names it.
     """
-    for name, layer in progress(layers.items(), "weights", total=len(layers)):
-        for role in ("weight", "bias"):
-            quantizer = layer.quantizer(role)
-            if isinstance(quantizer, FakeQuantize):
-                calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
+    with gathered():
+        for name, layer in progress(layers.items(), "weights", total=len(layers)):
+            for role in ("weight", "bias"):
+                quantizer = layer.quantizer(role)
+                if isinstance(quantizer, FakeQuantize):
+                    calibrate_tensor(f"{name}.{role}", getattr(layer, role).detach(), quantizer)
 
 
 def calibrate_tensor(name: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
@@ -69,28 +71,34 @@ def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
     params = _tensor_qparams(x, spec)
     # Scales of integers are not below the epsilon of float32, and others have lost their digits at its smallest normal.
     scale = params.scale if not isinstance(spec.dtype, BlockType) else (params.second or params).scale.abs()
-    if bool((scale <= EPS).all()) and bool(x.any()):
-        largest = float(x.abs().amax())
-        if largest < TINY or not bool(fake_quantize(x, params, spec).any()):
-            raise CalibrationError(
-                f"the largest value is {largest:.3g}, which no scale of this type holds: all would become zero. "
-                "Possible: exclude the layer, or scale the model."
-            )
+    check(~(scale <= EPS).all(), lambda: _all_zero(x, params, spec))
     return params
 
 
+def _all_zero(x: torch.Tensor, params: QParams, spec: TensorSpec) -> CalibrationError | None:
+    """What is wrong with a tensor whose scales are next to nothing; None where it is all 0, or keeps some values."""
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    if largest == 0 or (largest >= TINY and bool(fake_quantize(x, params, spec).any())):
+        return None
+    return CalibrationError(
+        f"the largest value is {largest:.3g}, which no scale of this type holds: all would become zero. "
+        "Possible: exclude the layer, or scale the model."
+    )
+
+
 def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+    def not_finite() -> NonFiniteError:
+        return NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+
     if isinstance(spec.dtype, BlockType):
-        if not bool(torch.isfinite(x).all()):
-            raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+        check(all_finite(x), not_finite)
         return compute_qparams(x, spec)
     if spec.observer not in FROM_OWN_RANGE:
         observer = OBSERVERS[spec.observer](spec)
         observer.update(x)
         return observer.qparams()
     low, high = run_ranges(x, spec) or range_of(x, spec)
-    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
-        raise NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+    check(all_finite(low, high), not_finite)
     params = qparams_from_range(low, high, spec, dtype_name(x))
     return second_level(params, x, spec)
 
@@ -107,11 +115,14 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
         if isinstance(quantizer, FakeQuantize) and quantizer.mode is not Mode.frozen:
             quantizers[name] = quantizer
     specs = {name: quantizer.spec for name, quantizer in quantizers.items()}
-    for members in sharing_scales(specs, groups):
-        seconds = torch.stack([cast(torch.Tensor, quantizers[name].scale_2) for name in members])
-        largest = seconds.amax(0)
-        if bool((seconds == largest).all()):
-            continue  # shared already, perhaps by an algorithm that chose the first level for it
+    families = sharing_scales(specs, groups)
+    seconds = [torch.stack([cast(torch.Tensor, quantizers[name].scale_2) for name in members]) for members in families]
+    largests = [scales.amax(0) for scales in seconds]
+    same = [(scales == largest).all() for scales, largest in zip(seconds, largests, strict=True)]
+    is_shared = torch.stack([one.to(same[0].device) for one in same]).tolist() if same else []
+    for members, largest, shared in zip(families, largests, is_shared, strict=True):
+        if shared:
+            continue  # perhaps by an algorithm that chose the first level for it
         for name in members:
             weight: torch.Tensor = layers[name].weight.detach()  # type: ignore[operator]
             quantizers[name].store(qparams_under(largest.clone(), weight, specs[name]))
@@ -187,9 +198,11 @@ def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> No
     merge_observers(quantizers)
     finish_expert_ranges(quantizers, config.sync_moe_expert_input_amax)
     share_cache_ranges(config, quantizers)
-    for name, quantizer in quantizers.items():
-        with naming(name):
-            quantizer.finish_observing()
+    bring_to_host([quantizer.observer for quantizer in quantizers.values() if quantizer.observer is not None])
+    with gathered():
+        for name, quantizer in quantizers.items():
+            with naming(name):
+                quantizer.finish_observing()
     floor_cache_scales(config, quantizers)
 
 
@@ -204,12 +217,3 @@ def waiting_activations(
             if isinstance(quantizer, FakeQuantize) and quantizer.needs_range:
                 waiting[f"{name}.{role}"] = quantizer
     return waiting
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Prefix the message of a quark error with the tensor it is about."""
-    try:
-        yield
-    except QuarkError as error:
-        raise type(error)(f"{name}: {error}") from None

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from quark.core.checks import naming
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.files import check_apart
 from quark.log import logger
 from quark.progress import progress
-from quark.torch.calibration.calibrate import naming, qparams_under, sharing_scales, tensor_qparams
+from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_folder, world
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.loading import REAL_QUANTIZED

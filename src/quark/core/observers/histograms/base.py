@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from quark.core.array import Array, is_torch
+from quark.core.array import Array, NumpyArray, is_torch
 from quark.core.observers.base import Observer, needed
 from quark.core.observers.histograms.bit_histogram import Bins, BitHistogram, Floats
 from quark.core.quantize import dequantize, quantize
@@ -26,6 +27,7 @@ class HistogramBasedObserver(Observer):
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(spec)
         self.histogram = BitHistogram()
+        self._ends: tuple[float, float] | None = None
 
     def update(self, x: Array) -> None:
         if 0 in x.shape:
@@ -49,8 +51,18 @@ class HistogramBasedObserver(Observer):
         super().restore(state)
         self.histogram.counts = needed(state, "counts", self) + 0
 
+    def solved_from(self) -> list[Array]:
+        return [self.low, self.high, self.histogram.counts] if self.low is not None else []
+
+    def solve_from(self, arrays: Sequence[NumpyArray]) -> None:
+        low, high, self.histogram.counts = arrays
+        self._ends = float(low), float(high)
+
     def range(self) -> tuple[Array, Array]:
-        low, high = self._scalars()
+        low, high = self._ends or self._scalars()
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.extremes()  # says so; on a device, later
+            return self._as_range(0.0, 0.0)
         return self._as_range(*self.solve(self.histogram.bins(0, low, high), low, high))
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:

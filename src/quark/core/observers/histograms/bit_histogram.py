@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.core.array import Array, astype, like, namespace, to_numpy, view
+from quark.core.array import Array, astype, is_torch, like, namespace, to_numpy, view
 from quark.core.observers.histograms.counting import BITS, Extremes, count_patterns
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -42,7 +42,7 @@ class BitHistogram:
         if self.rows > 1:
             offsets = np.arange(self.rows, dtype=np.int32)[:, None] << self.bits
             index = index + like(offsets, x, "int32")
-        counts = namespace(x).bincount(index.reshape(-1), minlength=self.rows << self.bits)
+        counts = _counted(index.reshape(-1), self.rows << self.bits)
         self.counts = counts if self.counts is None else self.counts + counts
 
     def update_values(self, x: np.ndarray[Any, Any]) -> Extremes:
@@ -69,6 +69,15 @@ class BitHistogram:
         order = np.argsort(left + right, kind="stable")
         left, right = np.clip(left[order], low, high), np.clip(right[order], low, high)
         return Bins(left, right, counts[index][order])
+
+
+def _counted(index: Array, size: int) -> Array:
+    """How often each number below `size` occurs, int64."""
+    if not is_torch(index) or index.device.type == "cpu":
+        return namespace(index).bincount(index, minlength=size)
+    # On a device bincount asks for the largest number first, and waits for it.
+    one = index.new_ones((), dtype=namespace(index).int64)
+    return one.new_zeros(size).scatter_add_(0, index.long(), one.expand_as(index))
 
 
 def _zeros(size: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.core.checks import naming
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, NotSupportedError, StructureError
 from quark.log import logger
@@ -44,7 +45,6 @@ from quark.torch.algorithms.rotation.frame import (
     rerun_frame,
 )
 from quark.torch.algorithms.rotation.spinquant import learn_rotations
-from quark.torch.calibration.calibrate import naming
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.record_forward import is_linear

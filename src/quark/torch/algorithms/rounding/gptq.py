@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from quark.core.checks import naming
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid, compiles
@@ -47,7 +48,6 @@ from quark.torch.algorithms.rounding.grids import (
 )
 from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.algorithms.rounding.solved_errors import report_layer
-from quark.torch.calibration.calibrate import naming
 from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
 

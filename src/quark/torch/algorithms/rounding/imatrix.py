@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from quark.core.array import NumpyArray
+from quark.core.checks import naming
 from quark.core.solvers.importance import weighted_qparams
 from quark.errors import FormatError
 from quark.log import logger
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.layer_weights import weight_quantizer, weight_spec
-from quark.torch.calibration.calibrate import naming
 from quark.torch.layers import QuantLayer
 from quark.torch.writers.gguf.imatrix import read_imatrix
 from quark.torch.writers.gguf.names import expert_of

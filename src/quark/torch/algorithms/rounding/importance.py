@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from quark.core.checks import naming
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.rounding.fix_scales import chosen_layers, fix_scales
-from quark.torch.calibration.calibrate import naming
 
 
 class ImportanceScale(Algorithm):

@@ -19,6 +19,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from quark.core.checks import naming
 from quark.core.quantize import fake_quantize
 from quark.core.solvers.gptq import damped
 from quark.core.solvers.low_rank import nearest_of_rank
@@ -30,7 +31,7 @@ from quark.torch.algorithms.layer_weights import float_weight, weight_quantizer,
 from quark.torch.algorithms.rounding.column_problem import as_read
 from quark.torch.algorithms.rounding.gptq import GPTQ
 from quark.torch.algorithms.rounding.grids import dynamic_group
-from quark.torch.calibration.calibrate import naming, tensor_qparams
+from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.config.algo_configs import GPTQConfig, SVDQuantConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quark.core.array import dtype_name
+from quark.core.checks import naming
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import fake_quantize, quantize_scales, range_of
 from quark.core.scales import QParams, qparams_from_range
@@ -24,7 +25,7 @@ from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import float_weight, store_qparams, weight_quantizer, weight_spec
 from quark.torch.algorithms.scaling.base import Folding, InputStatistics, relative
 from quark.torch.algorithms.scaling.fold import Fold
-from quark.torch.calibration.calibrate import naming, share_scales, tensor_qparams
+from quark.torch.calibration.calibrate import share_scales, tensor_qparams
 from quark.torch.layers import QuantLayer
 
 ROWS = 512

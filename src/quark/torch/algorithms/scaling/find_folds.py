@@ -155,9 +155,7 @@ class _Search:
                 todo += zip(reader.outputs, [moved] if isinstance(moved, torch.Tensor) else moved, strict=True)
         return [(torch.tensor(rows), values) for rows, values in reversed(parts.items())]
 
-    def probe(
-        self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]
-    ) -> Asking[Fold | str]:
+    def probe(self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]) -> Asking[Fold | str]:
         """Give some output channels of a node distinct factors; see which input channels of its readers follow."""
         name = node.module
         if name is None or len(self.graph.calls[name]) > 1:
