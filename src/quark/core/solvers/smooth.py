@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from quark.core.array import Array, chunk_bytes_for, like, namespace
+from quark.core.array import Array, chunk_bytes_for, is_torch, like, namespace
 from quark.core.quantize import effective
 from quark.core.scales import QParams
 from quark.core.solvers.columns import candidate_dots, candidate_errors, row_dots
@@ -40,7 +41,7 @@ ELEMENTS, LEAST_ROWS = 1 << 22, 32
 """Weights that are done at once, about, and rows that are done at least."""
 
 
-def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: float = 1e-3) -> Array:
+def smoothing_scale(act_max: Array, weight_max: Array, alpha: Any, floor: float = 1e-3) -> Array:
     """SmoothQuant's scale of each input channel, which divides the activation and multiplies the weight.
 
     Args:
@@ -69,7 +70,7 @@ def output_noise(step: float, weight_power: Array, error_power: Array, input_pow
     return float(step**2 / 12 * weight_power.sum() + (input_power * error_power).sum())
 
 
-def salience_scale(mean_abs: Array, ratio: float) -> Array:
+def salience_scale(mean_abs: Array, ratio: Any) -> Array:
     """AWQ's scale for one exponent: mean|x|^ratio, its largest and smallest value reciprocal."""
     xp = namespace(mean_abs)
     s = xp.clip(mean_abs**ratio, SMALLEST, None)
@@ -107,6 +108,58 @@ def search(loss: Callable[[int], float], count: int = STEPS) -> int:
     return min(losses, key=lambda i: losses[i])
 
 
+def best_candidate(
+    candidate: Callable[[Any], Array],
+    loss: Callable[[Array], Array],
+    count: int,
+    worth: float = 1.0,
+    plain: Array | None = None,
+) -> Array | None:
+    """The candidate that `search` finds, if it is worth it.
+
+    Args:
+        candidate: Number, or a tensor of one number -> scales, (channels,).
+        loss: Scales -> what they lose, one value.
+        count: How many candidates there are.
+        worth: The share of what is lost without, below which a candidate's loss must be.
+        plain: Without: these scales; None: the first candidate.
+
+    Returns:
+        The scales, or None where none is worth it. On a device, which would have to be waited for, they are 1 then.
+    """
+    first = candidate(0)
+    if is_torch(first) and first.device.type != "cpu":
+        return _best_on_device(candidate, loss, count, worth, plain)
+    losses: dict[int, float] = {}
+    best = search(lambda i: losses.setdefault(i, float(loss(candidate(i)))), count)
+    without = losses[0] if plain is None else float(loss(plain))
+    return candidate(best) if losses[best] < worth * without else None
+
+
+def _best_on_device(
+    candidate: Callable[[Any], Array], loss: Callable[[Array], Array], count: int, worth: float, plain: Array | None
+) -> Array:
+    """The same without a look at any loss: every second candidate is tried, and those that `search` would not have
+    reached are left out of the choice.
+    """
+    xp = namespace(candidate(0))
+    losses = xp.stack([loss(candidate(index)) for index in range(0, count, 2)])
+    rises = xp.zeros_like(losses, dtype=xp.bool)
+    rises[1:] = losses[1:] > losses[:-1]
+    ends = losses > 2 * losses.cummin(0).values
+    ends[1:] &= rises[1:] & rises[:-1]
+    ends[:1] = False
+    reached = ends.cumsum(0) - ends.long() == 0
+    middle = 2 * xp.where(reached, losses, xp.inf).argmin()
+    near = [middle, middle - 1, middle + 1]
+    scales = xp.stack([candidate(index) for index in near])
+    inside = xp.stack([(index >= 0) & (index < count) for index in near])
+    lost = xp.where(inside, xp.stack([loss(one) for one in scales]), xp.inf)
+    best = lost.argmin().reshape(1)
+    without = losses[0] if plain is None else loss(plain)
+    return xp.where(lost.amin() < worth * without, scales.index_select(0, best)[0], 1.0)
+
+
 def best_scale(
     weights: Sequence[Array],
     quantizers: Sequence[Callable[[Array], Array]],
@@ -124,19 +177,17 @@ def best_scale(
         allowed: Nearest scale that can be folded away.
 
     Returns:
-        The scale, (in,), or None where none is worth it.
+        The scale, (in,); see `best_candidate`.
     """
 
-    def loss(index: int) -> float:
-        s = allowed(salience_scale(mean_abs, index / STEPS))
-        errors = [quantize(w * s) / s - w for w, quantize in zip(weights, quantizers, strict=True)]
-        return float(sum(gram_loss(error, gram).sum() for error in errors))
+    def candidate(index: Any) -> Array:
+        return allowed(salience_scale(mean_abs, index / STEPS))
 
-    losses: dict[int, float] = {}
-    best = search(lambda i: losses.setdefault(i, loss(i)))
-    if best == 0 or losses[best] > WORTH * losses[0]:
-        return None
-    return allowed(salience_scale(mean_abs, best / STEPS))
+    def loss(s: Array) -> Array:
+        errors = [quantize(w * s) / s - w for w, quantize in zip(weights, quantizers, strict=True)]
+        return sum(gram_loss(error, gram).sum() for error in errors)
+
+    return best_candidate(candidate, loss, STEPS, WORTH)
 
 
 def best_steps(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from torch import nn
 from quark.core.granularity import PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import qparams_from_range
-from quark.core.solvers.smooth import STEPS, search
+from quark.core.solvers.smooth import STEPS, best_candidate
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.algorithms.base import Block
@@ -64,19 +65,17 @@ class AutoSmoothQuant(Folding):
         act_max, x = statistics.max_abs, statistics.sample
         assert act_max is not None and x is not None
 
-        def candidate(index: int) -> torch.Tensor:
+        def candidate(index: Any) -> torch.Tensor:
             return smoothed(fold, layers, act_max, index / STEPS, FLOOR)
 
         signs = _signs(x)
 
-        def loss(s: torch.Tensor) -> float:
+        def loss(s: torch.Tensor) -> torch.Tensor:
             read = x * (1 + signs * _producer_error(self.block, fold, s))
             errors = [_output_error(layer, x, read, s, act_max) for layer in layers.values()]
-            return float(self.loss(torch.cat(errors, -1)))
+            return self.loss(torch.cat(errors, -1))
 
-        losses: dict[int, float] = {}
-        best = search(lambda i: losses.setdefault(i, loss(candidate(i))), STEPS + 1)
-        return candidate(best) if losses[best] < loss(torch.ones_like(act_max)) else None
+        return best_candidate(candidate, loss, STEPS + 1, plain=torch.ones_like(act_max))
 
 
 def _signs(x: torch.Tensor) -> torch.Tensor:
@@ -94,8 +93,7 @@ def _producer_error(block: nn.Module, fold: Fold, s: torch.Tensor) -> torch.Tens
     factor = fold.factor(block, s).to(weight.device).unsqueeze(-1)
     error = fake_quantize(weight / factor, None, producer.spec.weight) * factor - weight
     relative = (error.norm(dim=1) / weight.norm(dim=1).clamp_min(torch.finfo(weight.dtype).tiny)).to(s.device)
-    rows = fold.rows.to(s.device)
-    return torch.where(rows >= 0, relative[rows.clamp_min(0)], 0.0)
+    return fold.spread(relative, 0.0)
 
 
 def _output_error(

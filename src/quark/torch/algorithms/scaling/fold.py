@@ -55,6 +55,11 @@ class Fold:
         size, index = self._places(s.device)
         return torch.where(index < size, self.shared(s.log(), "mean").exp(), 1.0)
 
+    def spread(self, of_producer: torch.Tensor, other: float) -> torch.Tensor:
+        """For each input channel the value of the producer's channel that feeds it, or another where none does."""
+        size, index = self._places(of_producer.device)
+        return torch.cat([of_producer[:size], of_producer.new_full((1,), other)])[index]
+
     def _places(self, device: torch.device) -> tuple[int, torch.Tensor]:
         """How many channels of the producer there are up to the last that is read, and that of each input channel; one
         behind them where there is none. Carried to a device once.
@@ -93,7 +98,8 @@ class Fold:
             if is_linear(producer):
                 result[name] = value / (by.unsqueeze(-1) if value.ndim == 2 else by)
             elif name in self.offsets:
-                result[name] = (value + self.offsets[name]) / by - self.offsets[name]
+                moved = (value + self.offsets[name]) / by - self.offsets[name]
+                result[name] = torch.where(by == 1, value, moved)  # bit by bit as it was where nothing is to be done
         return {f"{self.producer}.{name}": value for name, value in result.items()}
 
     def factor(self, block: nn.Module, s: torch.Tensor) -> torch.Tensor:
