@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 import torch._dynamo  # wraps the handlers of modes, and looks at what is patched here while it is imported
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from tests.pretended_gpu import tensor
 from tests.pretended_gpu.meter import Meter
@@ -147,6 +148,7 @@ class PretendedGpu:
 
         return [
             mock.patch.object(torch, "load", loaded),
+            mock.patch.object(torch.export, "export", _exported_on_host(torch.export.export)),
             mock.patch.object(threading.Thread, "run", within_modes),
             mock.patch.object(torch.autograd.graph, "_engine_run_backward", within_words),
             mock.patch.object(torch.autograd, "_engine_run_backward", within_words),
@@ -165,6 +167,34 @@ class PretendedGpu:
             "synchronize": lambda *a: self.meter.wait("synchronize"),
         }
         return [mock.patch.object(torch.accelerator, name, value) for name, value in queries.items()]
+
+
+def _exported_on_host(export: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.export.export` of a module on the device, which traces it on the host: tracing has tensors of its own."""
+
+    def exported(module: torch.nn.Module, args: Any = (), kwargs: Any = None, **options: Any) -> Any:
+        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        before = [dict(table) for table in tables]
+        moved: dict[int, Any] = {}
+
+        def host(x: Any) -> Any:
+            if isinstance(x, DeviceTensor) and id(x) not in moved:
+                is_parameter = isinstance(x, torch.nn.Parameter)
+                moved[id(x)] = torch.nn.Parameter(x.host, x.requires_grad) if is_parameter else x.host
+            return moved.get(id(x), x)
+
+        words = torch.overrides._pop_mode()  # type: ignore[attr-defined]
+        try:
+            with _disable_current_modes():
+                for table in tables:
+                    table.update({name: host(x) for name, x in table.items()})
+                return export(module, *tree_map(host, (args, kwargs)), **options)
+        finally:
+            torch.overrides._push_mode(words)  # type: ignore[attr-defined]
+            for table, content in zip(tables, before, strict=True):
+                table.update(content)
+
+    return exported
 
 
 class _Operators(TorchDispatchMode):

@@ -149,7 +149,7 @@ def _quantized_graph(
         if weight is None:
             write_activation(writer, node, tensor, known)
         else:
-            write_weight(writer, node, tensor, weight, four_bit)
+            write_weight(writer, node, tensor, tensor.beside(weight), four_bit)
     for step in (RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass(), ClearMetadataAndDocStringPass()):
         step(exported)
     # The pass leaves what torch.export notes of constants, whose names and notes take more bytes than small ones do.

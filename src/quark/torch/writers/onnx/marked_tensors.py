@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -50,6 +51,11 @@ class MarkedTensor:
         """The second level of a live tensor's scales, or None."""
         scale = getattr(self.module, "scale_2", None)
         return second_level_of(self.extras) if scale is None else QParams(scale, self.module.zero_point_2)
+
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        """X on the device of what quantizes it: torch.onnx gives some weights back on the host, wherever they were."""
+        own = next(chain(self.module.buffers(), self.extras.values()), None)
+        return x if own is None else x.to(own.device)
 
     def shape(self, x: torch.Tensor) -> tuple[int, ...]:
         """Shape of the tensor, given what holds it."""
