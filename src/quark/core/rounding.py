@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from quark.core.array import Array, astype, dtype_name, namespace, view
+from quark.core.array import Array, astype, dtype_name, is_torch, namespace, view
 from quark.core.dtypes import Dtype
 
 
@@ -56,6 +56,9 @@ def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) 
         return xp.clip(round_integer(x, rounding), dtype.min, dtype.max)
     clipped = xp.clip(x, dtype.min, dtype.max)
     if rounding is RoundType.half_even:
+        if is_torch(x) and dtype.name in ("bfloat16", "float16"):
+            # torch's own conversions round half to even, in two steps where the bits take eight.
+            return astype(astype(clipped, dtype.name), "float32")
         # bfloat16 has float32's own exponent range, where the sum of _round_exponent would overflow.
         return _round_bits(clipped, 23 - dtype.mbits) if dtype.ebits == 8 else _round_exponent(clipped, dtype)
     step = step_of(clipped, dtype)

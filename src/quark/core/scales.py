@@ -67,16 +67,22 @@ def qparams_from_range(low: Array, high: Array, spec: TensorSpec, model_dtype: s
         model_dtype: dtype of the tensor, for `ScaleType.float`.
     """
     xp = namespace(low)
-    amax = xp.maximum(abs(low), abs(high))
     if spec.dtype.name in MICRO_EXPONENT:
-        return QParams(_micro_step(amax, spec))
+        return QParams(_micro_step(_largest(low, high), spec))
     if spec.dtype.name == "bfp16":
+        amax = _largest(low, high)
         return QParams(xp.where(xp.isnan(amax), amax, _bfp_step(low, high, amax, spec)))
     if spec.scale_type is ScaleType.float8_e8m0fnu:
+        amax = _largest(low, high)
         return QParams(xp.where(xp.isnan(amax), amax, _e8m0(amax, spec.dtype, spec.scale_rule)))
     if spec.dtype.is_float:
-        return _float_qparams(amax, spec, model_dtype)
-    return _integer_qparams(low, high, amax, spec, model_dtype)
+        return _float_qparams(_largest(low, high), spec, model_dtype)
+    return _integer_qparams(low, high, spec, model_dtype)
+
+
+def _largest(low: Array, high: Array) -> Array:
+    """The largest magnitude of each range."""
+    return namespace(low).maximum(abs(low), abs(high))
 
 
 def _float_qparams(amax: Array, spec: TensorSpec, model_dtype: str) -> QParams:
@@ -92,20 +98,21 @@ def _float_qparams(amax: Array, spec: TensorSpec, model_dtype: str) -> QParams:
     return QParams(xp.where(scale == 0, EPS, scale))
 
 
-def _integer_qparams(low: Array, high: Array, amax: Array, spec: TensorSpec, model_dtype: str) -> QParams:
+def _integer_qparams(low: Array, high: Array, spec: TensorSpec, model_dtype: str) -> QParams:
     xp, dtype = namespace(low), spec.dtype
     steps = dtype.max - dtype.min
     if not spec.symmetric and not spec.float_zero_point:
         low, high = xp.clip(low, None, 0.0), xp.clip(high, 0.0, None)
-    scale = amax / (steps / 2) if spec.symmetric else (high - low) / steps
+    scale = _largest(low, high) / (steps / 2) if spec.symmetric else (high - low) / steps
     if spec.float_zero_point:
         scale = xp.where(scale <= EPS, 1.0, scale)
     scale = xp.clip(scale, EPS, None)
     if spec.scale_type is ScaleType.pof2:
         scale = nearest_power_of_two(scale)
     scale = round_scale(scale, spec, model_dtype)
-    # A small scale may round to 0 in an FP8 type; all codes of its part are 0 then, under any scale.
-    scale = xp.where(scale == 0, 1.0, scale)
+    if spec.scale_type in (ScaleType.float8_e5m3, ScaleType.float8_e4m3):
+        # A small scale may round to 0; all codes of its part are 0 then, under any scale.
+        scale = xp.where(scale == 0, 1.0, scale)
     if spec.symmetric:
         # An unsigned type is centred: its codes are those of the signed type, shifted by half the range.
         return QParams(scale, xp.zeros_like(scale) + (0.0 if dtype.signed else (steps + 1) / 2))
