@@ -10,6 +10,7 @@ line of the log; a bar, in a program on a terminal; and a line of JSON in the fi
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 QUIET_SECONDS = 10.0
 """How long steps without names run before they say how far they are, and again."""
+SHOWN_SECONDS = 1.0
+"""How long a bar shows the same status, where that takes time to make."""
 NOTABLE_SECONDS = 0.5
 """A step with a name that takes less, and tells no error, is no line of the log: sixty of them hide the rest."""
 OUTPUT_ERROR = "share of the output lost"
@@ -97,8 +100,13 @@ def report(layer: str, before: float, after: float, measure: str) -> None:
             return
 
 
-def status(text: str) -> None:
-    """Tell how it goes within a step: the loss of an iteration. It is said where nothing was for `QUIET_SECONDS`."""
+def status(text: str | Callable[[], str]) -> None:
+    """Tell how it goes within a step: the loss of an iteration. It is said where nothing was for `QUIET_SECONDS`.
+
+    Args:
+        text: Or what makes it when it is said, where that takes time: a device is waited for, whose value is read. A
+            bar asks for it `SHOWN_SECONDS` after it did so before, at the soonest.
+    """
     if _running():
         _running()[-1].note(text)
 
@@ -125,7 +133,8 @@ class _Loop:
         name, total, named: As `progress` has them.
         done: Steps that are done, with those of an earlier run.
         layers: What was reported in this step.
-        status: The last word of what works in this step.
+        status: The last word of what works in this step, or what makes it.
+        said, made: What it made last, and when.
     """
 
     name: str
@@ -133,8 +142,10 @@ class _Loop:
     done: int
     named: bool
     layers: list[LayerError] = field(default_factory=list)
-    status: str = ""
+    status: str | Callable[[], str] = ""
     line: str = ""
+    said: str = ""
+    made: float = -math.inf
 
     def begin(self) -> None:
         self.first, self.started = self.done, seconds_and_peak.seconds_now()
@@ -154,7 +165,7 @@ class _Loop:
             self.spoke = now
             self._say_progress()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str | Callable[[], str]) -> None:
         self.status = text
         if self.named and seconds_and_peak.seconds_now() - self.spoke >= QUIET_SECONDS:
             self.spoke = seconds_and_peak.seconds_now()
@@ -167,6 +178,16 @@ class _Loop:
         write_event("end", loop=self.name, done=self.done, total=self.total, seconds=seconds)
         if spoken and self.done > self.first:  # a bar vanishes when its loop ends
             logger.info("%s: %d in %s%s.", self.name, self.done - self.first, seconds_text(seconds), peak_text())
+
+    @property
+    def word(self) -> str:
+        """What `status` says; one that takes time to make is a while old at most."""
+        if isinstance(self.status, str):
+            return self.status
+        now = seconds_and_peak.seconds_now()
+        if now - self.made >= SHOWN_SECONDS:
+            self.said, self.made = self.status(), now
+        return self.said
 
     @property
     def left(self) -> float | None:
@@ -197,11 +218,11 @@ class _Loop:
 
     def _say_progress(self) -> None:
         write_event(
-            "progress", loop=self.name, index=self.done, total=self.total, status=self.status or None,
+            "progress", loop=self.name, index=self.done, total=self.total, status=self.word or None,
             eta_s=self.left,
         )  # fmt: skip
         if not drawing():
-            status = f", {self.status}" if self.status else ""
+            status = f", {self.word}" if self.word else ""
             logger.info("%s %s%s%s.", self.name, self.count, status, self._left_text())
 
     @property
@@ -212,7 +233,7 @@ class _Loop:
     @property
     def doing(self) -> str:
         """What is said of steps without names."""
-        return f"{self.status}{self._left_text()}".removeprefix(", ")
+        return f"{self.word}{self._left_text()}".removeprefix(", ")
 
     def _left_text(self) -> str:
         left = self.left

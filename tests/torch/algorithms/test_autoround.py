@@ -12,7 +12,8 @@ from quark.core.granularity import PerGroup
 from quark.core.quantize import fake_quantize
 from quark.core.scales import qparams_from_range
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.torch.algorithms.rounding.autoround import AutoRound, BlockLoss, LearnedWeight
+from quark.torch.algorithms.rounding.autoround import AutoRound, BlockLoss
+from quark.torch.algorithms.rounding.learned_rounding import LearnedRounding, Readers
 from quark.torch.config.algo_configs import AutoRoundConfig
 from quark.torch.config.named_algorithms import algo_config_by_name
 from quark.torch.layers.replace import replace_layer
@@ -51,8 +52,8 @@ def test_batches_in_one_call_have_the_gradient_of_one_after_the_other() -> None:
     learned = [module.weight]
     together, apart = loss_of(module), loss_of(module)
     assert together.joins
-    apart.joins = False
-    values = [loss.learn([0, 2], learned) for loss in (together, apart)]
+    apart.joins, apart.joined = False, None
+    values = [float(loss.learn([0, 2], learned)) for loss in (together, apart)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     sums = []
     for loss in (together, apart):
@@ -102,12 +103,13 @@ def test_ranges_move_against_the_gradient_of_their_own_rounding(form: TensorSpec
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 6, bias=False))
     layer = replace_layer(model, "0", LayerSpec(weight=form))
-    learned = LearnedWeight("0", layer)
+    readers = Readers({"0": layer})
+    learned = LearnedRounding([readers])
     x, y = torch.randn(40, 16), torch.randn(40, 6)
 
     def loss(low_share: torch.Tensor, high_share: torch.Tensor) -> torch.Tensor:
         """In float64, round() fixed at the codes of now: what autograd differentiates."""
-        low, high = learned.low.double() * low_share, learned.high.double() * high_share
+        low, high = (learned.ends.double() * torch.stack([low_share, high_share])).unbind()
         steps = form.dtype.max - form.dtype.min
         scale = (torch.maximum(-low, high) / (steps / 2) if form.symmetric else (high - low) / steps)[..., None]
         weight = learned.weight.double()
@@ -117,23 +119,23 @@ def test_ranges_move_against_the_gradient_of_their_own_rounding(form: TensorSpec
         return ((x.double() @ ends.reshape(6, 16).T - y.double()) ** 2).mean()
 
     learned.attach()
-    learned.low_share.fill_(0.8), learned.high_share.fill_(0.7)
-    learned._show()
-    at = [share.double().requires_grad_() for share in (learned.low_share, learned.high_share)]
+    learned.share.copy_(torch.tensor([[[0.8]], [[0.7]]]))
+    learned.show()
+    at = [share.double().requires_grad_() for share in learned.share]
     slopes = torch.autograd.grad(loss(*at), at)
-    ((x @ learned.shown.T - y) ** 2).mean().backward()
-    before = learned.low_share.clone(), learned.high_share.clone()
+    ((x @ readers.weight.T - y) ** 2).mean().backward()
+    before = learned.share.clone()
     learned.step(0.0, 0.01)
-    moved = [then - now for then, now in zip(before, (learned.low_share, learned.high_share), strict=True)]
+    moved = before - learned.share
     if form.symmetric:  # one range, whose ends move together
         assert torch.equal(*map(torch.sign, moved))
     else:
         for slope, change in zip(slopes, moved, strict=True):
             assert torch.equal(change.sign(), slope.sign().float())
     learned.detach()
-    params = qparams_from_range(learned.low * learned.low_share, learned.high * learned.high_share, form)
+    params = qparams_from_range(*(learned.ends * learned.share).unbind(), form)
     learned.freeze()
-    torch.testing.assert_close(layer.weight.detach(), fake_quantize(learned.parameter.detach(), params, form))
+    torch.testing.assert_close(layer.weight.detach(), fake_quantize(readers.parameters[0].detach(), params, form))
 
 
 def test_by_name_it_is_the_form_that_loses_less_in_less_time() -> None:

@@ -2,7 +2,7 @@
 
     W'(V, a, b) = Q_[a low, b high](W + scale V)      V in [-1/2, 1/2],  a, b in [1/2, 1]
     minimise    mean of E G E^T,   E = block(X~; W') - block_float(X)
-    step        V -= lr sign(dL/dV),  a, b likewise; lr falls linearly to 0
+    step        V -= lr sign(dL/dV),  a, b likewise; lr falls linearly to 0: `learned_rounding.py`
 
 Cheng et al. 2023 (arXiv:2309.05516). The gradient passes round() unchanged. X~ is what the quantized blocks before
 give, X what the float model feeds. G is the identity there; with `fisher` it is sum g g^T of the scores g of what the
@@ -14,33 +14,29 @@ easy. The errors that are reported are of the same batches before and after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from quark.core.array import dtype_name
-from quark.core.quantize import blockwise, quantize_elements, quantize_scales, range_of, second_level
-from quark.core.scales import QParams, qparams_from_range
-from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, ConfigError, StructureError
 from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import no_tokens
-from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
+from quark.torch.algorithms.layer_weights import weight_quantizer
+from quark.torch.algorithms.rounding.learned_rounding import in_matrices, readers_of
 from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.model.batches import hidden_width, tokens_in
-from quark.torch.model.blocks import Call, joined_call, takes_joined
+from quark.torch.model.blocks import Call, JoinedCalls, Unchanged, takes_joined
 
-LOWEST_SHARE = 0.5
-"""Least share of the range that clipping may keep."""
 REPORTED = 8
 """Batches, at most, whose error is reported."""
 TOGETHER = 4096
@@ -73,11 +69,11 @@ class AutoRound(ByScores):
             if weight_quantizer(layer).mode is Mode.frozen:
                 raise ConfigError(f"{name} was solved before AutoRound; name one solver in algo_config.")
         if layers:
-            self._learn(block, [LearnedWeight(name, layer) for name, layer in layers.items()])
+            self._learn(block, layers)
 
-    def _learn(self, block: Block, weights: list[LearnedWeight]) -> None:
+    def _learn(self, block: Block, layers: Mapping[str, QuantLayer]) -> None:
         config, order = self.config, torch.Generator().manual_seed(0)
-        with reached(weights):
+        with reached(layers):
             targets = [call.run(block.module) for call in block.float_calls]
         if not all(isinstance(target, torch.Tensor) for target in targets):
             kind = type(targets[0]).__name__
@@ -86,14 +82,16 @@ class AutoRound(ByScores):
         loss = BlockLoss(block.module, block.calls, targets, moments)
         size = min(config.batch_size, len(targets))
         reported = range(min(REPORTED, len(targets)))
+        weights = in_matrices(readers_of(block, layers))
+        learned = [some.weight for weight in weights for some in weight.readers]
         for weight in weights:
             weight.attach()
         try:
             before = loss.mean(reported)
             for step in progress(range(config.iters), "steps", config.iters):
                 picked = torch.randperm(len(targets), generator=order)[:size].tolist()
-                now = loss.learn(picked, [weight.shown for weight in weights])
-                status(f"loss {now:.4g}, at first {before:.4g}")
+                now = loss.learn(picked, learned)
+                status(partial(_said, now, before))
                 fall = 1 - step / config.iters
                 for weight in weights:
                     weight.step(config.lr * fall, config.minmax_lr * fall if config.enable_minmax_tuning else 0.0)
@@ -103,7 +101,27 @@ class AutoRound(ByScores):
                 weight.detach()
         for weight in weights:
             weight.freeze()
-        report(block.name, before, after, SQUARE_ERROR if moments is None else FISHER_ERROR)
+        first, last = torch.stack([before, after]).tolist()
+        report(block.name, first, last, SQUARE_ERROR if moments is None else FISHER_ERROR)
+
+
+@dataclass
+class Loss:
+    """The loss of a step, which nothing waits for but who reads it.
+
+    Attributes:
+        parts: Errors and what they pull, whose products are it; both (tokens, channels).
+    """
+
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __float__(self) -> float:
+        return sum(float((error * pull).sum()) for error, pull in self.parts)
+
+
+def _said(now: Loss, before: torch.Tensor) -> str:
+    """How a step goes."""
+    return f"loss {float(now):.4g}, at first {float(before):.4g}"
 
 
 @dataclass
@@ -124,143 +142,73 @@ class BlockLoss:
 
     def __post_init__(self) -> None:
         self.joins = len(self.calls) > 1 and takes_joined(self.module, self.calls[:2])
+        self.joined = JoinedCalls(self.calls) if self.joins else None
+        learned = [layer for layer in self.module.modules() if isinstance(layer, QuantLayer)]
+        self.unchanged = Unchanged(self.module, self.calls, learned)
         if self.moments is not None:
             size = self.moments.diagonal().mean()
-            self.moments = self.moments / size if float(size) > 0 else None
+            plain = torch.eye(len(self.moments), device=self.moments.device)  # outputs that nothing reads
+            self.moments = torch.where(size > 0, self.moments / size, plain)
 
-    def learn(self, picked: Sequence[int], learned: Sequence[torch.Tensor]) -> float:
-        """The loss of the picked batches; leaves its gradient on the learned values, and there alone."""
-        total = 0.0
-        with torch.enable_grad():
-            for call, target in self._together(picked):
-                loss = self._of(call, target) * (len(target) / sum(len(self.targets[index]) for index in picked))
-                loss.backward(inputs=list(learned))  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-        return total
+    def learn(self, picked: Sequence[int], learned: Sequence[torch.Tensor]) -> Loss:
+        """The loss of the picked batches; leaves the gradient of half of it on the learned values, and there alone.
 
-    def mean(self, picked: Sequence[int]) -> float:
-        """The mean loss of the picked batches."""
+        That is E G of the loss E G E^T, so autograd begins at what the block gives; steps go by its sign.
+        """
+        total, loss = sum(len(self.targets[index]) for index in picked), Loss()
+        for some, call, target in self._together(picked):
+            with torch.enable_grad(), self.unchanged.of(call.hidden, some):
+                given = call.run(self.module)
+            error = self._error(given.detach(), target)
+            pull = self._weighed(error, len(target) / total / error.numel())
+            torch.autograd.backward([given], [pull.view(given.shape).to(given.dtype)], inputs=list(learned))
+            loss.parts.append((error, pull))
+        return loss
+
+    def mean(self, picked: Sequence[int]) -> torch.Tensor:
+        """The mean loss of the picked batches, on their device."""
         with torch.no_grad():
-            return float(torch.stack([self._of(self.calls[index], self.targets[index]) for index in picked]).mean())
+            errors = [self._error(self.calls[index].run(self.module), self.targets[index]) for index in picked]
+            return torch.stack([(error * self._weighed(error, 1.0)).mean() for error in errors]).mean()
 
-    def _together(self, picked: Sequence[int]) -> Iterator[tuple[Call, torch.Tensor]]:
+    def _together(self, picked: Sequence[int]) -> Iterator[tuple[Sequence[int], Call, torch.Tensor]]:
         """The batches, of few tokens several in one call where the block takes them so: larger products are faster."""
         several = max(1, TOGETHER // self.targets[picked[0]].shape[:-1].numel()) if self.joins else 1
         for first in range(0, len(picked), several):
             some = picked[first : first + several]
-            joined = joined_call([self.calls[index] for index in some])
+            joined = self.joined.of(some) if self.joined is not None and len(some) > 1 else None
             if joined is None:
-                yield from ((self.calls[index], self.targets[index]) for index in some)
+                yield from (([index], self.calls[index], self.targets[index]) for index in some)
             else:
-                yield joined, torch.cat([self.targets[index] for index in some])
+                yield some, joined, torch.cat([self.targets[index] for index in some])
 
-    def _of(self, call: Call, target: torch.Tensor) -> torch.Tensor:
-        error = call.run(self.module).float() - target.float()
-        return (error * (error if self.moments is None else error @ self.moments)).mean()
+    def _error(self, given: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """E, (tokens, channels), float32."""
+        return given.float().sub(target).flatten(0, -2)
 
-
-class LearnedWeight:
-    """A layer's weight while its rounding and clipping are learned; in the block view of its split.
-
-    Attributes:
-        shown: The weight that the layer computes with.
-        offset: V, in steps.
-        low_share, high_share: a and b, shape of the stored scale.
-    """
-
-    def __init__(self, name: str, layer: QuantLayer) -> None:
-        self.name, self.layer = name, layer
-        self.spec: TensorSpec = weight_quantizer(layer).spec
-        self.split = self.spec.split
-        self.parameter = cast(nn.Parameter, layer.weight)
-        self.shape = tuple(self.parameter.shape)
-        self.low, self.high = range_of(self.parameter.detach(), self.spec)
-        self.dtype = dtype_name(self.parameter)
-        first = qparams_from_range(self.low, self.high, self.spec, self.dtype)
-        self.second = second_level(first, self.parameter.detach(), self.spec).second
-        self.weight = self.split.blocks(self.parameter.detach().float())
-        self.offset = torch.zeros_like(self.weight)
-        self.low_share, self.high_share = torch.ones_like(self.low), torch.ones_like(self.high)
-
-    def attach(self) -> None:
-        """Let the layer compute with the learned weight."""
-        del self.layer._parameters["weight"]
-        self._show()
-
-    def detach(self) -> None:
-        """Give the layer its own weight back."""
-        self.layer.__dict__.pop("weight", None)
-        self.layer.register_parameter("weight", self.parameter)
-
-    def step(self, rate: float, clip_rate: float) -> None:
-        """One step against the sign of the gradient."""
-        if self.shown.grad is None:
-            return  # an expert that the picked batches did not reach
-        gradient = self.split.blocks(self.shown.grad.float())
-        if clip_rate:
-            self._clip(gradient, clip_rate)
-        self.offset.sub_(gradient.sign(), alpha=rate).clamp_(-0.5, 0.5)
-        self._show()
-
-    def _clip(self, gradient: torch.Tensor, rate: float) -> None:
-        """A step of the range.
-
-        Inside, y = scale q with round() passed: dy/dscale = (y - W) / scale. Beyond it, y is the end of the range
-        itself.
-        """
-        low, high = self.low * self.low_share, self.high * self.high_share
-        above = self.moved > self.split.to_blocks(high, self.shape)
-        below = self.moved < self.split.to_blocks(low, self.shape)
-        of_scale = (gradient * (self.values - self.weight)).masked_fill_(above | below, 0.0)
-        inside = self._sums(of_scale) / (high - low).clip(1e-12)
-        by_high = (self._sums(gradient * above) + inside) * self.high
-        by_low = (self._sums(gradient * below) - inside) * self.low
-        if self.spec.symmetric or not self.spec.has_zero_point:
-            by_high = by_low = by_high + by_low
-        self.low_share.sub_(by_low.sign(), alpha=rate).clamp_(LOWEST_SHARE, 1.0)
-        self.high_share.sub_(by_high.sign(), alpha=rate).clamp_(LOWEST_SHARE, 1.0)
-
-    def freeze(self) -> None:
-        """Write the values of now into the layer."""
-        freeze_weight(self.layer, self._shown_values(), self._params())
-
-    def _show(self) -> None:
-        """Let the layer compute with the values of now."""
-        scale, zero = blockwise(self._params(), self.spec, self.shape)
-        self.moved = torch.addcmul(self.weight, scale, self.offset)
-        self.values = quantize_elements(self.moved, scale, zero, self.spec)
-        self.shown = self._shown_values().requires_grad_()
-        self.layer.__dict__["weight"] = self.shown
-
-    def _shown_values(self) -> torch.Tensor:
-        values: torch.Tensor = self.split.unblock(self.values, self.shape)
-        return values.to(self.parameter.dtype).detach()
-
-    def _params(self) -> QParams:
-        first = qparams_from_range(self.low * self.low_share, self.high * self.high_share, self.spec, self.dtype)
-        return quantize_scales(first, self.second, self.spec)
-
-    def _sums(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The sum of each part, shape of the stored scale."""
-        axes = self.split.axes(len(self.shape))
-        return (blocks.sum(axes) if axes else blocks).reshape(self.low.shape)
+    def _weighed(self, error: torch.Tensor, factor: float) -> torch.Tensor:
+        """E G, times a factor."""
+        if self.moments is None:
+            return error * factor
+        # beta=0: the first operand is not read.
+        return torch.addmm(error, error, self.moments, beta=0, alpha=factor)
 
 
 @contextmanager
-def reached(weights: Sequence[LearnedWeight]) -> Iterator[None]:
+def reached(layers: Mapping[str, QuantLayer]) -> Iterator[None]:
     """Within: forwards run. Raises CalibrationError for layers that no token reached in any of them; names them."""
-    rows = dict.fromkeys(map(id, weights), 0)
+    rows = dict.fromkeys(layers, 0)
 
-    def count(weight: LearnedWeight) -> RemovableHandle:
+    def count(name: str) -> RemovableHandle:
         def add(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            rows[id(weight)] += args[0].shape[:-1].numel()
+            rows[name] += args[0].shape[:-1].numel()
 
-        return weight.layer.register_forward_pre_hook(add)
+        return layers[name].register_forward_pre_hook(add)
 
     with ExitStack() as hooks:
-        for weight in weights:
-            hooks.enter_context(count(weight))
+        for name in layers:
+            hooks.enter_context(count(name))
         yield
-    idle = [weight.name for weight in weights if rows[id(weight)] == 0]
+    idle = [name for name, count_of in rows.items() if count_of == 0]
     if idle:
         raise CalibrationError(no_tokens(", ".join(idle[:6]) + (", ..." if len(idle) > 6 else "")))

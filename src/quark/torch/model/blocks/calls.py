@@ -92,36 +92,100 @@ def short_call(module: nn.Module, call: Call, tokens: int | None = SHORT, rows: 
     return call
 
 
-def joined_call(calls: Sequence[Call]) -> Call | None:
-    """One call with the rows of all; None where they differ in anything that has no row for each.
+class JoinedCalls:
+    """Calls of one block, any of which are put together again and again: what is the same in all is joined once.
 
     What has as many rows as the hidden state is put together, and everything else must be equal. Whether a block takes
-    that is its own affair: see `takes_joined`.
+    that is its own affair: see `takes_joined`. On a device it waits once, here, for all comparisons.
 
     Args:
         calls: Of one block, one or more.
     """
-    flat = [tree_flatten((call.args, dict(call.kwargs))) for call in calls]
-    if any(structure != flat[0][1] for _, structure in flat):
-        return None
-    rows = len(calls[0].hidden)
-    joined = []
-    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        first = leaves[0]
-        if not isinstance(first, torch.Tensor):
-            if any(leaf is not first and not (isinstance(leaf, PLAIN) and leaf == first) for leaf in leaves):
-                return None
-            joined.append(first)
-        elif any(leaf.shape != first.shape or leaf.dtype != first.dtype for leaf in leaves):
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self.flat = [tree_flatten((call.args, dict(call.kwargs))) for call in calls]
+        self.first = self._first_alike()
+        self.same: dict[int, set[int]] = {}
+        self._once: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._compare()
+
+    def of(self, picked: Sequence[int]) -> Call | None:
+        """One call with the rows of all those; None where they differ in anything that has no row for each."""
+        first = self.first[picked[0]]
+        if any(self.first[index] != first for index in picked):
             return None
-        elif first.ndim and len(first) == rows:
-            joined.append(torch.cat(leaves))
-        elif all(leaf is first or torch.equal(leaf, first) for leaf in leaves):
-            joined.append(first)
-        else:
-            return None
-    args, kwargs = tree_unflatten(joined, flat[0][1])
-    return Call(args, kwargs, calls[0].key)
+        leaves, structure = self.flat[first]
+        joined = [self._leaf(first, place, picked) for place in range(len(leaves))]
+        args, kwargs = tree_unflatten(joined, structure)
+        return Call(args, kwargs, self.calls[first].key)
+
+    def _leaf(self, first: int, place: int, picked: Sequence[int]) -> Any:
+        leaf = self.flat[first][0][place]
+        if not self._has_rows(first, leaf):
+            return leaf
+        if place not in self.same[first]:
+            return torch.cat([self.flat[index][0][place] for index in picked])
+        key = (first, place, len(picked))
+        if key not in self._once:
+            self._once[key] = torch.cat([leaf] * len(picked))
+        return self._once[key]
+
+    def _has_rows(self, first: int, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == len(self.calls[first].hidden)
+
+    def _first_alike(self) -> list[int]:
+        """For each call the first one that differs from it in values of tensors alone."""
+        first: list[int] = []
+        for index, (leaves, structure) in enumerate(self.flat):
+            alike = (
+                other
+                for other in dict.fromkeys(first)
+                if self.flat[other][1] == structure and all(map(_alike, leaves, self.flat[other][0]))
+            )
+            first.append(next(alike, index))
+        return first
+
+    def _compare(self) -> None:
+        """See which tensors are the same in all calls, and set apart calls that differ in one without rows."""
+        compared, flags = [], []
+        self.same = {first: set(range(len(self.flat[first][0]))) for first in self.first}
+        for index, first in enumerate(self.first):
+            for place, (leaf, other) in enumerate(zip(self.flat[index][0], self.flat[first][0], strict=True)):
+                if leaf is self.calls[index].hidden:
+                    self.same[first].discard(place)
+                    continue
+                if leaf is other or not isinstance(leaf, torch.Tensor):
+                    continue
+                compared.append((index, first, place))
+                flags.append((leaf == other).all())
+        for (index, first, place), is_same in zip(compared, _read(flags), strict=True):
+            if not is_same and self._has_rows(first, self.flat[first][0][place]):
+                self.same[first].discard(place)
+            elif not is_same:
+                self.first[index] = index
+                self.same.setdefault(index, set())
+
+
+def _alike(leaf: Any, other: Any) -> bool:
+    """Whether two arguments are the same, or tensors that differ in their values alone."""
+    if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
+        return leaf.shape == other.shape and leaf.dtype == other.dtype
+    return leaf is other or (isinstance(leaf, PLAIN) and isinstance(other, PLAIN) and bool(leaf == other))
+
+
+def _read(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Flags of any devices, in one read of each."""
+    found: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        here = [index for index, flag in enumerate(flags) if flag.device == device]
+        found |= zip(here, torch.stack([flags[index] for index in here]).tolist(), strict=True)
+    return [found[index] for index in range(len(flags))]
+
+
+def joined_call(calls: Sequence[Call]) -> Call | None:
+    """One call with the rows of all; None where they differ: see `JoinedCalls`."""
+    return JoinedCalls(calls).of(range(len(calls)))
 
 
 def takes_joined(module: nn.Module, calls: Sequence[Call]) -> bool:
