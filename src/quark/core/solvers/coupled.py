@@ -40,7 +40,12 @@ Fit = Callable[[int, Array], Array]
 """(group, factors of its scales, (rows,)) -> the factors by which they really changed."""
 
 
-def shrunk(moments: Array, fourth: float, count: int) -> Array:
+def trace_and_square(moments: Array) -> tuple[Array, Array]:
+    """The trace of second moments and the sum of their squares, which `shrunk` reads; on their device."""
+    return namespace(moments).diagonal(moments).sum(), (moments * moments).sum()
+
+
+def shrunk(moments: Array, fourth: float, count: int, sums: tuple[float, float] | None = None) -> Array:
     """Second moments of few samples drawn to a multiple of the identity, as far as they are noise.
 
         m I + (1 - rho) (G - m I),   m = tr G / n,   rho = min(1, (sum |g|^4 / T - |G|^2) / (T |G - m I|^2))
@@ -52,19 +57,19 @@ def shrunk(moments: Array, fourth: float, count: int) -> Array:
         moments: T G, shape (n, n).
         fourth: sum |g|^4.
         count: T.
+        sums: What `trace_and_square` gives, where that is read already, with that of others.
 
     Returns:
         The same times T, a new array.
     """
-    xp, size = namespace(moments), len(moments)
-    places = range(size)
-    mean = float(xp.diagonal(moments).sum()) / size
-    square = float((moments * moments).sum())
+    size = len(moments)
+    trace, square = map(float, sums or trace_and_square(moments))
+    mean = trace / size
     away = square - size * mean**2  # T^2 |G - m I|^2
     noise = (count * fourth - square) / count
     rho = min(1.0, max(0.0, noise / away)) if away > 0 else 1.0
     result = moments * (1 - rho)
-    result[places, places] += rho * mean
+    result.reshape(-1)[:: size + 1] += rho * mean  # its diagonal
     return result
 
 

@@ -129,12 +129,14 @@ class BlockJudge:
     def _error(self) -> float:
         if any(expected is None for expected in self.expected):
             return float("nan")
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums: list[torch.Tensor] = []
         with self.rounded_weights(), quantizers_off(self.layers.values()), _rounded_activations(self.layers.values()):
             for call, expected in zip(self.calls, cast(list[torch.Tensor], self.expected), strict=True):
                 error = cast(torch.Tensor, _tensor_of(call, self.block.module)).float() - expected.float()
-                sums += torch.stack([error.square().sum(), expected.float().square().sum()]).double().cpu()
-        noise, signal = summed(sums).tolist()  # so that all processes decide the same
+                sums.append(torch.stack([error.square().sum(), expected.float().square().sum()]).double())
+        # Read once; so that all processes decide the same.
+        total = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(2, dtype=torch.float64)
+        noise, signal = summed(total).tolist()
         return float((noise / max(signal, torch.finfo(torch.float32).tiny)) ** 0.5)
 
 

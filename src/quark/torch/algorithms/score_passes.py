@@ -212,8 +212,8 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:
-    wrong = sum(not bool(torch.isfinite(x).all()) for x in scores)
-    if int(summed(torch.tensor(wrong))):  # so that all processes end
+    finite = all(torch.stack([torch.isfinite(x).all() for x in scores]).tolist()) if scores else True
+    if int(summed(torch.tensor(int(not finite)))):  # so that all processes end
         raise NonFiniteError(
             f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
             "overflow, and calibration data that it gives finite outputs for."

@@ -41,7 +41,9 @@ def predicted(each: torch.Tensor, batch: Any) -> torch.Tensor:
     """
     mask = batch.get("attention_mask") if hasattr(batch, "get") else None
     if isinstance(mask, torch.Tensor) and mask.shape == each.shape:
-        each = each[mask.bool().to(each.device)]
+        # Places are looked up where the mask is: on the CPU, mostly, where no device is waited for.
+        places = mask.flatten().nonzero()[:, 0].to(each.device, non_blocking=True)
+        return each.flatten().index_select(0, places)
     return each.flatten()
 
 

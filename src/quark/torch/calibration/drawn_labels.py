@@ -24,6 +24,8 @@ def drawn_likelihood(model: nn.Module, result: Any, batch: Any, generator: torch
     """
     shown = log_probabilities(result, type(model).__name__)
     rows = shown.flatten(0, -2)
-    labels = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
+    # What `torch.multinomial` draws on a CPU, where the model is: its probabilities are not waited for.
+    noise = torch.empty(rows.shape).exponential_(1, generator=generator).to(rows.device, non_blocking=True)
+    labels = (rows.detach().exp() / noise).argmax(-1, keepdim=True)
     drawn = predicted(rows.gather(1, labels)[:, 0].reshape(shown.shape[:-1]), batch)
     return drawn.sum(), len(drawn)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quark.core.solvers.columns import compiles
-from quark.core.solvers.coupled import shrunk
+from quark.core.solvers.coupled import shrunk, trace_and_square
 from quark.core.spec import TensorSpec
 from quark.errors import NonFiniteError, NotSupportedError
 from quark.log import logger
@@ -72,7 +72,7 @@ class OutputScores(ScorePasses):
         sums = _Sums(scores[0].shape[-1], block.calls[0].hidden.device)
         for own in scores:
             sums.add([own.to(sums.products.device)])
-        return sums.shrunk()
+        return _shrunk([sums])[0]
 
     def of_layers(self, block: Block) -> dict[str, torch.Tensor]:
         """Full name of each quantized linear layer of a float block -> G, of those that outputs depend on."""
@@ -101,7 +101,8 @@ class OutputScores(ScorePasses):
                 for name, own in of_batch.items():
                     found[name].add(own)
                     own.clear()
-        return {name: sums.shrunk() for name, sums in found.items() if bool(sums.products.any())}
+        moments = zip(found.items(), _shrunk([*found.values()]), strict=True)
+        return {name: shrunk_to for (name, sums), shrunk_to in moments if sums.any}
 
 
 class _Sums:
@@ -110,11 +111,13 @@ class _Sums:
     Attributes:
         products: sum g g^T.
         spread: sum |g|^4, and how many there are.
+        any: Whether any is not 0; known when they are shrunk.
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.products = torch.zeros(channels, channels, device=device)
         self.spread = torch.zeros(2, dtype=torch.float64, device=device)
+        self.any = True
 
     def add(self, gradients: list[torch.Tensor]) -> None:
         """Add what a batch of each process gave, in the order of the data, so that sums are those of one process."""
@@ -122,15 +125,26 @@ class _Sums:
         for rows in map(flat, gradients):
             rows = rows.float()
             products.addmm_(rows.T, rows)
-            spread += torch.stack([rows.square().sum(1).double().square().sum(), spread.new_tensor(len(rows))])
+            spread += torch.stack([rows.square().sum(1).double().square().sum(), spread.new_full((), len(rows))])
         for own, total in ((products, self.products), (spread, self.spread)):
             for part in in_order([own]):
                 total += part
 
-    def shrunk(self) -> torch.Tensor:
-        """G, without what so few scores cannot tell."""
-        fourth, count = self.spread.tolist()
-        return shrunk(self.products, fourth, int(count))
+    def read(self) -> torch.Tensor:
+        """All numbers that `shrunk` reads, float64."""
+        return torch.cat([torch.stack(trace_and_square(self.products)).double(), self.spread])
+
+
+def _shrunk(sums: Sequence[_Sums]) -> list[torch.Tensor]:
+    """G of each, without what so few scores cannot tell; a device is waited for once."""
+    if not sums:
+        return []
+    numbers, found = [own.read() for own in sums], []
+    rows = torch.stack([row.to(numbers[0].device) for row in numbers]).tolist()
+    for own, (trace, square, fourth, count) in zip(sums, rows, strict=True):
+        own.any = trace != 0  # a sum of squares; NaN is not 0
+        found.append(shrunk(own.products, fourth, int(count), (trace, square)))
+    return found
 
 
 class ByScores(Algorithm):
