@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,21 +130,29 @@ def prove_block(block: nn.Module, many: Call, plan: BlockPlan) -> None:
         StructureError: It is not the same; names the rotation and the block.
     """
     twin, call = _double(block, many)
+    errors: dict[str, torch.Tensor] = {}
     with torch.no_grad(), evaluating(twin):
         x, y = call.hidden, _exact(twin, call)
-        for what, change in plan.stages():
-            change(twin)
-            if what == "R1":
-                assert plan.stream is not None
-                x, y = plan.stream.apply(x), plan.stream.apply(y)
-                call = call.with_hidden(x)
-            rotated = _exact(twin, call)
-            error = float((rotated - y).norm() / (y - x).norm().clamp(min=1e-300))
-            if not error <= TOLERANCE:
-                raise StructureError(
-                    f"{what} would change what the block computes, by {error:.1e} of it: its structure is not what was "
-                    "found. The model is as it was. Possible: leave this rotation off."
-                )
+        try:
+            for what, change in plan.stages():
+                change(twin)
+                if what == "R1":
+                    assert plan.stream is not None
+                    x, y = plan.stream.apply(x), plan.stream.apply(y)
+                    call = call.with_hidden(x)
+                errors[what] = (_exact(twin, call) - y).norm() / (y - x).norm().clamp(min=1e-300)
+        finally:
+            _require_same(errors)  # what fails behind a wrong change fails because of it
+
+
+def _require_same(errors: Mapping[str, torch.Tensor]) -> None:
+    """Raise StructureError for the first change whose error is too large; all are read from a device at once."""
+    for what, error in zip(errors, torch.stack([*errors.values()]).tolist() if errors else (), strict=True):
+        if not error <= TOLERANCE:
+            raise StructureError(
+                f"{what} would change what the block computes, by {error:.1e} of it: its structure is not what was "
+                "found. The model is as it was. Possible: leave this rotation off."
+            )
 
 
 def _exact(block: nn.Module, call: Call) -> torch.Tensor:

@@ -28,9 +28,11 @@ def cayley_step(matrix: torch.Tensor, gradient: torch.Tensor, rate: float) -> to
     """
     half = 0.5 * gradient.to(matrix) @ matrix.T
     skew = half - half.T
-    step = rate / max(float(skew.abs().sum(0).max()), torch.finfo(torch.float32).tiny)
+    step = rate / skew.abs().sum(0).max().clamp(min=torch.finfo(torch.float32).tiny)
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    turned: torch.Tensor = torch.linalg.solve(identity + step / 2 * skew, (identity - step / 2 * skew) @ matrix)
+    # The eigenvalues of I + t/2 Y have the real part 1, so nothing is to be checked, for which a device is waited for.
+    ahead, behind = identity + step / 2 * skew, (identity - step / 2 * skew) @ matrix
+    turned: torch.Tensor = torch.linalg.solve_ex(ahead, behind)[0]
     return turned
 
 

@@ -56,8 +56,8 @@ def rotate_readers(part: nn.Module, residual: Residual, rotation: Turning) -> No
 def rotate_heads(part: nn.Module, path: ValuePath, heads: list[torch.Tensor], rotation: Turning) -> None:
     """R2: rotate each value head, and the inputs of the output projection back."""
     value = part.get_submodule(path.value)
-    for rows in heads:
-        _rotate_outputs(value, rotation, rows)
+    weight: torch.Tensor = value.weight  # type: ignore[assignment]
+    _rotate_outputs(value, rotation, torch.cat(heads).to(weight.device))  # it turns blocks, of which a head is some
     _change(_weight(part, path.output), rotation.apply)
 
 
@@ -91,15 +91,18 @@ def _fold_norm(part: nn.Module, norm: StreamNorm, rotation: Turning) -> None:
     shift: torch.Tensor | None = getattr(module, "bias", None)
     gain = weight.detach().double() + norm.offset
     with torch.no_grad():
-        if shift is not None and bool(shift.any()):
-            shift.copy_(_moved_shift(part, norm, shift.detach().double(), gain, rotation))
+        has_shift, has_zero = (
+            (False, False) if shift is None else torch.stack([shift.any(), (gain == 0).any()]).tolist()
+        )
+        if shift is not None and has_shift:
+            shift.copy_(_moved_shift(part, norm, shift.detach().double(), gain, rotation, has_zero))
         for name in norm.readers:
             _change(_weight(part, name), lambda rows: rows * gain.to(rows.device))
         weight.fill_(1 - norm.offset)
 
 
 def _moved_shift(
-    part: nn.Module, norm: StreamNorm, shift: torch.Tensor, gain: torch.Tensor, rotation: Turning
+    part: nn.Module, norm: StreamNorm, shift: torch.Tensor, gain: torch.Tensor, rotation: Turning, has_zero: bool
 ) -> torch.Tensor:
     """Move the bias of a norm into the layers that read it; return what the norm keeps."""
     readers = [part.get_submodule(name) for name in norm.readers]
@@ -108,7 +111,7 @@ def _moved_shift(
         for reader, bias in zip(readers, biases, strict=True):
             bias += (reader.weight.double() @ shift).to(bias.dtype)  # type: ignore[operator,union-attr]
         return torch.zeros_like(shift)
-    if bool((gain == 0).any()):
+    if has_zero:
         raise StructureError(
             f"{norm.name} has a bias and a gain of 0 in {int((gain == 0).sum())} channels, and not all layers that "
             "read it have a bias to take it over: it cannot be rotated."

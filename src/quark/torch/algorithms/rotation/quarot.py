@@ -163,9 +163,10 @@ class ModelRotation:
         given, results = rerun_frame(self.model, self.frame)
         pairs = [("embeddings", given, self.stream.apply(self.frame.given.double()))]
         pairs += [("output head", a, b.double()) for a, b in zip(results, self.frame.results, strict=True)]
-        for what, rotated, expected in pairs:
+        errors = [(rotated.double() - x).norm() / x.norm().clamp(min=1e-300) for _, rotated, x in pairs]
+        read = torch.stack([error.to(given.device) for error in errors]).tolist()
+        for (what, rotated, _), error in zip(pairs, read, strict=True):
             tolerance = max(TOLERANCE, 64 * torch.finfo(rotated.dtype).eps)
-            error = float((rotated.double() - expected).norm() / expected.norm().clamp(min=1e-300))
             if not error <= tolerance:
                 raise StructureError(
                     f"R1 would change what the {what} of the model compute, by {error:.1e} of it: the structure is not "

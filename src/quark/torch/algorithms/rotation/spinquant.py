@@ -11,9 +11,11 @@ next token; the divergence from the float model needs no labels and is what is l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +92,7 @@ def learn_rotations(
 
     Raises:
         ConfigError: Too few batches. NotSupportedError: The model gives no logits.
+        NonFiniteError: A loss, or the gradient of a rotation, holds NaN or Inf; known when all steps are done.
     """
     if len(data) < 2:
         raise ConfigError(
@@ -98,14 +101,17 @@ def learn_rotations(
     turned = _Turned(model, layers, parts, plans, stream)
     count = min(len(data) - 1, max(1, round(SEEN * len(data))))
     seen, judging = data[:count], data[count:]
-    order = torch.Generator().manual_seed(0)
+    order, losses = torch.Generator().manual_seed(0), list[torch.Tensor]()  # read when all are there
     with evaluating(model), turned.rounding():
-        before = turned.mean_loss(judging)
+        first = turned.mean_loss(judging)
         for step in progress(range(config.train_steps), "steps", config.train_steps):
             picked = torch.randperm(count, generator=order)[: config.train_batch_size].tolist()
             loss = turned.step([seen[index] for index in picked], config.train_lr * (1 - step / config.train_steps))
-            status(f"divergence {loss:.4g}")
-        after = turned.mean_loss(judging)
+            status(partial(_said, loss))
+            losses.append(loss)
+        before, after, *seen_losses = torch.stack([first, turned.mean_loss(judging), *losses]).tolist()
+    if not all(map(math.isfinite, seen_losses)):
+        raise NonFiniteError("RotationConfig(trainable=True): the loss or the gradient of a rotation holds NaN or Inf.")
     logger.info(
         "Learned rotations: divergence %.4g with Hadamard matrices, %.4g with learned ones: %s.",
         before,
@@ -113,6 +119,10 @@ def learn_rotations(
         "kept" if _is_better(after, before) else "Hadamard matrices are kept",
     )
     return Learned(turned.applied(), before, after) if _is_better(after, before) else None
+
+
+def _said(loss: torch.Tensor) -> str:
+    return f"divergence {float(loss):.4g}"
 
 
 def _is_better(after: float, before: float) -> bool:
@@ -167,7 +177,7 @@ class _Turned:
             for index, (path, heads, rotation) in enumerate(plan.heads):
                 name = head_name(block, index)
                 self._add(name, rotation.size)  # type: ignore[attr-defined]
-                self._change(f"{block}.{path.value}", _Change(name, torch.cat(heads)))
+                self._change(f"{block}.{path.value}", _Change(name, torch.cat(heads).to(self.device)))
                 self._change(f"{block}.{path.output}", _Change(name), bias=False)
         found = self.model.named_parameters(remove_duplicate=False)
         self.values = {name: parameter.detach().float() for name, parameter in found}
@@ -249,33 +259,32 @@ class _Turned:
         found = self._log_probabilities(batch, parameters)
         return divergence(expected, found, batch)
 
-    def mean_loss(self, batches: Sequence[Any]) -> float:
+    def mean_loss(self, batches: Sequence[Any]) -> torch.Tensor:
         """The mean divergence with the matrices of now."""
         with torch.no_grad():
             parameters = self.parameters(self.matrices)
-            return float(torch.stack([self.loss(batch, parameters) for batch in batches]).mean())
+            return torch.stack([self.loss(batch, parameters) for batch in batches]).mean()
 
-    def step(self, batches: Sequence[Any], rate: float) -> float:
-        """One step of all matrices; the loss before it."""
+    def step(self, batches: Sequence[Any], rate: float) -> torch.Tensor:
+        """One step of all matrices; the loss before it, NaN where a gradient is not finite."""
         with torch.enable_grad():
             leaves = {name: matrix.clone().requires_grad_() for name, matrix in self.matrices.items()}
             parameters = self.parameters(leaves)
             ends = [x for x in parameters.values() if x.requires_grad]
             # Batch by batch down to the parameters, then once through the rotations.
             cut = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in parameters.items()}
-            total = 0.0
+            losses = []
             for batch in batches:
                 loss = self.loss(batch, cut) / len(batches)
                 loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
+                losses.append(loss.detach())
             pulled = [cut[n].grad for n, x in parameters.items() if x.requires_grad]
             pairs = [(end, pull) for end, pull in zip(ends, pulled, strict=True) if pull is not None]
             gradients = torch.autograd.grad([e for e, _ in pairs], list(leaves.values()), [p for _, p in pairs])
         for (name, matrix), gradient in zip(self.matrices.items(), gradients, strict=True):
-            if not bool(torch.isfinite(gradient).all()):
-                raise NonFiniteError("RotationConfig(trainable=True): the gradient of a rotation holds NaN or Inf.")
             self.matrices[name] = cayley_step(matrix, gradient, rate)
-        return total
+        # A sum that holds what is not finite is not finite, and 0 times it is NaN.
+        return torch.stack(losses).sum() + sum(gradient.sum() * 0 for gradient in gradients)
 
 
 def _passed(x: torch.Tensor, spec: Any) -> torch.Tensor:

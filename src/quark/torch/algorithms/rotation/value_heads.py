@@ -7,7 +7,7 @@ is fused with queries and keys, and whichever query heads share a value head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -64,19 +64,25 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
         for name in (name for name, module in block.named_modules() if is_linear(module)):
             hooks.enter_context(block.get_submodule(name).register_forward_hook(note(name)))
         run()
-    paths = []
-    for output, read in inputs.items():
-        for value, source in outputs.items():
-            rows = _places(source, read) if value != output else None
-            if rows is not None:
-                paths.append(ValuePath(value, output, rows))
-    return paths
+    pairs = [(value, output) for output in inputs for value in outputs if value != output]
+    ordered = {value: source.sort() for value, source in _on_cpu(outputs).items()}
+    read = _on_cpu(inputs)
+    found = ((value, output, _places(*ordered[value], read[output])) for value, output in pairs)
+    return [ValuePath(value, output, rows) for value, output, rows in found if rows is not None]
 
 
-def _places(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
-    """Where each of `given` stands in `made`; None if one is not there."""
-    ordered, order = outputs.sort()
-    at = torch.searchsorted(ordered, inputs).clamp(max=len(outputs) - 1)
+def _on_cpu(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same rows on the CPU, in one copy: a device would be waited for at each pair that is compared there."""
+    if not rows:
+        return {}
+    device = next(iter(rows.values())).device
+    whole = torch.cat([x.to(device) for x in rows.values()]).cpu()
+    return dict(zip(rows, torch.split(whole, [len(x) for x in rows.values()]), strict=True))
+
+
+def _places(ordered: torch.Tensor, order: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+    """Where each of `inputs` stands in what is sorted as `ordered`; None if one is not there."""
+    at = torch.searchsorted(ordered, inputs).clamp(max=len(ordered) - 1)
     at = torch.where((ordered[at] - inputs).abs() <= (ordered[at - 1] - inputs).abs(), at, at - 1)
     near = (ordered[at] - inputs).abs() <= 1e-9 * inputs.abs()
-    return order[at].cpu() if bool(near.all()) and bool((inputs != 0).all()) else None
+    return order[at] if bool(near.all()) and bool((inputs != 0).all()) else None

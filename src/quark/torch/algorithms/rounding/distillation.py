@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,7 +152,7 @@ class Distillation(Algorithm):
             {"params": [weight.shift for weight in learned if weight.shift is not None], "lr": scale_lr},
         ]
         optimizer = torch.optim.Adam([group for group in groups if group["params"]], betas=(0.9, 0.99))
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates, losses = [group["lr"] for group in optimizer.param_groups], list[torch.Tensor]()
         for step, index in enumerate(progress(steps, "steps", len(steps))):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * (1 - step / len(steps))
@@ -159,12 +160,14 @@ class Distillation(Algorithm):
             with torch.enable_grad():
                 loss = self._loss(model, values, batches[index])
                 loss.backward(inputs=list(values.values()))  # type: ignore[no-untyped-call]
-            if not bool(torch.isfinite(loss)):
-                raise NonFiniteError(f"DistillationConfig: the divergence of step {step} is {float(loss.detach())}.")
             for weight in learned:
                 weight.pull(values[weight.parameter_name])
             optimizer.step()
-            status(f"divergence {float(loss.detach()):.4g}")
+            losses.append(loss.detach())
+            status(partial(_said, losses[-1]))
+        for step, value in enumerate(torch.stack(losses).tolist()):  # read once, when a device is done
+            if not math.isfinite(value):
+                raise NonFiniteError(f"DistillationConfig: the divergence of step {step} is {value}.")
 
     def _loss(self, model: nn.Module, values: Mapping[str, torch.Tensor], batch: Any) -> torch.Tensor:
         """The divergence on one batch, in nats for each token."""
@@ -261,10 +264,15 @@ def _values(learned: Sequence[LearnedCodes]) -> dict[str, torch.Tensor]:
     return {weight.parameter_name: weight.values() for weight in learned}
 
 
-def mean_step(codes: torch.Tensor, dtype: Dtype) -> float:
-    """The mean distance of neighbours in the grid where the codes are."""
+def _said(loss: torch.Tensor) -> str:
+    return f"divergence {float(loss):.4g}"
+
+
+def mean_step(codes: torch.Tensor, dtype: Dtype) -> torch.Tensor | float:
+    """The mean distance of neighbours in the grid where the codes are; on their device where it depends on them."""
     if dtype.is_float:
-        return float(step_of(codes, dtype).mean())
+        found: torch.Tensor = step_of(codes, dtype).mean()
+        return found
     if isinstance(dtype, BlockType) and dtype.values:
         return (dtype.max - dtype.min) / (len(dtype.values) - 1)
     return 1.0
