@@ -39,7 +39,7 @@ from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import evaluating, forward_batch, input_device
-from quark.torch.model.blocks import Call, short_call
+from quark.torch.model.blocks import Call, short_calls
 
 SAMPLES, TOKENS = 4, 64
 """How many calibration samples are compared, and how many of their first tokens: of 128 x 512, four times 0.4 %."""
@@ -60,10 +60,10 @@ class BlockJudge:
         self.block, self.layers = block, dict(layers)
         picked = _picked(len(block.calls))
         rows = -(-SAMPLES // max(1, len(picked)))
-        self.calls = [short_call(block.module, block.calls[index], TOKENS, rows) for index in picked]
+        self.calls = short_calls(block.module, [block.calls[index] for index in picked], TOKENS, rows)
         float_calls = self.calls
         if any(block.float_calls[index].hidden is not block.calls[index].hidden for index in picked):
-            float_calls = [short_call(block.module, block.float_calls[index], TOKENS, rows) for index in picked]
+            float_calls = short_calls(block.module, [block.float_calls[index] for index in picked], TOKENS, rows)
         self.expected = [_tensor_of(call, block.module) for call in float_calls]
         self.names: list[str] = []
         self.error = self._error()

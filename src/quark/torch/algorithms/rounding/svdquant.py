@@ -13,7 +13,7 @@ as the norm, under which the best branch for a given Q(R) is known (Zhang et al.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -99,7 +99,7 @@ class SVDQuant(Algorithm):
         for alpha in self._alphas():
             scale = smoothing_scale(largest, weight, alpha)
             tried = _Split.of(weight, *_nearest(weight, scale, self.config.svd_rank), dtype, spec, inputs)
-            best = tried if best is None or tried.error < best.error else best
+            best = tried if best is None else best.or_better(tried)
         assert best is not None
         for _ in range(self.config.refine_passes):
             pair = inputs.nearest(weight - best.rounded, self.config.svd_rank)
@@ -142,14 +142,19 @@ class _Split:
         l1, l2: The branch.
         rest: R, in the dtype of the weight.
         rounded: Q(R), float32.
-        error: Of the outputs.
+        error: Of the outputs, on their device: what is better is chosen there, and nothing waits.
     """
 
     l1: torch.Tensor
     l2: torch.Tensor
     rest: torch.Tensor
     rounded: torch.Tensor
-    error: float
+    error: torch.Tensor
+
+    def or_better(self, other: _Split) -> _Split:
+        """The one that loses less, this one where both lose the same."""
+        pairs = ((getattr(self, part.name), getattr(other, part.name)) for part in fields(self))
+        return _Split(*(torch.where(other.error < self.error, theirs, own) for own, theirs in pairs))
 
     @classmethod
     def of(
@@ -191,13 +196,13 @@ class _Inputs:
         both = InputGroup(group.layers, group.inputs, changes)
         return cls(group.gram, both.cross, InputGroup(group.layers, changes, []).gram, root)
 
-    def error(self, rest: torch.Tensor, rounded: torch.Tensor) -> float:
+    def error(self, rest: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
         """Mean square of X R^T - Q(X) Q(R)^T = X (R - Q(R))^T + D Q(R)^T, summed over outputs."""
         lost = rest - rounded
         total = ((lost @ self.gram) * lost).sum()
         if self.mixed is not None and self.changes is not None:
             total += 2 * ((lost @ self.mixed) * rounded).sum() + ((rounded @ self.changes) * rounded).sum()
-        return float(total)
+        return total
 
     def nearest(self, missing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """L1 and L2 that leave least of X missing^T."""

@@ -1,6 +1,6 @@
 """The blocks of a model: found, called, and stood aside."""
 
-from quark.torch.model.blocks.calls import Call, JoinedCalls, joined_call, short_call, takes_joined
+from quark.torch.model.blocks.calls import Call, JoinedCalls, joined_call, short_call, short_calls, takes_joined
 from quark.torch.model.blocks.recording import WHOLE, BlockOutput, find_blocks, passing_through, record_calls
 from quark.torch.model.blocks.unchanged import Unchanged
 
@@ -15,5 +15,6 @@ __all__ = [
     "passing_through",
     "record_calls",
     "short_call",
+    "short_calls",
     "takes_joined",
 ]

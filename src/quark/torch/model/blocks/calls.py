@@ -49,47 +49,70 @@ class Call:
 
 
 def short_call(module: nn.Module, call: Call, tokens: int | None = SHORT, rows: int = 1) -> Call:
-    """The call for the first tokens of its first rows.
+    """The call for the first tokens of its first rows; see `short_calls`."""
+    return short_calls(module, [call], tokens, rows)[0]
+
+
+def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = SHORT, rows: int = 1) -> list[Call]:
+    """The calls for the first tokens of their first rows.
 
     Every axis of an argument that is as long as the sequence, and the first one where it is as long as the batch, is
-    cut; if the module does not take that, the call stays.
+    cut; if the module does not take that, the call stays. A device is waited for once for all calls, seldom twice.
 
     Args:
         module: The block, which is run on what is cut.
-        call: With a hidden state of shape (rows, tokens, channels), or ids of shape (rows, tokens).
+        calls: With a hidden state of shape (rows, tokens, channels), or ids of shape (rows, tokens).
         tokens: How many; None: all.
         rows: How many.
     """
+    found = list(calls)
+    left = range(len(found))
+    for keep_last in (False, True):
+        tried = {index: _cut(module, calls[index], tokens, rows, keep_last) for index in left}
+        ran = {index: short for index, short in tried.items() if short is not None}
+        flags = _read([is_finite for _, is_finite in ran.values()])
+        fine = {index: shorter for (index, (shorter, _)), flag in zip(ran.items(), flags, strict=True) if flag}
+        for index, shorter in fine.items():
+            found[index] = shorter
+        left = [index for index in left if index not in fine]
+    return found
+
+
+def _cut(
+    module: nn.Module, call: Call, tokens: int | None, rows: int, keep_last: bool
+) -> tuple[Call, torch.Tensor] | None:
+    """A shorter call, and whether what the module gives for it is finite; None where it does not take it, or is short.
+
+    Args:
+        keep_last: Whether the last axis of values is never cut.
+    """
     if type(call) is not Call:
-        return call  # it says itself what it runs
+        return None  # it says itself what it runs
     hidden = call.hidden
     axis = -2 if hidden.is_floating_point() else -1
     if hidden.ndim != (3 if axis == -2 else 2):
-        return call
+        return None
     batch, length = hidden.shape[0], hidden.shape[axis]
     tokens = length if tokens is None else tokens
     if rows >= batch and tokens >= length:
-        return call
-    for keep_last in (False, True):
+        return None
 
-        def cut(x: Any, keep_last: bool = keep_last) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            axes = range(x.ndim - (1 if keep_last and x.is_floating_point() else 0))
-            whole = [slice(tokens) if x.shape[i] == length and i in axes else slice(None) for i in range(x.ndim)]
-            whole[:1] = [slice(rows)] if x.ndim > 1 and x.shape[0] == batch else whole[:1]
-            return x[tuple(whole)]
+    def cut(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        axes = range(x.ndim - (1 if keep_last and x.is_floating_point() else 0))
+        whole = [slice(tokens) if x.shape[i] == length and i in axes else slice(None) for i in range(x.ndim)]
+        whole[:1] = [slice(rows)] if x.ndim > 1 and x.shape[0] == batch else whole[:1]
+        return x[tuple(whole)]
 
-        args, kwargs = tree_map(cut, (call.args, dict(call.kwargs)))
-        head = hidden[:rows, :tokens]
-        shorter = Call(args, kwargs, call.key).with_hidden(head)
-        try:
-            output = tree_leaves(shorter.run(module))[0]
-        except (RuntimeError, ValueError, IndexError):
-            continue
-        if output.shape[:2] == head.shape[:2] and bool(torch.isfinite(output).all()):
-            return shorter
-    return call
+    args, kwargs = tree_map(cut, (call.args, dict(call.kwargs)))
+    head = hidden[:rows, :tokens]
+    shorter = Call(args, kwargs, call.key).with_hidden(head)
+    try:
+        output = tree_leaves(shorter.run(module))[0]
+    except (RuntimeError, ValueError, IndexError):
+        return None
+    return (shorter, torch.isfinite(output).all()) if output.shape[:2] == head.shape[:2] else None
 
 
 class JoinedCalls:
