@@ -77,6 +77,23 @@ def test_a_long_step_is_heard_of(clock: Clock, capsys: pytest.CaptureFixture[str
     assert lines[0] == "[QUARK-INFO]: layers 0/1, loss 9." and len(lines) == 2
 
 
+def test_a_status_that_takes_time_is_made_when_it_is_said(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def run() -> None:
+        for step in progress(range(100), "steps", 100):
+            clock.now += 0.25
+            status(lambda step=step: made.append(step) or f"loss {step}")  # type: ignore[misc]
+
+    run()
+    assert made == [39, 79]  # as lines of the log
+    made.clear()
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with bars():
+        run()
+    assert made == [*range(0, 100, 4)]  # once in a second
+
+
 def test_errors_reach_the_loop_with_names(clock: Clock, tmp_path: Path) -> None:
     with log_to(tmp_path / "log"):
         for name in progress(["a", "b"], "blocks", 2, name=str):

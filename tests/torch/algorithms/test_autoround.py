@@ -17,7 +17,7 @@ from quark.torch.algorithms.rounding.learned_rounding import LearnedRounding, Re
 from quark.torch.config.algo_configs import AutoRoundConfig
 from quark.torch.config.named_algorithms import algo_config_by_name
 from quark.torch.layers.replace import replace_layer
-from quark.torch.model.blocks import Call, joined_call, takes_joined
+from quark.torch.model.blocks import Call, JoinedCalls, joined_call, takes_joined
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 INT3 = spec("int3", PerGroup(-1, 8), symmetric=False)
@@ -51,8 +51,8 @@ def test_batches_in_one_call_have_the_gradient_of_one_after_the_other() -> None:
     module = nn.Linear(16, 16)
     learned = [module.weight]
     together, apart = loss_of(module), loss_of(module)
-    assert together.joins
-    apart.joins, apart.joined = False, None
+    assert together.joined
+    apart.joined = None
     values = [float(loss.learn([0, 2], learned)) for loss in (together, apart)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     sums = []
@@ -94,8 +94,24 @@ def test_calls_are_joined_where_every_argument_allows_it() -> None:
     assert torch.equal(joined.kwargs["at"], positions) and joined.kwargs["cache"] is None
     for wrong in ({"at": positions + 1}, {"cache": object()}, {"mask": mask[:, :, :4]}, {"more": 1}):
         assert joined_call([one, replace(other, kwargs={**other.kwargs, **wrong})]) is None
-    assert takes_joined(nn.Linear(16, 16), [first, second])
-    assert not takes_joined(Centred(), [first, second])
+    assert takes_joined(nn.Linear(16, 16), JoinedCalls([first, second]))
+    assert not takes_joined(Centred(), JoinedCalls([first, second]))
+    assert not takes_joined(nn.Linear(16, 16), JoinedCalls([first]))
+
+
+def test_calls_are_compared_once_and_what_is_the_same_in_all_is_joined_once() -> None:
+    first, _, third = calls(3)
+    mask, table = torch.ones(2, 1, 5, 5), torch.arange(2.0)[:, None]
+    made = [replace(call, kwargs={"mask": mask * i, "table": table.clone()}) for i, call in enumerate(calls(3))]
+    joined = JoinedCalls(made)
+    both, others = joined.of([2, 0]), joined.of([0, 1])
+    assert both is not None and others is not None
+    assert torch.equal(both.hidden, torch.cat([third.hidden, first.hidden]))
+    assert torch.equal(both.kwargs["mask"], torch.cat([mask * 2, mask * 0]))
+    assert torch.equal(both.kwargs["table"], torch.cat([table] * 2)) and both.kwargs["table"] is others.kwargs["table"]
+    longer = replace(made[1], args=(torch.randn(2, 7, 16),))
+    apart = JoinedCalls([made[0], longer, replace(made[2], kwargs={**made[2].kwargs, "mask": torch.zeros(1)}), made[1]])
+    assert [apart.of(pair) is None for pair in ([0, 1], [0, 2], [0, 3], [1])] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("form", [INT3, SYMMETRIC], ids=["asymmetric", "symmetric"])

@@ -141,8 +141,8 @@ class BlockLoss:
     moments: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        self.joins = len(self.calls) > 1 and takes_joined(self.module, self.calls[:2])
-        self.joined = JoinedCalls(self.calls) if self.joins else None
+        joined = JoinedCalls(self.calls)
+        self.joined = joined if takes_joined(self.module, joined) else None
         learned = [layer for layer in self.module.modules() if isinstance(layer, QuantLayer)]
         self.unchanged = Unchanged(self.module, self.calls, learned)
         if self.moments is not None:
@@ -173,10 +173,10 @@ class BlockLoss:
 
     def _together(self, picked: Sequence[int]) -> Iterator[tuple[Sequence[int], Call, torch.Tensor]]:
         """The batches, of few tokens several in one call where the block takes them so: larger products are faster."""
-        several = max(1, TOGETHER // self.targets[picked[0]].shape[:-1].numel()) if self.joins else 1
+        several = max(1, TOGETHER // self.targets[picked[0]].shape[:-1].numel()) if self.joined else 1
         for first in range(0, len(picked), several):
             some = picked[first : first + several]
-            joined = self.joined.of(some) if self.joined is not None and len(some) > 1 else None
+            joined = self.joined.of(some) if self.joined and len(some) > 1 else None
             if joined is None:
                 yield from (([index], self.calls[index], self.targets[index]) for index in some)
             else:

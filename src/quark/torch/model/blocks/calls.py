@@ -66,7 +66,7 @@ def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = S
         rows: How many.
     """
     found = list(calls)
-    left = range(len(found))
+    left = [*range(len(found))]
     for keep_last in (False, True):
         tried = {index: _cut(module, calls[index], tokens, rows, keep_last) for index in left}
         ran = {index: short for index, short in tried.items() if short is not None}
@@ -211,13 +211,12 @@ def joined_call(calls: Sequence[Call]) -> Call | None:
     return JoinedCalls(calls).of(range(len(calls)))
 
 
-def takes_joined(module: nn.Module, calls: Sequence[Call]) -> bool:
-    """Whether a block gives for the calls in one what it gives for one after the other, to rounding; it is run."""
-    joined = joined_call(calls)
-    if joined is None:
+def takes_joined(module: nn.Module, calls: JoinedCalls) -> bool:
+    """Whether a block gives for two calls in one what it gives for one after the other, to rounding; it is run."""
+    if len(calls.calls) < 2 or (joined := calls.of([0, 1])) is None:
         return False
     with torch.no_grad():
-        apart = torch.cat([call.run(module) for call in calls])
+        apart = torch.cat([call.run(module) for call in calls.calls[:2]])
         try:
             given = joined.run(module)
         except (RuntimeError, ValueError, IndexError):
