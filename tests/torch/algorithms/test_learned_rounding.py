@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.layer_weights import weight_quantizer
 from quark.torch.algorithms.rounding import learned_rounding
 from quark.torch.algorithms.rounding.autoround import BlockLoss
 from quark.torch.algorithms.rounding.learned_rounding import LearnedRounding, Readers, in_matrices, readers_of, row_of
+from quark.torch.config.named_algorithms import algo_config_by_name
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers, replace_layer
-from quark.torch.model import half_products
 from quark.torch.model.blocks import Call, Unchanged, find_blocks, record_calls
 from tests.models.torch_zoo import tiny_llama
+from tests.pretended_gpu import PretendedGpu
 
 UINT4 = spec("uint4", PerGroup(-1, 32), symmetric=False)
 GROUPS = [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
@@ -32,68 +32,56 @@ GROUPS = [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_a
 MOST_LAUNCHES = 120
 """Of a step: about 75 are the block's own, forward and back."""
 
-VIEWS = (
-    "view _unsafe_view t transpose permute slice select expand unsqueeze squeeze as_strided detach alias split unbind "
-    "_reshape_alias unfold diagonal split_with_sizes lift_fresh empty empty_like empty_strided new_empty "
-    "new_empty_strided"
-)
-"""Operators that launch no kernel."""
 
-
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that would each launch a kernel on a device, and those that would wait for it."""
-
-    views = frozenset(VIEWS.split())
-    waiting = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"])
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.launches = self.waits = 0
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = operator._schema.name.removeprefix("aten::")
-        self.launches += name not in self.views
-        self.waits += name in self.waiting
-        return operator(*args, **(kwargs or {}))
-
-
-def llama_block(dtype: torch.dtype, form: TensorSpec = UINT4) -> tuple[Block, dict[str, QuantLayer]]:
+def llama_block(dtype: torch.dtype, device: str = "cpu") -> tuple[Block, dict[str, QuantLayer]]:
     """The first block of a small model, its layers quantized, on four samples of 32 tokens."""
-    model = tiny_llama(dtype=dtype)
+    model = tiny_llama(dtype=dtype).to(device)
     names = find_blocks(model)
     data = [torch.randint(0, 64, (1, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     calls = record_calls(model, names, data)[names[0]]
     block = Block("", model.get_submodule(names[0]), calls, calls, (), [*GROUPS])
     for leaf in (leaf for group in GROUPS for leaf in group):
-        replace_layer(block.module, leaf, LayerSpec(weight=form))
+        replace_layer(block.module, leaf, LayerSpec(weight=UINT4))
     return block, quantized_layers(block.module)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_of_a_block_is_few_launches_and_waits_for_nothing(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(half_products, "lacking_types", frozenset)  # as on a device
-    block, layers = llama_block(dtype)
-    with torch.no_grad(), quantizers_off(layers.values()):
-        targets = [call.run(block.module) * 1.1 for call in block.calls]
-        moments = torch.eye(128) + 0.1
-        loss, weights = BlockLoss(block.module, block.calls, targets, moments), in_matrices(readers_of(block, layers))
-        learned = [some.weight for weight in weights for some in weight.readers]
-        assert [len(some.layers) for weight in weights for some in weight.readers] == [3, 1, 2, 1]
-        for weight in weights:
-            weight.attach()
-        for _ in range(2):  # what is the same in all steps is found in the first
-            with Launches() as seen:
+def test_a_step_of_a_block_is_few_launches_and_waits_for_nothing(dtype: torch.dtype) -> None:
+    with PretendedGpu(where=False) as gpu, torch.no_grad():
+        block, layers = llama_block(dtype, "cuda")
+        with quantizers_off(layers.values()):
+            targets = [call.run(block.module) * 1.1 for call in block.calls]
+            loss = BlockLoss(block.module, block.calls, targets, torch.eye(128, device="cuda") + 0.1)
+            weights = in_matrices(readers_of(block, layers))
+            learned = [some.weight for weight in weights for some in weight.readers]
+            assert [len(some.layers) for weight in weights for some in weight.readers] == [3, 1, 2, 1]
+            for weight in weights:
+                weight.attach()
+            for _ in range(2):  # what is the same in all steps is found in the first
+                gpu.meter.reset()
                 loss.learn([0, 2], learned)
                 for weight in weights:
                     weight.step(0.01, 0.01)
-        for weight in weights:
-            weight.detach()
-    assert seen.launches <= MOST_LAUNCHES
-    assert seen.waits == 0
+            for weight in weights:
+                weight.detach()
+    assert 60 < gpu.meter.launches.total() <= MOST_LAUNCHES
+    assert not gpu.meter.waits and not gpu.meter.uploads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, passes", [("autoround", 2), ("distillation", 1), ("rotation", 2), ("quarot", 2)])
+def test_a_learner_reads_the_device_a_few_times_a_block(name: str, passes: int) -> None:
+    """Passes over the blocks: scores and learning; learning; the rotation and the judgement of it."""
+    data = [torch.randint(0, 64, (1, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    with PretendedGpu() as gpu:
+        model = tiny_llama().to("cuda")
+        config = LLMTemplate.get("llama").get_config("uint4_wo_32", [algo_config_by_name(name)])
+        gpu.meter.reset()
+        ModelQuantizer(config).quantize_model(model, [x.to("cuda") for x in data])
+    # The model itself reads its masks, once a batch.
+    waits = [count for at, count in gpu.meter.waited_at.items() if not at.startswith("torch/model/batches.py")]
+    blocks = len(model.model.layers) + 1  # and what is around them
+    assert sum(waits) <= 4 * blocks * passes, gpu.meter.waited_at
 
 
 @pytest.mark.parametrize("form", [

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -84,10 +85,14 @@ class Rotation:
     def _signs(self, x: Array) -> Array:
         if self.seed is None and not self.keep_mean:
             return 1.0
-        signs = np.random.default_rng([self.seed or 0, self.size]).integers(0, 2, self.size) * 2.0 - 1
-        if self.keep_mean:
-            signs[0] = 1.0
-        return like(signs, x, dtype_name(x))
+        return _like((self.seed or 0, self.size, self.keep_mean), partial(_signs, self), x)
+
+
+def _signs(rotation: Rotation) -> Matrix:
+    signs: Matrix = np.random.default_rng([rotation.seed or 0, rotation.size]).integers(0, 2, rotation.size) * 2.0 - 1
+    if rotation.keep_mean:
+        signs[0] = 1.0
+    return signs
 
 
 def hadamard(n: int) -> Matrix:
@@ -239,7 +244,7 @@ def _times(x: Array, n: int, transpose: bool) -> Array:
     rows, after = x.shape[0], n
     for order in factors(n):
         after //= order
-        matrix = _like(order, x)
+        matrix = _like(order, partial(_factor, order), x)
         if after == 1:
             x = x.reshape(-1, order) @ (matrix.T if transpose else matrix)
         else:
@@ -247,13 +252,15 @@ def _times(x: Array, n: int, transpose: bool) -> Array:
     return x.reshape(rows, n)
 
 
-def _like(order: int, x: Array) -> Array:
-    """The factor as an array like x. Tensors are kept, but for those that stand for others while a graph is traced."""
+def _like(name: Any, make: Callable[[], Matrix], x: Array) -> Array:
+    """A factor or signs as an array like x. Tensors are kept, so that a device gets them once, but for those that stand
+    for others while a graph is traced.
+    """
     if not is_torch(x):
-        return _factor(order).astype(x.dtype, copy=False)
-    key = (order, x.dtype, x.device)
+        return make().astype(x.dtype, copy=False)
+    key = (name, x.dtype, x.device)
     if key not in _TENSORS:
-        matrix = like(_factor(order), x, dtype_name(x))
+        matrix = like(make(), x, dtype_name(x))
         if type(matrix) is not sys.modules["torch"].Tensor:
             return matrix
         _TENSORS[key] = matrix

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from quark.core.checks import gathered
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
@@ -242,6 +243,6 @@ def _whole_error(model: nn.Module, layers: Mapping[str, QuantLayer], batches: Se
     def call(*args: Any, **kwargs: Any) -> Call:
         return Call(args, kwargs, None if args else next(iter(kwargs)))
 
-    with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
+    with gathered(), quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         calls = [forward_batch(call, batch, input_device(model)) for batch in batches]  # type: ignore[arg-type]
         return BlockJudge(Block("", model, calls, calls), layers).error

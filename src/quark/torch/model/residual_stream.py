@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -177,12 +178,13 @@ def measure_norm(module: nn.Module) -> tuple[float, bool] | None:
         return None
     if not isinstance(y, torch.Tensor) or y.shape != x.shape:
         return None
-    shift = 0 if bias is None else bias.detach().double().cpu()
+    gain = cast(torch.Tensor, twin.weight).detach()
+    shift = 0 if bias is None else cast(torch.Tensor, twin.bias).detach()
     for centred in (False, True):
         z = x - x.mean(-1, keepdim=True) if centred else x
         z = z / z.pow(2).mean(-1, keepdim=True).sqrt()
         for offset in (0.0, 1.0):
-            expected = z * (weight.detach().double().cpu() + offset) + shift
+            expected = z * (gain + offset) + shift
             if (y - expected).norm() <= 1e-5 * expected.norm():
                 return offset, centred
     return None

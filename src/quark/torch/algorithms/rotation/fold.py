@@ -57,7 +57,9 @@ def rotate_heads(part: nn.Module, path: ValuePath, heads: list[torch.Tensor], ro
     """R2: rotate each value head, and the inputs of the output projection back."""
     value = part.get_submodule(path.value)
     weight: torch.Tensor = value.weight  # type: ignore[assignment]
-    _rotate_outputs(value, rotation, torch.cat(heads).to(weight.device))  # it turns blocks, of which a head is some
+    _rotate_outputs(
+        value, rotation, torch.cat(heads).to(weight.device, non_blocking=True)
+    )  # it turns blocks, of which a head is some
     _change(_weight(part, path.output), rotation.apply)
 
 

@@ -177,7 +177,9 @@ class _Turned:
             for index, (path, heads, rotation) in enumerate(plan.heads):
                 name = head_name(block, index)
                 self._add(name, rotation.size)  # type: ignore[attr-defined]
-                self._change(f"{block}.{path.value}", _Change(name, torch.cat(heads).to(self.device)))
+                self._change(
+                    f"{block}.{path.value}", _Change(name, torch.cat(heads).to(self.device, non_blocking=True))
+                )
                 self._change(f"{block}.{path.output}", _Change(name), bias=False)
         found = self.model.named_parameters(remove_duplicate=False)
         self.values = {name: parameter.detach().float() for name, parameter in found}

@@ -7,10 +7,10 @@ is fused with queries and keys, and whichever query heads share a value head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -65,19 +65,19 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
             hooks.enter_context(block.get_submodule(name).register_forward_hook(note(name)))
         run()
     pairs = [(value, output) for output in inputs for value in outputs if value != output]
-    ordered = {value: source.sort() for value, source in _on_cpu(outputs).items()}
-    read = _on_cpu(inputs)
+    rows = _on_cpu([*inputs.values(), *outputs.values()])
+    read = dict(zip(inputs, rows, strict=False))
+    ordered = {value: source.sort() for value, source in zip(outputs, rows[len(inputs) :], strict=True)}
     found = ((value, output, _places(*ordered[value], read[output])) for value, output in pairs)
-    return [ValuePath(value, output, rows) for value, output, rows in found if rows is not None]
+    return [ValuePath(value, output, places) for value, output, places in found if places is not None]
 
 
-def _on_cpu(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_cpu(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The same rows on the CPU, in one copy: a device would be waited for at each pair that is compared there."""
     if not rows:
-        return {}
-    device = next(iter(rows.values())).device
-    whole = torch.cat([x.to(device) for x in rows.values()]).cpu()
-    return dict(zip(rows, torch.split(whole, [len(x) for x in rows.values()]), strict=True))
+        return []
+    whole = torch.cat([x.to(rows[0].device) for x in rows]).cpu()
+    return cast(Sequence[torch.Tensor], torch.split(whole, [len(x) for x in rows]))
 
 
 def _places(ordered: torch.Tensor, order: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
