@@ -25,6 +25,8 @@ class Block:
         module: The module; its layers that the plan quantizes are QuantLayers whose quantizers are off.
         calls: Its arguments, one for each batch, with the hidden states that the quantized blocks before it give.
         float_calls: The same with the float model's hidden states; empty unless an algorithm needs them.
+        observed_calls: The same with those of the model in which ranges are observed: weights that were solved, all
+            else in float. Empty where they come from no loop that observes.
         shared_scale_groups: Leaf names of layers with one second-level weight scale (NVFP4).
         groups: Names, relative to the module, of the quantized linear layers that read one tensor, in running order.
     """
@@ -33,6 +35,7 @@ class Block:
     module: nn.Module
     calls: list[Call]
     float_calls: list[Call] = field(default_factory=list)
+    observed_calls: list[Call] = field(default_factory=list)
     shared_scale_groups: Sequence[Sequence[str]] = ()
     groups: list[tuple[str, ...]] = field(default_factory=list)
 

@@ -38,11 +38,13 @@ class LoopState:
         done: Number of blocks that are finished.
         hidden: Inputs of the next block, one for each batch; None before the first, and where nothing has to run.
         float_hidden: The same in the float model, where an algorithm compares with it.
+        observed: The same in the model in which ranges are observed, where some are; see `Block.observed_calls`.
     """
 
     done: int = 0
     hidden: Hidden = None
     float_hidden: Hidden = None
+    observed: Hidden = None
 
 
 def record_inputs(
@@ -87,7 +89,7 @@ def loop_over_blocks(
     model: nn.Module,
     names: Sequence[str],
     calls: dict[str, list[Call]],
-    work: Callable[[Block], tuple[Hidden, Hidden]],
+    work: Callable[[Block], tuple[Hidden, ...]],
     weights: BlockWeights,
     shared_scale_groups: Sequence[Sequence[str]] = (),
     finish: Callable[[str, LoopState], None] | None = None,
@@ -100,7 +102,8 @@ def loop_over_blocks(
         model: Holds the blocks.
         names: Of the blocks, in running order.
         calls: From `record_inputs`, emptied on the way; none where nothing has to run.
-        work: Gets a block; returns its outputs, and those of the float block where an algorithm needs them.
+        work: Gets a block; returns its outputs, those of the float block where an algorithm needs them, and those of
+            the block in which ranges are observed where some are.
         weights: Brings and takes the weights.
         shared_scale_groups: Leaf names of layers with one second-level weight scale.
         finish: Called with each finished block while its weights are there, and with what going on needs.
@@ -133,7 +136,12 @@ def _shown(name: str) -> str:
 def _block(model: nn.Module, name: str, calls: list[Call], state: LoopState, groups: Sequence[Sequence[str]]) -> Block:
     hidden, float_hidden = state.hidden, state.float_hidden or state.hidden
     return Block(
-        name, model.get_submodule(name), _with_hidden(calls, hidden), _with_hidden(calls, float_hidden), groups
+        name,
+        model.get_submodule(name),
+        _with_hidden(calls, hidden),
+        _with_hidden(calls, float_hidden),
+        _with_hidden(calls, state.observed),
+        groups,
     )
 
 

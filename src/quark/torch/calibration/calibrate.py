@@ -25,7 +25,7 @@ from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.attention import probability_quantizers
+from quark.torch.layers.attention import attention_quantizers
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import floor_cache_scales, share_cache_ranges
 from quark.torch.layers.modes import layer_quantizers, observing
@@ -159,8 +159,7 @@ def calibrate_activations(
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
         NonFiniteError: An activation held NaN or Inf; names the layer.
     """
-    quantizers = waiting_activations(layers) | probability_quantizers(model)
-    calibrate_tensors(model, quantizers, layer_quantizers(layers.values()), data, config)
+    calibrate_tensors(model, waiting_ranges(model, layers), layer_quantizers(layers.values()), data, config)
 
 
 def calibrate_tensors(
@@ -217,3 +216,15 @@ def waiting_activations(
             if isinstance(quantizer, FakeQuantize) and quantizer.needs_range:
                 waiting[f"{name}.{role}"] = quantizer
     return waiting
+
+
+def waiting_ranges(model: nn.Module, layers: Mapping[str, QuantLayer], name: str = "") -> dict[str, FakeQuantize]:
+    """All static quantizers of live tensors that have no scale yet: of the layers' tensors, and inside attention.
+
+    Args:
+        model: A model, or a block of it.
+        layers: Its quantized layers, by their full names.
+        name: The full name of the block.
+    """
+    inside = {tensor: q for tensor, q in attention_quantizers(model, name).items() if q.needs_range}
+    return waiting_activations(layers) | inside

@@ -26,7 +26,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import CodedLayout, Layout, Tensors
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.attention import probability_quantizers, quantize_attention
+from quark.torch.layers.attention import attention_quantizers, quantize_attention
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.kv_cache import cached_after_rope
 from quark.torch.layers.low_rank import hold_branches
@@ -148,7 +148,7 @@ def map_to_stored(
         model.quant_plan = plan  # type: ignore[assignment]
         _hold_layers(model, plan, form, pack_method, real, originals)
         quantize_attention(model, cached_after_rope(config, quantized_layers(model)), plan.probabilities)
-        _hold_probabilities(model, form)
+        _hold_attention(model, form)
         rotation = config.get_rotation_config()
         if rotation is not None:
             hold_rotations(model, rotation)
@@ -175,14 +175,12 @@ def _hold_layers(
             originals[name] = module
 
 
-def _hold_probabilities(model: nn.Module, form: Format) -> None:
-    """Make buffers for the scales of attention probabilities."""
-    for name, quantizer in probability_quantizers(model).items():
+def _hold_attention(model: nn.Module, form: Format) -> None:
+    """Make buffers for the scales of what acts inside attention."""
+    for name, quantizer in attention_quantizers(model).items():
         device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
-        params = empty_params(quantizer.spec, ())
-        assert params is not None
         layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
-        tensors = _on_device(layout.store_params(params), device)
+        tensors = _on_device(empty_scale(layout), device)
         quantizer.scale, quantizer.zero_point = tensors["scale"], tensors.get("zero_point")
         quantizer.mode = Mode.quantize
 
@@ -256,6 +254,13 @@ def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
         return {"scale_2": torch.empty((), dtype=torch.float32, device="meta")}
     features = activation_features(layer, role)
     params = empty_params(replace(spec, granularity=PerTensor()) if features is None else spec, features or ())
+    assert params is not None
+    return layout.store_params(params)
+
+
+def empty_scale(layout: Layout) -> Tensors:
+    """What `layout` stores for a tensor with one scale, on the meta device."""
+    params = empty_params(layout.spec, ())
     assert params is not None
     return layout.store_params(params)
 

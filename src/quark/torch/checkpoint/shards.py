@@ -19,12 +19,12 @@ from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
 from quark.progress import progress
-from quark.torch.checkpoint.loading import StoredTensor, empty_activation, float_dtype, stored_like
+from quark.torch.checkpoint.loading import StoredTensor, empty_activation, empty_scale, float_dtype, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import ROLES, QuantLayer
-from quark.torch.layers.attention import probability_quantizers
+from quark.torch.layers.attention import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
@@ -60,9 +60,9 @@ def entries(
         only: Names of the source tensors to make entries for, where not all are wanted.
     """
     layers = quantized_layers(model)
-    probabilities = probability_quantizers(model)
+    inside = attention_quantizers(model)
     quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
-    quantizer_names += tuple(f"{name}_quantizer." for name in probabilities)
+    quantizer_names += tuple(f"{name}_quantizer." for name in inside)
     seen: dict[Any, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.startswith(quantizer_names) or (only is not None and name not in only):
@@ -91,10 +91,11 @@ def entries(
         for entry in _activation_entries(name, layer, form):
             if only is None or entry[0] in only:
                 yield entry
-    for name, quantizer in probabilities.items() if only is None else ():
-        assert quantizer.params is not None
-        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
-        yield _entry(name, layout.store_params(quantizer.params))
+    for name, quantizer in inside.items():
+        if only is None or name in only:
+            layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+            params = quantizer.params
+            yield _entry(name, empty_scale(layout) if params is None else layout.store_params(params))
     for name, rotation in input_rotations(model) if only is None else ():
         yield _rotation_entry(f"{name}.{BUFFER}", rotation)
 

@@ -18,7 +18,7 @@ from quark.torch.checkpoint.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import ROLES
-from quark.torch.layers.attention import probability_quantizers
+from quark.torch.layers.attention import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.online_rotation import BUFFER
@@ -138,7 +138,7 @@ def _refuse_missing(
     if partial:
         tied = getattr(model, "all_tied_weights_keys", {})
         holders = tuple(f"{name}." for name in quantized_layers(model))
-        holders += tuple(f"{name}_quantizer." for name in probability_quantizers(model))
+        holders += tuple(f"{name}_quantizer." for name in attention_quantizers(model))
         absent = [name for name in absent if name not in tied and name.startswith(holders)]
     if absent:
         names = [_name_in_file(name) for name in absent]
@@ -167,7 +167,7 @@ def _refuse_left(model: nn.Module, left: list[str], partial: bool) -> None:
 
 def _flaws(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Tensors whose stored parameters cannot be such, and what is wrong with them."""
-    quantizers: dict[str, nn.Module | None] = dict(probability_quantizers(model))
+    quantizers: dict[str, nn.Module | None] = dict(attention_quantizers(model))
     for name, layer in quantized_layers(model).items():
         quantizers |= {f"{name}.{role}": layer.quantizer(role) for role in ROLES}
     for name, quantizer in quantizers.items():

@@ -32,13 +32,15 @@ from quark.torch.checkpoint.shards import entries, write_entry
 from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
-from quark.torch.flows.per_block import quantize_blocks, refuse_attention, refuse_whole
+from quark.torch.flows.per_block import quantize_blocks, refuse_whole
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.attention import forget_ranges
+from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.meta_model import fill_buffers
-from quark.torch.replace import replaced
+from quark.torch.replace import attention_quantized, replaced
 from quark.torch.writers.safetensors import write_attachments
 
 
@@ -77,17 +79,18 @@ def stream(
     """
     check_apart(output, source, whole=True)
     check_folder(output, overwrite)
+    check_cache_config(config)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     job = CheckpointJob(config, source, **options)
     batches = None if data is None else list(data)
     settings = _settings(config, options, [source / "config.json", *job.files], batches)
-    refuse_attention(config)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
     check_apart(work, source, whole=True)
     with (
-        in_use(work),
         replaced(job.model, job.plan) as layers,
+        attention_quantized(job.model, config, job.plan, layers),
+        in_use(work),
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
@@ -221,9 +224,11 @@ class FromDisk(BlockWeights):
         """Leave the module as it was before it was brought."""
         for full, _ in self._own(name, True):
             self._put(full, self.empty[full])
-        for layer in self.model.get_submodule(name).modules():
+        module = self.model.get_submodule(name)
+        for layer in module.modules():
             if isinstance(layer, QuantLayer):
                 layer.attach(layer.spec)
+        forget_ranges(module)
         give_back_memory()
 
     @contextmanager

@@ -6,6 +6,8 @@
                       its outputs are the inputs of the next block
 
 Weights and scales are those of `quantize_model`: a block computes the same on the same inputs, wherever they come from.
+There, a forward of the whole model behind the algorithms shows the ranges that they leave: of outputs, and inside
+attention. Here each block is run once more for them, on the outputs of that very forward: the `observed` ones.
 """
 
 from __future__ import annotations
@@ -28,15 +30,21 @@ from quark.torch.algorithms.block_loop import (
     loop_over_blocks,
     record_inputs,
 )
-from quark.torch.algorithms.block_sweep import Behind, prepare_algorithms, sweep_block
+from quark.torch.algorithms.block_sweep import Behind, blocks_path, prepare_algorithms, sweep_block
 from quark.torch.algorithms.block_weights import BlockWeights
-from quark.torch.calibration.calibrate import calibrate_weights, finish_ranges, share_scales, waiting_activations
+from quark.torch.calibration.calibrate import (
+    calibrate_weights,
+    finish_ranges,
+    share_scales,
+    waiting_activations,
+    waiting_ranges,
+)
 from quark.torch.calibration.experts import sibling_groups
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import Call
+from quark.torch.model.blocks import Call, find_blocks
 
 
 class OnDevice(BlockWeights):
@@ -93,19 +101,19 @@ def quantize_blocks(
         CalibrationError: No data for what needs it.
         NotSupportedError: A static activation outside the blocks, or an algorithm that changes the whole model.
     """
-    refuse_attention(config)
     if not weights.whole:
         refuse_whole(algorithms)
+    _refuse_outside(waiting_ranges(model, layers), find_blocks(model, blocks_path(model, algorithms)))
     if data is not None and any(algorithm.learns for algorithm in algorithms):
         data = list(data)  # they read it, too
     with quantizers_off(layers.values()):
         names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
-    waiting = waiting_activations(layers)
-    _refuse_outside(waiting, names)
+    waiting = waiting_ranges(model, layers)
     behind = Behind(model, layers, names, stages).candidates
     if behind:
         logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(behind))
     groups = sibling_groups(model, config.shared_scale_groups)
+    observed = _observed(names, waiting.keys() - (waiting_activations(layers, ("input",)) if stages else {}).keys())
     calls: dict[str, list[Call]] = {}
     if stages or waiting:
         if data is None:
@@ -115,41 +123,54 @@ def quantize_blocks(
                 "dataloader, or choose a dynamic or weight-only scheme."
             )
         needs_float = any(stage.needs_float for stage in stages)
-        calls, first = record_inputs(model, layers, names, data, weights, needs_float)
+        calls, first = record_inputs(model, layers, names, data, weights, needs_float or bool(observed))
+        # Ranges are observed behind embeddings in float.
+        first = LoopState(0, None, first.float_hidden if needs_float else None, first.float_hidden)
         state = state if state and state.done else first
 
-    def quantize(block: Block) -> tuple[Hidden, Hidden]:
+    def quantize(block: Block) -> tuple[Hidden, ...]:
         with torch.no_grad(), evaluating(block.module):
-            return _quantize_block(block, layers_inside(layers, block.name), stages, config)
+            inside = layers_inside(layers, block.name)
+            return _quantize_block(block, inside, stages, config, observes=block.name in observed)
 
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
 
 
+def _observed(names: Sequence[str], waiting: Iterable[str]) -> frozenset[str]:
+    """The blocks that are run to observe the ranges of tensors: all up to the last one that holds such a tensor.
+
+    Algorithms observe the inputs of layers themselves, so that these are not among them there.
+    """
+    holding = [any(is_inside(tensor, name) for tensor in waiting) for name in names]
+    return frozenset(name for index, name in enumerate(names) if any(holding[index:]))
+
+
 def _quantize_block(
-    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], config: QConfig
-) -> tuple[Hidden, Hidden]:
-    """Quantize the layers of one block; its outputs, and those of the float block."""
+    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], config: QConfig, observes: bool
+) -> tuple[Hidden, Hidden, Hidden]:
+    """Quantize the layers of one block; its outputs, those of the float block, and those that ranges are observed on.
+
+    Args:
+        block: Its weights are there.
+        layers: Those of the block.
+        stages: The algorithms that read inputs of layers.
+        config: Of the model.
+        observes: Whether a range in this block or in one behind it waits for data.
+    """
     hidden: Hidden = None
     float_hidden: Hidden = None
+    observed: Hidden = None
     if stages:
         with quantizers_off(layers.values()):
             hidden, float_hidden = sweep_block(block, layers, stages, config.sync_moe_expert_input_amax)
     calibrate_weights(layers)
     share_scales(layers, block.shared_scale_groups)
-    waiting = waiting_activations(layers)
-    if block.calls and (waiting or not stages):
+    if observes:
+        waiting = waiting_ranges(block.module, layers, block.name)
         with observing(layer_quantizers(layers.values()), waiting):
-            outputs = [call.run(block.module) for call in block.calls]
+            observed = [call.run(block.module) for call in block.observed_calls]
         finish_ranges(waiting, config)
-        hidden = hidden or outputs
-    return hidden, float_hidden
-
-
-def refuse_attention(config: QConfig) -> None:
-    """Raise NotSupportedError for scales that belong to the attention of all blocks."""
-    for name in ("kv_cache_quant_config", "softmax_quant_spec"):
-        if getattr(config, name):
-            raise NotSupportedError(f"{name} is not possible block by block. Possible: quantize_model, standard flow.")
+    return hidden, float_hidden, observed
 
 
 def refuse_whole(algorithms: Sequence[Algorithm]) -> None:

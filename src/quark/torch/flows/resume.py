@@ -34,6 +34,9 @@ from quark.torch.checkpoint.shards import read_tensors, save_tensors
 SAMPLE, SAMPLES = 1 << 14, 64
 """Bytes of a sample, and samples of a file, that a fingerprint reads beside its first megabyte."""
 
+SERIES = ("hidden", "float", "observed")
+"""Names of the inputs of a block, in the order of `LoopState`."""
+
 
 class Manifest:
     """What is known of a run.
@@ -98,12 +101,12 @@ class Manifest:
             return LoopState(done)
         stored = dict(read_tensors([path]))
         torch.set_rng_state(stored.pop("random"))
-        return LoopState(done, _series(stored, "hidden"), _series(stored, "float"))
+        return LoopState(done, *(_series(stored, kind) for kind in SERIES))
 
     def finish(self, block: str, places: Mapping[str, ByteRange], state: LoopState) -> None:
         """Note that a block is written, and keep what the next one needs."""
-        series = {"hidden": state.hidden, "float": state.float_hidden}
-        tensors = {f"{key}.{i}": x for key, items in series.items() for i, x in enumerate(items or ())}
+        series = zip(SERIES, (state.hidden, state.float_hidden, state.observed), strict=True)
+        tensors = {f"{kind}.{i}": x for kind, items in series for i, x in enumerate(items or ())}
         if tensors:
             with atomic_file(self._inputs(state.done)) as path:
                 save_tensors({**tensors, "random": torch.get_rng_state()}, path)

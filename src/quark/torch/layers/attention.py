@@ -75,14 +75,26 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def probability_quantizers(model: nn.Module) -> dict[str, FakeQuantize]:
-    """Full name of the tensor ("...self_attn.prob_output") -> the quantizer of the probabilities."""
+def attention_quantizers(model: nn.Module, name: str = "") -> dict[str, FakeQuantize]:
+    """Full name of the tensor ("...self_attn.prob_output") -> its quantizer: those that belong to no layer.
+
+    Args:
+        model: A model, or a module in it.
+        name: The full name of that module.
+    """
     quantizers = {}
-    for name, module in model.named_modules():
-        quantizer = module._modules.get(PROBABILITIES)
-        if isinstance(quantizer, FakeQuantize):
-            quantizers[f"{name}.prob_output"] = quantizer
+    for parent, module in model.named_modules(prefix=name):
+        for child, quantizer in () if isinstance(module, QuantLayer) else module._modules.items():
+            if isinstance(quantizer, FakeQuantize):
+                quantizers[f"{parent}.{child.removesuffix('_quantizer')}"] = quantizer
     return quantizers
+
+
+def forget_ranges(module: nn.Module) -> None:
+    """Let what acts inside attention wait for its range, as `quantize_attention` has made it."""
+    for quantizer in attention_quantizers(module).values():
+        quantizer.forget()
+        quantizer.mode = Mode.off
 
 
 def _require_interface(modules: dict[str, nn.Module]) -> None:

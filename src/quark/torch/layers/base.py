@@ -42,12 +42,14 @@ class QuantLayer(nn.Module):
         return layer
 
     def attach(self, spec: LayerSpec) -> None:
-        """Add the quantizers that the spec asks for."""
+        """Add the quantizers that the spec asks for, without scales, each of the class of the one in its place."""
         self.spec = spec
         for role in ROLES:
             tensor_spec = getattr(spec, role)
             absent = role == "bias" and getattr(self, "bias", None) is None
-            quantizer = None if tensor_spec is None or absent else FakeQuantize(tensor_spec)
+            before = self._modules.get(f"{role}_quantizer")
+            kind = type(before) if isinstance(before, FakeQuantize) else FakeQuantize
+            quantizer = None if tensor_spec is None or absent else kind(tensor_spec)
             self.add_module(f"{role}_quantizer", quantizer)
 
     def quantizer(self, role: str) -> nn.Module | None:
