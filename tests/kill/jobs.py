@@ -15,7 +15,7 @@ from quark.onnx import ModelQuantizer as OnnxQuantizer
 from quark.torch import LLMTemplate, ModelQuantizer
 from tests.commands.program import quark
 from tests.models.onnx_zoo import cnn, images
-from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
 
 Action = Callable[[Path, Path], None]
 """Writes into the second folder, of the inputs in the first."""
@@ -88,9 +88,12 @@ def _pair(name: str, outputs: tuple[str, ...], old: Action, new: Action) -> Iter
 
 
 SHARDS = ("--max-shard-size", "300KB")
+CACHE = ("--kv-cache", "fp8", "--attention", "fp8", "--calib", str(TEXT / "calibration.txt"), "--samples", "2")
+"""What a run that goes on needs the inputs of its next block for."""
 JOBS = [
     *_pair("folder", ("out",), command("int8_wo", "out"), command("uint4_wo_32", "out", *SHARDS)),
     *_pair("stream", ("out",), command("int8_wo", "out"), command("uint4_wo_32", "out", "--stream", *SHARDS)),
+    Job("stream of a cache", ("out",), command("uint4_wo_32", "out", "--stream", *CACHE, *SHARDS)),
     *_pair("file to file", ("out",), file_to_file("int8_wo"), file_to_file("uint4_wo_32")),
     *_pair("ONNX", ("out.onnx",), graph("XINT8", external_data=True), graph("A8W8", external_data=True)),
     *_pair(

@@ -63,11 +63,17 @@ def configs() -> dict[str, QConfig]:
         "awq": replace(uint4, algo_config=[AWQConfig()]),
         "qronos": replace(uint4, algo_config=[QronosConfig()]),
         "fisher": replace(uint4, algo_config=[QronosConfig(fisher=True)]),
+        "cache": replace(
+            LLMTemplate.get("llama").get_config("uint4_wo_32", kv_cache_scheme="fp8", attention_scheme="fp8"),
+            algo_config=[GPTQConfig()],
+            kv_cache_post_rope=True,
+        ),
         "mxfp4": template.get_config("mxfp4"),
     }
 
 
-CALIBRATED = ("int8", "gptq", "awq", "qronos", "fisher")
+CALIBRATED = ("int8", "gptq", "awq", "qronos", "fisher", "cache")
+STREAMED = ("int8", "gptq", "cache")
 
 
 def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path, count: int) -> None:
@@ -98,7 +104,7 @@ def everything(folder: Path) -> None:
     for name in CALIBRATED:
         model = ModelQuantizer(configs()[name]).quantize_model(tiny_llama(), data)
         export_safetensors(model, own / name)
-    for name in ("int8", "gptq"):
+    for name in STREAMED:
         stream(configs()[name], folder / "float", own / f"{name}-streamed", data)
     ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(folder / "float", own / "files")
     table = measure_sensitivity(tiny_llama(), data, ["uint4_wo_32", "int8_wo"])
@@ -119,7 +125,7 @@ def test_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.Mon
         torch.set_num_threads(threads)
     one = tmp_path / "1"
     made = sorted(path.name for path in one.iterdir())
-    assert made == sorted([*CALIBRATED, "int8-streamed", "gptq-streamed", "files", "table.json"])
+    assert made == sorted([*CALIBRATED, *(f"{name}-streamed" for name in STREAMED), "files", "table.json"])
     for count in (2, 4):
         together(everything, tmp_path, count)
         several = tmp_path / str(count)

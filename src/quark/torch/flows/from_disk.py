@@ -32,7 +32,7 @@ from quark.torch.checkpoint.shards import entries, write_entry
 from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
-from quark.torch.flows.per_block import quantize_blocks, refuse_whole
+from quark.torch.flows.per_block import observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
@@ -159,7 +159,8 @@ class _Run:
         state = self.manifest.state()
         if rank() == 0:
             size = sum(place.length for place in self.places.values())
-            needed = estimate(self.model, size, algorithms, data, whole=False)
+            observes = bool(observed_tensors(self.model, self.layers, algorithms))
+            needed = estimate(self.model, size, algorithms, data, whole=False, observes=observes)
             # Of a run that goes on, a part is written already.
             preflight(replace(needed, output=0) if self.manifest.begun else needed, self.folder, data, "fewer samples")
         work = self.manifest.folder

@@ -12,7 +12,7 @@ attention. Here each block is run once more for them, on the outputs of that ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def quantize_blocks(
     if behind:
         logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(behind))
     groups = sibling_groups(model, config.shared_scale_groups)
-    observed = _observed(names, waiting.keys() - (waiting_activations(layers, ("input",)) if stages else {}).keys())
+    observed = _observed(names, observed_tensors(model, layers, stages))
     calls: dict[str, list[Call]] = {}
     if stages or waiting:
         if data is None:
@@ -136,12 +136,19 @@ def quantize_blocks(
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
 
 
-def _observed(names: Sequence[str], waiting: Iterable[str]) -> frozenset[str]:
-    """The blocks that are run to observe the ranges of tensors: all up to the last one that holds such a tensor.
-
-    Algorithms observe the inputs of layers themselves, so that these are not among them there.
+def observed_tensors(
+    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm]
+) -> frozenset[str]:
+    """Names of the tensors whose ranges are observed behind the algorithms: all that wait for one, but for the inputs
+    of layers where algorithms read them, and observe them, too.
     """
-    holding = [any(is_inside(tensor, name) for tensor in waiting) for name in names]
+    read = any(algorithm.reads_inputs for algorithm in algorithms)
+    return frozenset(waiting_ranges(model, layers)) - frozenset(waiting_activations(layers, ("input",)) if read else ())
+
+
+def _observed(names: Sequence[str], tensors: Collection[str]) -> frozenset[str]:
+    """The blocks that are run to observe the ranges of tensors: all up to the last one that holds such a tensor."""
+    holding = [any(is_inside(tensor, name) for tensor in tensors) for name in names]
     return frozenset(name for index, name in enumerate(names) if any(holding[index:]))
 
 

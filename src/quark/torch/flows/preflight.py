@@ -57,7 +57,13 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module, output: int, algorithms: Sequence[Algorithm], data: Sequence[Any] | None, *, whole: bool
+    model: nn.Module,
+    output: int,
+    algorithms: Sequence[Algorithm],
+    data: Sequence[Any] | None,
+    *,
+    whole: bool,
+    observes: bool = False,
 ) -> Estimate:
     """Estimate a job.
 
@@ -67,12 +73,14 @@ def estimate(
         algorithms: That run.
         data: Calibration batches.
         whole: Whether all weights are in memory; else a block at a time.
+        observes: Whether ranges are observed block by block, beside or without algorithms.
     """
     names = find_blocks(model)
     blocks = [_bytes(model.get_submodule(name)) for name in names]
     solving = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
     widest = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
-    inputs = tokens_in(data) * hidden_width(model) * 4 if solving and data else 0
+    series = bool(solving) + observes  # what observing runs on is kept beside what algorithms do
+    inputs = series * tokens_in(data) * hidden_width(model) * 4 if series and data else 0
     solver = 2 * 4 * widest**2 if solving else 0
     scores = sum(algorithm.learned_bytes(model, names, data or ()) for algorithm in algorithms)
     return Estimate(len(names), _bytes(model) if whole else max(blocks), solver, inputs, output, scores, whole)
