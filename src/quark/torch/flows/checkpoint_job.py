@@ -31,6 +31,7 @@ from quark.torch.checkpoint.shards import (
 )
 from quark.torch.checkpoint.source import Source, quantization_of
 from quark.torch.config.config import QConfig
+from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import read_config
@@ -82,13 +83,14 @@ class CheckpointJob:
     Raises:
         ConfigError: An option that does not exist, or a config that does not fit the model.
         FormatError: The folder is incomplete or corrupt.
-        NotSupportedError: A Conv1D is to be quantized.
+        NotSupportedError: A Conv1D is to be quantized, or a cache in a way that runtimes have no scale for.
     """
 
     def __init__(
         self, config: QConfig, folder: Path, *, weight_format: str, pack_method: str, max_shard_size: str
     ) -> None:
         check_options("quark", weight_format, pack_method, max_shard_size)
+        check_cache_config(config)
         self.config, self.folder = config, folder
         self.weight_format, self.pack_method, self.max_shard_size = weight_format, pack_method, max_shard_size
         self.real = weight_format == REAL_QUANTIZED

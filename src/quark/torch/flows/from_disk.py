@@ -37,7 +37,6 @@ from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import forget_ranges
-from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.replace import attention_quantized, replaced
@@ -79,7 +78,6 @@ def stream(
     """
     check_apart(output, source, whole=True)
     check_folder(output, overwrite)
-    check_cache_config(config)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     job = CheckpointJob(config, source, **options)
     batches = None if data is None else list(data)

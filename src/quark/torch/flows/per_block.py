@@ -124,9 +124,7 @@ def quantize_blocks(
             )
         needs_float = any(stage.needs_float for stage in stages)
         calls, first = record_inputs(model, layers, names, data, weights, needs_float or bool(observed))
-        # Ranges are observed behind embeddings in float.
-        first = LoopState(0, None, first.float_hidden if needs_float else None, first.float_hidden)
-        state = state if state and state.done else first
+        state = state if state and state.done else _begin(first, needs_float)
 
     def quantize(block: Block) -> tuple[Hidden, ...]:
         with torch.no_grad(), evaluating(block.module):
@@ -134,6 +132,11 @@ def quantize_blocks(
             return _quantize_block(block, inside, stages, config, observes=block.name in observed)
 
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
+
+
+def _begin(recorded: LoopState, needs_float: bool) -> LoopState:
+    """The state before the first block: ranges are observed behind embeddings in float, whoever else needs these."""
+    return LoopState(0, None, recorded.float_hidden if needs_float else None, recorded.float_hidden)
 
 
 def observed_tensors(
