@@ -41,11 +41,13 @@ class ColumnGrid:
     Attributes:
         spec: The element type and the rules.
         scale, zero: Of every element, shape (..., columns, rows), float32.
+        shared: So many neighbouring columns, counted from the first, have the same scale and zero in each row.
     """
 
     spec: TensorSpec
     scale: Array
     zero: Array | None
+    shared: int = 1
 
     def __call__(self, index: int, work: Array) -> Array:
         zero = None if self.zero is None else self.zero[..., index, :]
@@ -54,7 +56,8 @@ class ColumnGrid:
     def block(self, start: int, stop: int, work: Array) -> ColumnGrid:
         """The grid of columns start to stop."""
         zero = None if self.zero is None else self.zero[..., start:stop, :]
-        return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero)
+        of_one = start // self.shared == (stop - 1) // self.shared
+        return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero, stop - start if of_one else 1)
 
 
 class _Rule(ctypes.Structure):
@@ -102,6 +105,11 @@ def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
     if not hasattr(rounder, "block") or work.shape[-2] < least or not _plain(work):
         return False
     return _Rule.of(rounder.spec) is not None and _library() is not None
+
+
+def has_rule(spec: TensorSpec) -> bool:
+    """Whether each element is rounded on its own, by steps that a compiled loop can take."""
+    return _Rule.of(spec) is not None
 
 
 def compiles(spec: TensorSpec) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quark.core.array import Array, astype, dtype_name, is_torch, like, minmax, namespace
-from quark.core.solvers.columns import BLOCK, compiled_for, solve_block
+from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.halves import add_product, in_halves
 from quark.errors import CalibrationError
 from quark.log import logger
@@ -226,18 +226,14 @@ def solve(
     work, missed, result = weight * 1.0, xp.empty_like(weight), xp.empty_like(weight)
     # What the missed part of a column counts from: its weight, and what the drift of those before adds to it.
     target = weight if drift is None else weight * 1.0
-    blocks = compiled_for(rounder, weight)
+    blocks = block_solver(rounder, weight)
 
     def step(start: int, stop: int) -> None:
         here = slice(start, stop)
-        if not blocks:
-            result[..., start, :] = rounder(start, work)
-            missed[..., start, :] = target[..., start, :] - result[..., start, :]
-            return
-        grid = rounder.block(start, stop, work)  # type: ignore[attr-defined]
+        grid = grid_of_block(rounder, start, stop, work)
         now, goal, lost, solved = (x[..., here, :] for x in (work, target, missed, result))
         pull = None if drift is None else drift[..., here, here]
-        solve_block(grid, now, goal, lost, solved, feedback[..., here, here], pull)
+        blocks.solve(grid, now, goal, lost, solved, feedback[..., here, here], pull)
 
     def carry(start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)
@@ -247,8 +243,8 @@ def solve(
             work[..., right, :] += pulled
             target[..., right, :] += pulled
 
-    most = BLOCK if align == 1 else min(BLOCK, align)
-    in_halves(0, weight.shape[-2], step, carry, align, most if blocks else 1)
+    align = align if align > 1 else alignment(blocks, rounder)
+    in_halves(0, weight.shape[-2], step, carry, align, blocks.most if align == 1 else min(blocks.most, align))
     if residual is not None:
         residual[...] = work  # columns keep what they were when they were rounded
         residual -= result

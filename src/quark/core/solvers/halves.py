@@ -43,3 +43,20 @@ def add_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
         total.addmm_(left, right, alpha=sign)
     else:
         total += sign * (left @ right)
+
+
+def add_row_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
+    """Add sign * left @ right to total, in place: a vector times a matrix, in one operation of torch.
+
+    Args:
+        total: Shape (..., rows).
+        left: Shape (..., columns).
+        right: Shape (..., columns, rows).
+        sign: 1 or -1.
+    """
+    if is_torch(total) and total.ndim == 1:
+        total.addmv_(right.T, left, alpha=sign)
+    elif is_torch(total) and total.ndim == 2:
+        total[:, None].baddbmm_(left[:, None], right, alpha=sign)
+    else:
+        total += sign * (left[..., None, :] @ right)[..., 0, :]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quark.core.array import Array, astype, namespace
-from quark.core.solvers.columns import BLOCK, compiled_for, refine_block
+from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.gptq import Rounder
 from quark.core.solvers.halves import add_product, in_halves
 
@@ -64,7 +64,9 @@ class _Descent:
         self.weight, self.result, self.hessian, self.rounder = weight, result, hessian, rounder
         self.size, self.fit, self.columns = size, fit, weight.shape[-2]
         self.change, self.gradient = namespace(result).empty_like(result), result
-        self.blocks = compiled_for(rounder, weight)
+        self.blocks = block_solver(rounder, weight)
+        self.align = alignment(self.blocks, rounder)
+        self.most = self.blocks.most if self.align == 1 else min(self.blocks.most, self.align)
 
     def run(self, gradient: Array | None = None) -> None:
         """Visit all columns once, from the gradient as it is now, where that is known."""
@@ -80,22 +82,16 @@ class _Descent:
                 before = self.result[..., here, :] * 1.0
                 arrays = (self.result[..., here, :], self.gradient[..., here, :], self.hessian[..., here, here])
                 _fit_group(*arrays, group, self.fit)
-            in_halves(start, stop, self._step, self._carry, 1, BLOCK if self.blocks else 1)
+            in_halves(start, stop, self._step, self._carry, self.align, self.most)
             if before is not None:
                 self.change[..., here, :] = before - self.result[..., here, :]
 
     def _step(self, start: int, stop: int) -> None:
-        """Visit one column, or a block of them."""
-        here, result, gradient = slice(start, stop), self.result, self.gradient
-        if self.blocks:
-            grid = self.rounder.block(start, stop, result)  # type: ignore[attr-defined]
-            solved, slope, change = (x[..., here, :] for x in (result, gradient, self.change))
-            refine_block(grid, solved, slope, change, self.hessian[..., here, here])
-            return
-        before = result[..., start, :] * 1.0
-        result[..., start, :] += gradient[..., start, :] / self.hessian[..., start, start, None]
-        result[..., start, :] = self.rounder(start, result)
-        self.change[..., start, :] = before - result[..., start, :]
+        """Visit a block of columns."""
+        here = slice(start, stop)
+        grid = grid_of_block(self.rounder, start, stop, self.result)
+        solved, slope, change = (x[..., here, :] for x in (self.result, self.gradient, self.change))
+        self.blocks.refine(grid, solved, slope, change, self.hessian[..., here, here])
 
     def _carry(self, start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from quark.core.array import dtype_name
-from quark.core.granularity import PerChannel, PerGroup
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import elementwise
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers.columns import ColumnGrid
@@ -38,7 +38,19 @@ def static_grid(
     ]
     zeros = [[zero for _, zero in own if zero is not None] for own in parts]
     scale = _columns([[scale for scale, _ in own] for own in parts], orders)
-    return ColumnGrid(spec, scale, _columns(zeros, orders) if zeros[0] else None)
+    shared = _shared(spec, weights[0][0].shape[1], orders is not None)
+    return ColumnGrid(spec, scale, _columns(zeros, orders) if zeros[0] else None, shared)
+
+
+def _shared(spec: TensorSpec, length: int, ordered: bool) -> int:
+    """Neighbouring columns with one scale in each row; `ordered`: they may have been mixed."""
+    split = spec.split
+    if isinstance(split, PerTensor) or (isinstance(split, PerChannel) and split.axis == 0):
+        return length
+    if isinstance(split, PerGroup) and split.axis in (-1, 1):
+        size = split.split(length)[1]
+        return size if not ordered or size >= length else 1
+    return 1
 
 
 def can_be_spread(spec: TensorSpec) -> bool:
@@ -66,7 +78,8 @@ def _spread_grid(
 
     zeros = [[one.zero_point for one in own if one.zero_point is not None] for own in params]
     scale = of_columns([[one.scale for one in own] for own in params])
-    return ColumnGrid(spec, scale, of_columns(zeros) if zeros[0] else None)
+    shared = _shared(spec, length, orders is not None)
+    return ColumnGrid(spec, scale, of_columns(zeros) if zeros[0] else None, shared)
 
 
 def _columns(parts: list[list[torch.Tensor]], orders: Sequence[torch.Tensor] | None) -> torch.Tensor:
@@ -109,7 +122,7 @@ class DynamicGrid:
             return parameter.reshape(*lead, 1, rows).expand(*lead, stop - start, rows)
 
         zero = None if params.zero_point is None else of_columns(params.zero_point)
-        return ColumnGrid(self.spec, of_columns(params.scale), zero)
+        return ColumnGrid(self.spec, of_columns(params.scale), zero, stop - start)
 
     def params(self, rows: list[int]) -> list[list[QParams]]:
         """The scales of the layers of each expert, which have so many rows each."""

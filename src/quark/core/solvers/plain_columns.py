@@ -1,0 +1,245 @@
+"""Blocks of columns in numpy and torch: what a device without a kernel runs, where each operation is a launch.
+
+    solve     v_j = w_j + sum_{i < j} F_ij t_i - sum_{i < j} F_ij q_i,   q_j = quantize(v_j)
+    refine    v_j = q_j + g_j / H_jj + sum_{i < j} S_ji q_i - sum_{i < j} S_ji q'_i,   S = H / diag(H),   q'_j likewise
+
+All but the last sum is known before the first column is rounded, so a block begins with one matrix product, and a
+column costs one product with a vector and the steps of `core/quantize.py`:
+
+    integers    round, clip                  in units of the scale: v / s is rounded, and v / s holds the sums
+    floats      search, take                 the value of a table whose cell v / s lies in
+
+Where columns have scales of their own, v is multiplied by 1 / s, and the code by s: two steps more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from quark.core.array import Array, NumpyArray, is_torch, like, namespace
+from quark.core.dtypes import Dtype
+from quark.core.solvers.columns import ColumnGrid, has_rule
+from quark.core.solvers.halves import add_product, add_row_product
+
+WORTH_SHARING = 8
+"""Columns with one scale for each row from which on a block of them costs less than its columns one by one."""
+
+
+class PlainBlocks:
+    """Blocks of columns whose element type has a rule that can be written as steps in place."""
+
+    most, shares = 128, True
+
+    def takes(self, rounder: Any, work: Array) -> bool:
+        return hasattr(rounder, "block") and has_rule(rounder.spec)
+
+    def solve(
+        self,
+        grid: ColumnGrid,
+        work: Array,
+        target: Array,
+        missed: Array,
+        result: Array,
+        feedback: Array,
+        pull: Array | None,
+    ) -> None:
+        xp, steps = namespace(work), _Steps(grid)
+        if pull is None:
+            add_product(work, xp.swapaxes(xp.triu(feedback, 1), -1, -2), target)
+        steps.enter(work)
+        if pull is not None and target is not work:
+            steps.enter(target)
+        for j in range(work.shape[-2]):
+            column, before = work[..., j, :], slice(j)
+            if pull is None:
+                if j:
+                    add_row_product(column, feedback[..., before, j], result[..., before, :], -1)
+            elif j:
+                add_row_product(column, feedback[..., before, j], missed[..., before, :])
+                for pulled in (column, target[..., j, :]):
+                    add_row_product(pulled, pull[..., before, j], work[..., before, :])
+            steps.quantize(j, column, result[..., j, :])
+            if pull is not None:
+                xp.subtract(target[..., j, :], result[..., j, :], out=missed[..., j, :])
+        steps.leave(work)
+        if pull is not None:
+            steps.leave(target)
+        steps.finish(result)
+        xp.subtract(target, result, out=missed)
+
+    def refine(self, grid: ColumnGrid, result: Array, gradient: Array, change: Array, hessian: Array) -> None:
+        xp, steps = namespace(result), _Steps(grid)
+        own = xp.diagonal(hessian, 0, -2, -1)[..., None]
+        sides = xp.tril(hessian, -1) / own
+        wanted = gradient
+        wanted /= own
+        wanted += result
+        add_product(wanted, sides, result)
+        change[...] = result
+        steps.enter(wanted)
+        for j in range(result.shape[-2]):
+            if j:
+                add_row_product(wanted[..., j, :], sides[..., j, :j], result[..., :j, :], -1)
+            steps.quantize(j, wanted[..., j, :], result[..., j, :])
+        steps.finish(result)
+        change -= result
+
+
+class OneByOne:
+    """Blocks of columns under any rounder, which is called for each of them."""
+
+    most, shares = 128, False
+
+    def takes(self, rounder: Any, work: Array) -> bool:
+        return True
+
+    def solve(
+        self,
+        grid: Callable[[int, Array], Array],
+        work: Array,
+        target: Array,
+        missed: Array,
+        result: Array,
+        feedback: Array,
+        pull: Array | None,
+    ) -> None:
+        xp = namespace(work)
+        for j in range(work.shape[-2]):
+            column, before = work[..., j, :], slice(j)
+            if j:
+                add_row_product(column, feedback[..., before, j], missed[..., before, :])
+            if j and pull is not None:
+                for pulled in (column, target[..., j, :]):
+                    add_row_product(pulled, pull[..., before, j], work[..., before, :])
+            result[..., j, :] = grid(j, work)
+            xp.subtract(target[..., j, :], result[..., j, :], out=missed[..., j, :])
+
+    def refine(
+        self, grid: Callable[[int, Array], Array], result: Array, gradient: Array, change: Array, hessian: Array
+    ) -> None:
+        for j in range(result.shape[-2]):
+            slope, column = gradient[..., j, :], result[..., j, :]
+            if j:
+                add_row_product(slope, hessian[..., j, :j], change[..., :j, :])
+            before = column * 1.0
+            column += slope / hessian[..., j, j, None]
+            column[...] = grid(j, result)
+            namespace(result).subtract(before, column, out=change[..., j, :])
+
+
+class _Steps:
+    """`quantize_elements` in steps that write in place; what follows from the scales alone is computed once.
+
+    Columns that share their scales are held in units of them: `enter` and `leave` divide and multiply a whole block,
+    `quantize` gives codes less the zero point, and `finish` makes values of them. Else `quantize` gives values.
+    """
+
+    def __init__(self, grid: ColumnGrid) -> None:
+        spec, xp = grid.spec, namespace(grid.scale)
+        self.dtype: Dtype = spec.dtype
+        self.shared = grid.shared >= max(grid.scale.shape[-2], WORTH_SHARING)
+        here = slice(0, 1) if self.shared else slice(None)
+        self.scale = grid.scale[..., here, :]
+        decoded = grid.zero is not None and not (spec.symmetric and spec.dtype.signed)
+        self.zero = grid.zero[..., here, :] if grid.zero is not None and decoded else None
+        self.before = spec.float_zero_point
+        self.divides = spec.dtype.is_block or spec.dtype.is_float
+        if spec.dtype.is_float:  # a group of zeros may have scale 0 (E5M3)
+            self.factor = xp.where(self.scale == 0, 1.0, self.scale)
+            self.table, self.bounds = _table_beside(grid.scale, spec.dtype)
+        else:
+            self.factor = self.scale if self.divides else 1.0 / self.scale
+        # round(x) + zero in [min, max] as round(x) in [min - zero, max - zero]: whole numbers, so the same code.
+        self.low, self.high = spec.dtype.min, spec.dtype.max
+        if self.zero is not None and not self.before:
+            self.low, self.high = spec.dtype.min - self.zero, spec.dtype.max - self.zero
+
+    def enter(self, block: Array) -> None:
+        """Into units of the scales, where columns share them; with what is added before rounding."""
+        if self.shared:
+            self._into_units(block, self.factor, self.zero, block)
+
+    def leave(self, block: Array) -> None:
+        """Back."""
+        if self.shared:
+            if self.before and self.zero is not None:
+                block -= self.zero
+            block *= self.scale
+
+    def quantize(self, index: int, values: Array, out: Array) -> None:
+        """One column, shape (..., rows)."""
+        xp = namespace(values)
+        row = 0 if self.shared else index
+        zero = None if self.zero is None else self.zero[..., row, :]
+        if not self.shared:
+            self._into_units(values, self.factor[..., row, :], zero, out)
+            values = out
+        if self.dtype.is_float:
+            values = values.contiguous() if is_torch(values) else values
+            xp.take(self.table, xp.searchsorted(self.bounds, values), out=out)
+        else:
+            low, high = (x if isinstance(x, (int, float)) else x[..., row, :] for x in (self.low, self.high))
+            xp.round(values, out=out)
+            xp.clip(out, low, high, out=out)
+            if self.before and zero is not None:
+                out -= zero
+        if not self.shared:
+            out *= self.scale[..., row, :]
+
+    def finish(self, block: Array) -> None:
+        """The values of a block that was quantized."""
+        if self.shared:
+            block *= self.scale
+        if self.zero is not None:
+            block += 0.0  # a code less its zero point is never -0
+
+    def _into_units(self, values: Array, factor: Array, zero: Array | None, out: Array) -> None:
+        xp = namespace(values)
+        (xp.divide if self.divides else xp.multiply)(values, factor, out=out)
+        if self.before and zero is not None:
+            out += zero
+
+
+_TABLES: dict[tuple[str, str], tuple[Array, Array]] = {}
+"""By element type and device: a copy to a device waits for it."""
+
+
+def _table_beside(x: Array, dtype: Dtype) -> tuple[Array, Array]:
+    """`float_table` in the library and on the device of x."""
+    place = (dtype.name, str(x.device) if is_torch(x) else "numpy")
+    if place not in _TABLES:
+        values, bounds = float_table(dtype)
+        _TABLES[place] = like(values, x), like(bounds, x)
+    return _TABLES[place]
+
+
+@cache
+def float_table(dtype: Dtype) -> tuple[NumpyArray, NumpyArray]:
+    """The values of a float type, and the largest float32 that is rounded to each of them but the last, which is NaN.
+
+        value of x = values[searchsorted(bounds, x)]         bounds[i - 1] < x <= bounds[i]
+
+    Ties go to the even code. A negative x is rounded to -0 at most, as `round_to` does; -0 itself becomes 0.
+    """
+    steps = 1 << dtype.mbits
+    largest = 2.0**dtype.emin / steps
+    codes = [code * largest for code in range(steps)]  # subnormal
+    exponent = dtype.emin
+    while 2.0**exponent <= dtype.max:
+        codes += [2.0**exponent * (1 + code / steps) for code in range(steps)]
+        exponent += 1
+    half = np.array([code for code in codes if code <= dtype.max], np.float32)
+    ties = (half[1:] + half[:-1]) / 2
+    below = np.nextafter(ties, np.float32(-np.inf))
+    even = np.arange(len(ties)) % 2 == 0  # the lower code of the two
+    positive = np.where(even, ties, below)
+    if not dtype.signed:
+        return np.append(half, np.float32(np.nan)), np.append(positive, np.float32(np.inf))
+    negative = np.where(even, np.nextafter(-ties, np.float32(-np.inf)), -ties)[::-1]
+    smallest = -np.nextafter(np.float32(0), np.float32(1))
+    bounds = np.concatenate([negative, [smallest], positive, [np.inf]])
+    return np.concatenate([-half[::-1], half, [np.nan]]).astype(np.float32), bounds.astype(np.float32)
