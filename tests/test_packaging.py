@@ -40,6 +40,7 @@ EXTRAS_OF = {
 IMPORTED_AS = {"pyyaml": "yaml", "pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
 COME_WITH_OTHERS = {
     "pydantic_core": "pydantic brings the one version that it works with",
+    "triton": "torch brings the one version that it works with, where it is for GPUs",
     "tokenizers": "transformers brings the one version that it works with",
 }
 NEVER_IMPORTED = {

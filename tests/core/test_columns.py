@@ -14,13 +14,14 @@ import torch
 from quark import native
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup
-from quark.core.quantize import compute_qparams, elementwise, fake_quantize
+from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.solvers import columns, gptq
-from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec
 from quark.errors import MissingDependencyError
+from tests.models import column_rules
+from tests.models.column_rules import RULES, all_rules, grid_of
 
 WRAPS = pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 SIZE, ROWS = 48, 600
@@ -37,35 +38,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "WORTH_COMPILING", 1)
 
 
-def rules() -> list[TensorSpec]:
-    """One spec of every element type that has a scale, and the integers under all kinds of zero points."""
-    group = PerGroup(-1, 8)
-    found = []
-    for dtype in DTYPES.values():
-        if dtype.name in ("float16", "bfloat16") or dtype.block:
-            continue
-        found.append(spec(dtype.name, group))
-        if not dtype.is_float:
-            found += [spec(dtype.name, group, symmetric=False)]
-            found += [spec(dtype.name, group, symmetric=False, float_zero_point=True)]
-    return [*found, spec("mxint8", PerGroup(-1, 8)), spec("int4", PerChannel(0))]
-
-
-RULES = [rule for rule in rules() if columns._Rule.of(rule) is not None]
-
-
-def grid_of(weight: np.ndarray, rule: TensorSpec, wrap: Callable[[np.ndarray], Any]) -> ColumnGrid:
-    scale, zero = elementwise(compute_qparams(weight, rule), rule, weight.shape)
-    return ColumnGrid(rule, *(None if x is None else wrap(np.ascontiguousarray(x.T)) for x in (scale, zero)))
-
-
 def weights(seed: int = 0) -> np.ndarray:
-    random = np.random.default_rng(seed)
-    return np.float32(random.normal(size=(ROWS, SIZE)) * 10.0 ** random.integers(-3, 3, (ROWS, 1)))
+    return column_rules.weights(ROWS, SIZE, seed)
 
 
 def test_every_type_up_to_16_bits_is_compiled() -> None:
-    left_out = {rule.dtype.name for rule in rules()} - {rule.dtype.name for rule in RULES}
+    left_out = {rule.dtype.name for rule in all_rules()} - {rule.dtype.name for rule in RULES}
     assert left_out == {name for name in left_out if DTYPES[name].bits > 16}
 
 
@@ -212,4 +190,6 @@ def test_the_rule_has_the_layout_of_the_source() -> None:
     source = Path(columns.__file__).with_name("columns.cpp").read_text()
     body = source[source.index("struct Grid {") : source.index("};")]
     names = [name.strip() for line in body.splitlines()[1:] for name in line.strip(" ;").split(" ", 1)[1].split(",")]
-    assert names == [name for name, _ in columns._Rule._fields_] and ctypes.sizeof(columns._Rule) == 4 * len(names)
+    assert names == [name for name, _ in columns.CodeRule._fields_] and ctypes.sizeof(columns.CodeRule) == 4 * len(
+        names
+    )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from quark.core.array import Array
 from quark.core.solvers import columns
+from quark.core.solvers.kernels import Kernels
 from quark.core.solvers.plain_columns import WORTH_SHARING, OneByOne, PlainBlocks
 
 
@@ -71,7 +72,7 @@ class CompiledBlocks:
     refine = staticmethod(columns.refine_block)
 
 
-SOLVERS: Sequence[BlockSolver] = (CompiledBlocks(), PlainBlocks(), OneByOne())
+SOLVERS: Sequence[BlockSolver] = (CompiledBlocks(), Kernels(), PlainBlocks(), OneByOne())
 """The first that takes the columns solves them; the last takes all."""
 
 

@@ -47,11 +47,12 @@ class PlainBlocks:
         feedback: Array,
         pull: Array | None,
     ) -> None:
-        xp, steps = namespace(work), _Steps(grid)
+        # P counts from v itself, and F from what is missed of t: neither has the zero point that is added for rounding.
+        xp, steps = namespace(work), _Steps(grid, pull is None or not grid.spec.float_zero_point)
         if pull is None:
             add_product(work, xp.swapaxes(xp.triu(feedback, 1), -1, -2), target)
         steps.enter(work)
-        if pull is not None and target is not work:
+        if pull is not None:
             steps.enter(target)
         for j in range(work.shape[-2]):
             column, before = work[..., j, :], slice(j)
@@ -138,10 +139,10 @@ class _Steps:
     `quantize` gives codes less the zero point, and `finish` makes values of them. Else `quantize` gives values.
     """
 
-    def __init__(self, grid: ColumnGrid) -> None:
+    def __init__(self, grid: ColumnGrid, shares: bool = True) -> None:
         spec, xp = grid.spec, namespace(grid.scale)
         self.dtype: Dtype = spec.dtype
-        self.shared = grid.shared >= max(grid.scale.shape[-2], WORTH_SHARING)
+        self.shared = shares and grid.shared >= max(grid.scale.shape[-2], WORTH_SHARING)
         here = slice(0, 1) if self.shared else slice(None)
         self.scale = grid.scale[..., here, :]
         decoded = grid.zero is not None and not (spec.symmetric and spec.dtype.signed)
