@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quark.core.array import namespace
 from quark.core.dtypes import DTYPES
@@ -23,12 +22,13 @@ from quark.core.quantize import quantize_elements
 from quark.core.rounding import round_to
 from quark.core.solvers import columns, gptq, kernels
 from quark.core.solvers.block_solvers import SOLVERS, CompiledBlocks, block_solver
-from quark.core.solvers.columns import CodeRule, ColumnGrid
+from quark.core.solvers.columns import ColumnGrid, ColumnRule
 from quark.core.solvers.kernels import Kernels, is_refined, is_solved
 from quark.core.solvers.plain_columns import OneByOne, PlainBlocks, float_table
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec
 from tests.models.column_rules import RULES, grid_of, weights
+from tests.models.operations import Operations
 
 ROWS, SIZE, RUN = 20, 16, 8
 """Of the blocks; RUN columns share their scales."""
@@ -271,7 +271,7 @@ def test_a_kernel_that_is_right_passes_once(rule: TensorSpec, pulled: bool, on_a
     start = block.solved(solver, pulled)[-1]
     block.refined(solver, start)
     assert len(solver.passed) == 2 and not solver.refused
-    assert {(device, bits) for device, _, bits in solver.passed} == {("interpreter", bytes(CodeRule.of(rule)))}  # type: ignore[arg-type]
+    assert {(device, bits) for device, _, bits in solver.passed} == {("interpreter", bytes(ColumnRule.of(rule)))}  # type: ignore[arg-type]
     again = [start * 1.0, start * 0.0, start * 0.0]  # what has passed is not looked at again
     solver._run("refine", block.grid, "refine", again, [block.hessian], lambda _: pytest.fail("looked"))
 
@@ -338,24 +338,6 @@ def test_the_check_takes_what_the_compiled_code_finds() -> None:
 
 # What they cost a device. --------------------------------------------------------------------------------------------
 
-NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "_local_scalar_dense"}
-
-
-class Operations(TorchDispatchMode):
-    """Counts what a device would launch, operators that are no views, and reads of the host that wait for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = self.waits = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func._schema.returns
-        view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
-        name = func._schema.name.split("::")[1]
-        self.launches += not view and name not in NO_LAUNCH
-        self.waits += name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "_linalg_check_errors")
-        return func(*args, **(kwargs or {}))
-
 
 class Counted:
     """A kernel that writes something, in one launch."""
@@ -407,7 +389,7 @@ def test_what_a_column_launches(
     monkeypatch.setattr(kernels, "device_of", lambda x: "counted")
     monkeypatch.setattr(kernels, "kernel_module", lambda: Counted)
     names = ("solve", "refine")
-    monkeypatch.setattr(solver, "passed", {("counted", name, bytes(CodeRule.of(rule))) for name in names})  # type: ignore[arg-type]
+    monkeypatch.setattr(solver, "passed", {("counted", name, bytes(ColumnRule.of(rule))) for name in names})  # type: ignore[arg-type]
     assert count().launches <= 2 * kernel * (size // 128) + 12
 
 
@@ -439,7 +421,7 @@ def compiled_for(backend: str, arch: Any, warp: int) -> list[tuple[bytes, str]]:
 
     made = []
     for rule in SOME:
-        constants = columns_triton.constants_of(CodeRule.of(rule))  # type: ignore[arg-type]
+        constants = columns_triton.constants_of(ColumnRule.of(rule))  # type: ignore[arg-type]
         constants |= {"size": 128, "tile": columns_triton.ROWS}
         for kernel, more in (
             (columns_triton.solve_kernel, {"pulled": False}),

@@ -190,6 +190,6 @@ def test_the_rule_has_the_layout_of_the_source() -> None:
     source = Path(columns.__file__).with_name("columns.cpp").read_text()
     body = source[source.index("struct Grid {") : source.index("};")]
     names = [name.strip() for line in body.splitlines()[1:] for name in line.strip(" ;").split(" ", 1)[1].split(",")]
-    assert names == [name for name, _ in columns.CodeRule._fields_] and ctypes.sizeof(columns.CodeRule) == 4 * len(
+    assert names == [name for name, _ in columns.ColumnRule._fields_] and ctypes.sizeof(columns.ColumnRule) == 4 * len(
         names
     )

@@ -8,7 +8,7 @@ that differ are here. torch is never imported: it is found in `sys.modules` once
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,17 @@ def like(value: Any, x: Array, dtype: str = "float32") -> Array:
         torch = sys.modules["torch"]
         return torch.as_tensor(value, dtype=getattr(torch, dtype), device=x.device)
     return np.asarray(value, dtype=dtype)
+
+
+_COPIES: dict[tuple[object, str], Array] = {}
+
+
+def copied_once(key: object, make: Callable[[], NumpyArray], x: Array) -> Array:
+    """A float32 constant of that name in the library and on the device of `x`: each copy to a device waits for it."""
+    place = (key, str(x.device) if is_torch(x) else "numpy")
+    if place not in _COPIES:
+        _COPIES[place] = like(make(), x)
+    return _COPIES[place]
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:

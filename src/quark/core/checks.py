@@ -1,9 +1,11 @@
-"""Checks of values that a device holds: asked on the way, read together.
+"""Values that a device holds and Python wants: asked on the way, read together.
 
     with gathered():                                  # one block of a model, or all of its weights
         check(all_finite(low, high), NonFiniteError("..."))
+        later(errors, report)
+        exact, = read(is_exact)                       # all that was asked before comes with it
         ...
-                                                      # here the device is waited for once; the first that failed raises
+                                                      # what is left is read here; the first check that failed raises
 
 To read a value of a device, Python waits until everything before it is computed, and what comes after has not begun.
 So a check outside of a block waits, one inside is kept with the names of what it is about. What lies on the host, or is
@@ -12,6 +14,7 @@ numpy's, is read at once.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,14 +30,13 @@ Failure = QuarkError | Callable[[], QuarkError | None]
 
 @dataclass(frozen=True)
 class _Asked:
-    holds: Array
-    failure: Failure
-    names: tuple[str, ...]
+    values: Array
+    use: Callable[[list[float]], None]
 
 
 @dataclass
 class _Gathered:
-    """The checks of one `gathered`; the first `outer` names are put before an error by what it lies in."""
+    """What one `gathered` keeps; the first `outer` names are put before an error by what it lies in."""
 
     outer: int
     asked: list[_Asked]
@@ -45,17 +47,37 @@ _names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
 
 
 def check(holds: Array, failure: Failure) -> None:
-    """Raise unless `holds`, now or at the end of the `gathered` that this is in.
+    """Raise unless `holds`, now or when the device is read next.
 
     Args:
         holds: One truth value, of numpy or torch.
         failure: The error. What makes one may read the device: it is called only where `holds` is false.
     """
     here = _gathered.get()
-    if here is not None and is_torch(holds) and holds.device.type != "cpu":
-        here.asked.append(_Asked(holds, failure, _names.get()[here.outer :]))
-    elif not bool(holds):
-        _fail(failure, ())
+    names = _names.get()[here.outer :] if here is not None and _on_device(holds) else ()
+    later(holds, lambda held: None if held[0] else _fail(failure, names))
+
+
+def later(values: Array, use: Callable[[list[float]], None]) -> None:
+    """Give values to `use`, now or when the device is read next."""
+    here = _gathered.get()
+    if here is not None and _on_device(values):
+        here.asked.append(_Asked(values, use))
+    else:
+        use(_listed(values))
+
+
+def read(values: Array) -> list[float]:
+    """The values of an array, in a row; what is kept is read and used with them, before.
+
+    Raises:
+        QuarkError: A check that was kept fails.
+    """
+    here = _gathered.get()
+    if here is None or not _on_device(values):
+        return _listed(values)
+    asked, here.asked[:] = [*here.asked], []
+    return _read(asked, values)
 
 
 @contextmanager
@@ -109,16 +131,27 @@ def all_finite(*arrays: Array) -> Array:
     return (rest == 0).all()
 
 
-def _read(asked: list[_Asked]) -> None:
-    """Wait for the devices, and raise for the first check that failed."""
-    if not asked:
-        return
-    torch = sys.modules["torch"]
-    device = asked[0].holds.device
-    held = torch.stack([one.holds.to(device).reshape(()) for one in asked]).tolist()
-    for one, holds in zip(asked, held, strict=True):
-        if not holds:
-            _fail(one.failure, one.names)
+def _read(asked: list[_Asked], values: Array | None = None) -> list[float]:
+    """Wait for the devices once, and use what was asked in its order; the values are returned."""
+    wanted = [one.values for one in asked] if values is None else [*(one.values for one in asked), values]
+    if not wanted:
+        return []
+    torch, device = sys.modules["torch"], wanted[-1].device
+    numbers: list[float] = torch.cat([x.detach().to(device).reshape(-1).double() for x in wanted]).tolist()
+    start = 0
+    for one in asked:
+        count = math.prod(one.values.shape)
+        one.use(numbers[start : start + count])
+        start += count
+    return numbers[start:]
+
+
+def _listed(values: Array) -> list[float]:
+    return [float(value) for value in values.reshape(-1).tolist()]
+
+
+def _on_device(x: Array) -> bool:
+    return is_torch(x) and bool(x.device.type != "cpu")
 
 
 def _fail(failure: Failure, names: tuple[str, ...]) -> None:

@@ -73,9 +73,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     factor = gptq.factor
 
-    def counted(hessian: torch.Tensor, *args: Any) -> Any:
+    def counted(hessian: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen.append(len(hessian) if hessian.ndim == 3 else 1)
-        return factor(hessian, *args)
+        return factor(hessian, *args, **options)
 
     monkeypatch.setattr(gptq, "factor", counted)
     return seen

@@ -60,7 +60,7 @@ class ColumnGrid:
         return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero, stop - start if of_one else 1)
 
 
-class CodeRule(ctypes.Structure):
+class ColumnRule(ctypes.Structure):
     """`Grid` of columns.cpp."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ class CodeRule(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, spec: TensorSpec) -> CodeRule | None:
+    def of(cls, spec: TensorSpec) -> ColumnRule | None:
         """The rule of a spec; None where numpy and torch must serve."""
         dtype = spec.dtype
         if spec.rounding is not RoundType.half_even or spec.is_cast or spec.code_spec is not None:
@@ -104,17 +104,17 @@ def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
     least = WORTH_COMPILING if least is None else least
     if not hasattr(rounder, "block") or work.shape[-2] < least or not _plain(work):
         return False
-    return CodeRule.of(rounder.spec) is not None and _library() is not None
+    return ColumnRule.of(rounder.spec) is not None and _library() is not None
 
 
 def has_rule(spec: TensorSpec) -> bool:
     """Whether each element is rounded on its own, by steps that a compiled loop can take."""
-    return CodeRule.of(spec) is not None
+    return ColumnRule.of(spec) is not None
 
 
 def compiles(spec: TensorSpec) -> bool:
     """Whether this machine compiles blocks of columns of that element type."""
-    return CodeRule.of(spec) is not None and _library() is not None
+    return ColumnRule.of(spec) is not None and _library() is not None
 
 
 def solve_block(
@@ -127,7 +127,7 @@ def solve_block(
         work, target, missed, result: The columns, shape (..., columns, rows), views of contiguous arrays.
         feedback, pull: Of these columns, shape (..., columns, columns).
     """
-    rule, (columns, rows) = CodeRule.of(grid.spec), work.shape[-2:]
+    rule, (columns, rows) = ColumnRule.of(grid.spec), work.shape[-2:]
 
     def part(own: list[Any], start: int, count: int) -> None:
         now, goal, error, solved, spread, drift, scale, zero = own
@@ -148,7 +148,7 @@ def refine_block(grid: ColumnGrid, result: Array, gradient: Array, change: Array
         result, gradient, change: The columns, shape (..., columns, rows), views of contiguous arrays.
         hessian: Of these columns, shape (..., columns, columns), symmetric.
     """
-    rule, (columns, rows) = CodeRule.of(grid.spec), result.shape[-2:]
+    rule, (columns, rows) = ColumnRule.of(grid.spec), result.shape[-2:]
 
     def part(own: list[Any], start: int, count: int) -> None:
         solved, slope, moved, sides, scale, zero = own
@@ -172,7 +172,7 @@ def solve_coupled_block(grid: ColumnGrid, columns: Sequence[Array], feedback: Ar
     """
     arrays = (*columns, feedback, of_rows, grid.scale, grid.zero)
     strides = (_stride(columns[0]), _stride(grid.scale), _stride(feedback))
-    _library().solve_coupled(*map(_address, arrays), *strides, *columns[0].shape, CodeRule.of(grid.spec))
+    _library().solve_coupled(*map(_address, arrays), *strides, *columns[0].shape, ColumnRule.of(grid.spec))
 
 
 def couple_block(
@@ -189,7 +189,7 @@ def couple_block(
     columns, rows = result.shape
     arrays = (result, gradient, change, hessian, scores, grid.scale, grid.zero)
     strides = (_stride(result), _stride(grid.scale), _stride(hessian))
-    _library().couple_columns(*map(_address, arrays), *strides, columns, rows, CodeRule.of(grid.spec))
+    _library().couple_columns(*map(_address, arrays), *strides, columns, rows, ColumnRule.of(grid.spec))
 
 
 def part_errors(
@@ -204,7 +204,7 @@ def part_errors(
         spec: The element type and the rules.
         size: Values of a run, which is a part of one row.
     """
-    rule = CodeRule.of(spec)
+    rule = ColumnRule.of(spec)
     whole = importance.shape == values.shape
     fits = whole or tuple(importance.shape) in ((values.shape[-1],), (1, values.shape[-1]))
     if not whole and fits:
@@ -242,7 +242,7 @@ def candidate_errors(values: Array, scale: Array, zero: Array | None, spec: Tens
         spec: The element type and the rules.
         errors: Filled, (runs, candidates, size); contiguous.
     """
-    (runs, count, size), rule = errors.shape, CodeRule.of(spec)
+    (runs, count, size), rule = errors.shape, ColumnRule.of(spec)
     arrays = [values, scale, errors, *([] if zero is None else [zero])]
     fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
     if rule is None or not fits or _library() is None:
@@ -268,7 +268,7 @@ def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: Tensor
         scale, zero: (runs, candidates), float32.
         spec: The element type and the rules.
     """
-    (runs, count), size, rule = scale.shape, values.shape[-1], CodeRule.of(spec)
+    (runs, count), size, rule = scale.shape, values.shape[-1], ColumnRule.of(spec)
     arrays = [values, scale, other, *([] if zero is None else [zero])]
     fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
     if rule is None or not fits or _library() is None:
@@ -356,7 +356,7 @@ def _library() -> Any:
     except (QuarkError, OutputError, OSError) as error:
         logger.debug("Columns are solved one by one: %s", error)
         return None
-    pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(CodeRule)
+    pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ColumnRule)
     found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
     found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
     found.solve_coupled.argtypes = [pointer] * 10 + [count] * 5 + [rule]

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from quark.core.array import Array, namespace
-from quark.core.solvers.columns import CodeRule, ColumnGrid
+from quark.core.solvers.columns import ColumnGrid, ColumnRule
 
 ROWS = 32
 """Rows of a program: its block of 128 columns then takes 32 registers of each of its 128 threads."""
@@ -39,7 +39,7 @@ def quantized(
     low: tl.constexpr, high: tl.constexpr, divide: tl.constexpr, zero_before: tl.constexpr, zero_after: tl.constexpr,
     zero_decoded: tl.constexpr, float_bits: tl.constexpr, smallest_power: tl.constexpr,
 ):  # fmt: skip
-    """The value of the code of v under a `CodeRule`, with its scale and zero point, all (tile,)."""
+    """The value of the code of v under a `ColumnRule`, with its scale and zero point, all (tile,)."""
     if float_bits >= 0:
         x = tl.div_rn(v, tl.where(s == 0.0, 1.0, s))
         x = tl.where(x < low, low, tl.where(x > high, high, x))
@@ -210,13 +210,13 @@ def _strides(block: Array, grid: ColumnGrid, square: Array) -> tuple[int, ...]:
 
 
 def _constants(block: Array, grid: ColumnGrid) -> dict[str, Any]:
-    rule = CodeRule.of(grid.spec)
+    rule = ColumnRule.of(grid.spec)
     assert rule is not None
     columns = max(LEAST_COLUMNS, triton.next_power_of_2(block.shape[-2]))
     return {"size": columns, "tile": ROWS, **constants_of(rule)}
 
 
-def constants_of(rule: CodeRule) -> dict[str, Any]:
+def constants_of(rule: ColumnRule) -> dict[str, Any]:
     """The arguments of the kernels that say how values become codes."""
     return {
         "low": float(rule.min), "high": float(rule.max), "divide": bool(rule.divide),

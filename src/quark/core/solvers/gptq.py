@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quark.core.array import Array, astype, dtype_name, is_torch, like, minmax, namespace
+from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace
+from quark.core.checks import read
 from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.halves import add_product, in_halves
 from quark.errors import CalibrationError
@@ -32,6 +33,9 @@ from quark.log import logger
 
 Rounder = Callable[[int, Array], Array]
 """(i, work) -> the quantized values of column i, given the columns as they are now, shape (..., columns, rows)."""
+
+Damping = float | Sequence[float] | Array
+"""Share of the mean of the diagonal: one number, or one for each matrix; an array stays on its device."""
 
 LADDER = (1.0, 10.0, 100.0)
 """Factors on the damping that are tried in turn when the Hessian is not positive definite."""
@@ -47,7 +51,7 @@ PROBES, SLIGHT = 8, 0.01
 of a problem whose damping is that much another one."""
 
 
-def damped(hessian: Array, damp: float | Sequence[float], dtype: str = "float64", order: Array | None = None) -> Array:
+def damped(hessian: Array, damp: Damping, dtype: str = "float64", order: Array | None = None) -> Array:
     """A copy of H with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
 
     Args:
@@ -61,10 +65,15 @@ def damped(hessian: Array, damp: float | Sequence[float], dtype: str = "float64"
         hessian = _ordered(hessian, order, dtype)
     else:
         hessian = astype(hessian, dtype) if dtype_name(hessian) != dtype else hessian * 1.0
-    diagonal, places = _diagonal(hessian), range(hessian.shape[-1])
-    mean = like(damp, hessian, dtype)[..., None] * diagonal.mean(-1, keepdims=True)
-    hessian[..., places, places] += xp.where(diagonal == 0, 1.0, mean)
+    diagonal = _diagonal(hessian)
+    diagonal += xp.where(diagonal == 0, 1.0, _times_mean(damp, diagonal))
     return hessian
+
+
+def _times_mean(damp: Damping, diagonal: Array) -> Array:
+    """Damp times the mean of each diagonal, shape (..., 1). A number is not copied to a device, which would wait."""
+    mean = diagonal.mean(-1, keepdims=True)
+    return damp * mean if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None] * mean
 
 
 def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
@@ -77,9 +86,7 @@ def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
     return result
 
 
-def factor(
-    hessian: Array, damp: float | Sequence[float], order: Array | None = None
-) -> tuple[Array, Array, float | Sequence[float]]:
+def factor(hessian: Array, damp: Damping, order: Array | None = None) -> tuple[Array, Array, Damping]:
     """F, d and the damping that it took: H + damping = F diag(d) F^T, F upper triangular with ones on its diagonal.
 
     d_j is the importance of column j: what a unit of error in it costs when the columns after it make up for it.
@@ -97,35 +104,50 @@ def factor(
             matrices, one is not with the damping as it is: each alone may be with more.
     """
     xp = namespace(hessian)
+    if dtype_name(hessian) == "float32":
+        with np.errstate(invalid="ignore", over="ignore"):
+            single = _factor_in(hessian, damp, "float32", order)
+            exact = bool(read(_is_exact(single, hessian, damp, order))[0])  # the one wait, where float32 is enough
+        if exact:  # which nothing is that holds NaN or Inf
+            return *_pivots_apart(single), damp
+        del single
     low, high = minmax(hessian, range(hessian.ndim))
-    if not bool(xp.isfinite(low).all() and xp.isfinite(high).all()):
+    if not bool(xp.isfinite(low).all() & xp.isfinite(high).all()):
         raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
-    single = _factor_in(hessian, damp, "float32", order) if dtype_name(hessian) == "float32" else None
-    if single is not None and _is_exact(single, hessian, damp, order):
-        return *_pivots_apart(single), damp
-    del single
     logger.debug("A factor of %d channels needs float64.", hessian.shape[-1])
     ladder = LADDER if hessian.ndim == 2 else LADDER[:1]
     for share in ladder:
-        tried = damp if share == 1 else share * float(np.max(damp))
+        tried = damp if share == 1 else share * _largest(damp)
         found = _factor_in(hessian, tried, "float64", order)
-        if found is not None:
+        if bool(xp.isfinite(_diagonal(found)).all()):
             return *_pivots_apart(found), tried
     raise CalibrationError(
         f"The second moments of the inputs ({hessian.shape[-1]} channels) are not positive definite, even with "
-        f"damp_percent={float(np.max(damp)) * ladder[-1]:g}. Possible: a larger damp_percent, or more calibration data."
+        f"damp_percent={_largest(damp) * ladder[-1]:g}. Possible: a larger damp_percent, or more calibration data."
     )
 
 
-def _factor_in(hessian: Array, damp: float | Sequence[float], dtype: str, order: Array | None) -> Array | None:
-    """R, or None where the damped matrix is not positive definite in that precision."""
-    xp = namespace(hessian)
+def _largest(damp: Damping) -> float:
+    return float(like(damp, np.empty(0)).max()) if isinstance(damp, (float, Sequence)) else float(damp.max())
+
+
+def _factor_in(hessian: Array, damp: Damping, dtype: str, order: Array | None) -> Array:
+    """R; NaN on its diagonal where the damped matrix is not positive definite in that precision."""
     matrix = damped(hessian, damp, dtype, order)
-    try:
-        _factor_in_place(matrix)
-    except xp.linalg.LinAlgError:
-        return None
+    _factor_in_place(matrix)
     return matrix
+
+
+def _cholesky(matrix: Array) -> Array:
+    """The lower factor; NaN where there is none, which torch is not asked for: a device would be waited for."""
+    xp = namespace(matrix)
+    if is_torch(matrix):
+        lower, failed = xp.linalg.cholesky_ex(matrix)
+        return lower * xp.where(failed == 0, 1.0, xp.nan)[..., None, None]
+    try:
+        return xp.linalg.cholesky(matrix)
+    except xp.linalg.LinAlgError:
+        return xp.full_like(matrix, xp.nan)
 
 
 def _factor_in_place(matrix: Array) -> None:
@@ -134,7 +156,7 @@ def _factor_in_place(matrix: Array) -> None:
     if size <= FACTOR_BLOCK or not is_torch(matrix):
         # R of a matrix is the Cholesky factor of the flipped one, flipped.
         whole = xp.triu(matrix) + _transposed(xp.triu(matrix, 1))
-        matrix[...] = xp.flip(xp.linalg.cholesky(xp.flip(whole, (-2, -1))), (-2, -1))
+        matrix[...] = xp.flip(_cholesky(xp.flip(whole, (-2, -1))), (-2, -1))
         return
     half = size // 2
     first, last = slice(half), slice(half, size)
@@ -151,19 +173,21 @@ def _factor_in_place(matrix: Array) -> None:
     _factor_in_place(matrix[..., first, first])
 
 
-def _is_exact(factor: Array, hessian: Array, damp: float | Sequence[float], order: Array | None) -> bool:
-    """Whether R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random signs."""
-    xp = namespace(hessian)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (hessian.shape[-1], PROBES))
-    probes = like(signs, hessian)
+def _is_exact(factor: Array, hessian: Array, damp: Damping, order: Array | None) -> Array:
+    """Whether R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random signs; one bool
+    where the arrays are.
+    """
+    xp, columns = namespace(hessian), hessian.shape[-1]
+    probes = copied_once(
+        ("signs", columns), lambda: np.random.default_rng(0).choice([-1.0, 1.0], (columns, PROBES)), hessian
+    )
     diagonal = _diagonal(hessian)
-    added = like(damp, hessian)[..., None] * diagonal.mean(-1, keepdims=True)
-    added = xp.where(diagonal == 0, 1.0, added)[..., None]
+    added = xp.where(diagonal == 0, 1.0, _times_mean(damp, diagonal))[..., None]
     wanted = hessian @ probes + added * probes
     if order is not None:
         probes, wanted = probes[order], wanted[order]
     lost = factor @ (_transposed(factor) @ probes) - wanted
-    return bool(((lost * lost).mean(-1).mean(-1) < (SLIGHT * added[..., 0].mean(-1)) ** 2).all())
+    return ((lost * lost).mean(-1).mean(-1) < (SLIGHT * added[..., 0].mean(-1)) ** 2).all()
 
 
 def _pivots_apart(factor: Array) -> tuple[Array, Array]:
@@ -276,21 +300,23 @@ def columns_of(x: Array) -> list[Array]:
 
 
 def _diagonal(matrix: Array) -> Array:
-    return namespace(matrix).diagonal(matrix, 0, -2, -1)
+    """A view that may be written."""
+    return matrix.diagonal(0, -2, -1) if is_torch(matrix) else np.einsum("...ii->...i", matrix)
 
 
 def _transposed(matrix: Array) -> Array:
     return namespace(matrix).swapaxes(matrix, -1, -2)
 
 
-def largest_eigenvalue(hessian: Array, steps: int = 30) -> float:
-    """The largest eigenvalue of a symmetric non-negative matrix, by power iteration; from below."""
+def largest_eigenvalue(hessian: Array, steps: int = 30) -> Array:
+    """The largest eigenvalue of a symmetric non-negative matrix, by power iteration; from below. One number, where the
+    matrix is: no step waits for a device.
+    """
     xp = namespace(hessian)
-    vector, value = xp.diagonal(hessian) * 1.0 + 1e-30, 0.0
+    vector = xp.diagonal(hessian) * 1.0 + 1e-30
     for _ in range(steps):
-        vector = hessian @ (vector / xp.sqrt((vector * vector).sum()))
-        value = float(xp.sqrt((vector * vector).sum()))
-    return value
+        vector = hessian @ (vector / xp.linalg.norm(vector))
+    return xp.linalg.norm(vector)
 
 
 def importance_order(hessian: Array, group: int | None = None) -> Array:
@@ -322,8 +348,9 @@ def some_rows(count: int) -> slice:
     return slice(0, None, -(-count // ROWS) or 1)
 
 
-def output_error(goal: Array, rounded: Array, gram: Array) -> float:
-    """The share of a layer's output that its rounding loses; 0 where the layer gives nothing but 0.
+def output_error(goal: Array, rounded: Array, gram: Array) -> Array:
+    """The share of a layer's output that its rounding loses; 0 where the layer gives nothing but 0. One number, where
+    the arrays are.
 
         ||X (W - Q)||^2 / ||X W||^2 = sum_r (w_r - q_r) H (w_r - q_r)^T / sum_r w_r H w_r^T,   H = X^T X
 
@@ -333,6 +360,6 @@ def output_error(goal: Array, rounded: Array, gram: Array) -> float:
         gram: H, shape (columns, columns), in any unit.
     """
     goal, rounded, gram = (astype(x, "float32") for x in (goal, rounded, gram))
-    lost = goal - rounded
-    whole = float(((goal @ gram) * goal).sum())
-    return float(((lost @ gram) * lost).sum()) / whole if whole > 0 else 0.0
+    xp, lost = namespace(goal), goal - rounded
+    whole = ((goal @ gram) * goal).sum()
+    return xp.where(whole > 0, ((lost @ gram) * lost).sum() / xp.where(whole > 0, whole, 1.0), 0.0)

@@ -20,7 +20,7 @@ from typing import Any
 
 from quark.core.array import Array, astype, dtype_name, is_torch, namespace
 from quark.core.quantize import quantize_elements
-from quark.core.solvers.columns import CodeRule, ColumnGrid, has_rule
+from quark.core.solvers.columns import ColumnGrid, ColumnRule, has_rule
 from quark.core.solvers.plain_columns import PlainBlocks
 from quark.log import logger
 
@@ -96,7 +96,7 @@ class Kernels:
         if device in self.refused:
             plain(grid, *columns, *squares)
             return
-        kernel, key = getattr(kernel_module(), f"{way}_block"), (device, name, bytes(CodeRule.of(grid.spec)))  # type: ignore[arg-type]
+        kernel, key = getattr(kernel_module(), f"{way}_block"), (device, name, bytes(ColumnRule.of(grid.spec)))  # type: ignore[arg-type]
         if key in self.passed:
             kernel(grid, *columns, *squares)
             return

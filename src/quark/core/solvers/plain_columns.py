@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.core.array import Array, NumpyArray, is_torch, like, namespace
+from quark.core.array import Array, NumpyArray, copied_once, is_torch, namespace
 from quark.core.dtypes import Dtype
 from quark.core.solvers.columns import ColumnGrid, has_rule
 from quark.core.solvers.halves import add_product, add_row_product
@@ -151,7 +151,10 @@ class _Steps:
         self.divides = spec.dtype.is_block or spec.dtype.is_float
         if spec.dtype.is_float:  # a group of zeros may have scale 0 (E5M3)
             self.factor = xp.where(self.scale == 0, 1.0, self.scale)
-            self.table, self.bounds = _table_beside(grid.scale, spec.dtype)
+            self.table, self.bounds = (
+                copied_once((spec.dtype.name, part), lambda part=part: float_table(spec.dtype)[part], grid.scale)  # type: ignore[misc]
+                for part in range(2)
+            )
         else:
             self.factor = self.scale if self.divides else 1.0 / self.scale
         # round(x) + zero in [min, max] as round(x) in [min - zero, max - zero]: whole numbers, so the same code.
@@ -203,19 +206,6 @@ class _Steps:
         (xp.divide if self.divides else xp.multiply)(values, factor, out=out)
         if self.before and zero is not None:
             out += zero
-
-
-_TABLES: dict[tuple[str, str], tuple[Array, Array]] = {}
-"""By element type and device: a copy to a device waits for it."""
-
-
-def _table_beside(x: Array, dtype: Dtype) -> tuple[Array, Array]:
-    """`float_table` in the library and on the device of x."""
-    place = (dtype.name, str(x.device) if is_torch(x) else "numpy")
-    if place not in _TABLES:
-        values, bounds = float_table(dtype)
-        _TABLES[place] = like(values, x), like(bounds, x)
-    return _TABLES[place]
 
 
 @cache

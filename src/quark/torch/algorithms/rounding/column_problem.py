@@ -30,7 +30,7 @@ class ColumnProblem:
     group: InputGroup
     layers: dict[str, QuantLayer]
     order: torch.Tensor
-    damping: float = 0.0
+    damping: float | torch.Tensor = 0.0
     pulls: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
 
 
 @contextmanager
-def damped(gram: torch.Tensor, damping: float) -> Iterator[torch.Tensor]:
+def damped(gram: torch.Tensor, damping: float | torch.Tensor) -> Iterator[torch.Tensor]:
     """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
     diagonal = gram.diagonal()
     before = diagonal.clone()

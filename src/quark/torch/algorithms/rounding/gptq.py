@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
-from quark.core.checks import naming
+from quark.core.checks import later, naming
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid, compiles
@@ -22,6 +23,7 @@ from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
 from quark.memory_and_disk import give_back_memory
+from quark.progress import OUTPUT_ERROR, report
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec
@@ -47,7 +49,7 @@ from quark.torch.algorithms.rounding.grids import (
     static_grid,
 )
 from quark.torch.algorithms.rounding.output_scores import ByScores
-from quark.torch.algorithms.rounding.solved_errors import report_layer
+from quark.torch.algorithms.rounding.solved_errors import layer_errors
 from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
 
@@ -116,11 +118,14 @@ class GPTQ(ByScores):
             only = problems[0]
             with naming(names_of(problems)):
                 feedback, importance, taken = gptq.factor(only.group.gram, only.damping, only.order)
-            only.damping = cast(float, taken)
+            only.damping = cast(Any, taken)
             return feedback, importance
         whole = torch.stack([problem.ordered(problem.group.gram) for problem in problems])
         try:
-            return gptq.factor(whole, [problem.damping for problem in problems])[:2]
+            dampings: Any = [problem.damping for problem in problems]
+            if isinstance(dampings[0], torch.Tensor):
+                dampings = torch.stack(dampings)
+            return gptq.factor(whole, dampings)[:2]
         except CalibrationError:
             alone = [self._factor([problem]) for problem in problems]
             # One may have needed float64.
@@ -134,8 +139,8 @@ class GPTQ(ByScores):
         drifts = [self.drift(p.group, p.order, f, d) for p, f, d in each]
         return None if drifts[0] is None else stacked(cast(list[torch.Tensor], drifts))
 
-    def damping(self, hessian: torch.Tensor) -> float:
-        """Share of the mean of the diagonal."""
+    def damping(self, hessian: torch.Tensor) -> float | torch.Tensor:
+        """Share of the mean of the diagonal; a number that follows from the moments stays on their device."""
         return float(self.config.damp_percent)
 
     def drift(
@@ -179,10 +184,10 @@ class Qronos(GPTQ):
 
     needs_float = True
 
-    def damping(self, hessian: torch.Tensor) -> float:
+    def damping(self, hessian: torch.Tensor) -> torch.Tensor:
         # alpha counts in the largest eigenvalue; the solver, in the mean of the diagonal.
-        largest = gptq.largest_eigenvalue(hessian)
-        return float(self.config.alpha) * largest / float(hessian.diagonal().mean().clip(1e-30))
+        largest = cast(torch.Tensor, gptq.largest_eigenvalue(hessian)).double()
+        return float(self.config.alpha) * largest / hessian.diagonal().mean().clip(1e-30)
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
         problem.add_pulls(problem.group.cross_bands())
@@ -241,7 +246,8 @@ class _Solver:
         for problem, factor, *of_layers in every:
             for name, module, weight, before, rounded, parts in zip(*of_layers, strict=True):
                 result, scales = self._coupled(problem, name, weight, rounded, joined(parts), spec, factor)
-                report_layer(problem, name, weight, result, (before, spec), factor)
+                errors = layer_errors(problem, name, weight, result, (before, spec), factor)
+                later(errors, partial(_report, name))
                 freeze_weight(module, result, scales)
 
     def _coupled(
@@ -357,6 +363,11 @@ class _Solver:
             fitted = FittedScales(qparams, weights, grid)
             solved = refine(goal, solved, stacked(grams), grid, passes, fitted.size, fitted.fit, gradient)
         return solved, fitted.fitted()
+
+
+def _report(name: str, errors: list[float]) -> None:
+    """Tell what a layer's output loses: to nearest, and as it was solved."""
+    report(name, *errors, OUTPUT_ERROR)
 
 
 def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:
