@@ -73,7 +73,7 @@ def damped(hessian: Array, damp: Damping, dtype: str = "float64", order: Array |
 def _times_mean(damp: Damping, diagonal: Array) -> Array:
     """Damp times the mean of each diagonal, shape (..., 1). A number is not copied to a device, which would wait."""
     mean = diagonal.mean(-1, keepdims=True)
-    return damp * mean if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None] * mean
+    return float(damp) * mean if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None] * mean
 
 
 def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
