@@ -108,6 +108,21 @@ def test_a_compiled_solution_is_the_other_one_but_for_ties(rule: TensorSpec, wra
         assert objective(mine) == pytest.approx(objective(other), rel=1e-3)
 
 
+@pytest.mark.parametrize("rule", [RULES[0]], ids=str)
+def test_squares_may_lie_in_memory_either_way(rule: TensorSpec) -> None:
+    """As results of triangular solves do."""
+    weight, random = weights(7), np.random.default_rng(7)
+    goal, grid = torch.from_numpy(np.ascontiguousarray(weight.T)), grid_of(weight, rule, torch.from_numpy)
+    feedback, drift = (torch.from_numpy(np.float32(np.triu(random.normal(size=(SIZE, SIZE)), 1) * 0.2)) for _ in "ab")
+    expected = gptq.solve(goal, feedback, grid, drift)
+    turned = [x.T.contiguous().T for x in (goal, feedback, drift)]
+    assert torch.equal(gptq.solve(turned[0], turned[1], grid, turned[2]), expected)
+    hessian = feedback @ feedback.T + torch.eye(SIZE)
+    again = refine(goal, expected, hessian, grid, 1, gradient=hessian @ (goal - expected))
+    gradient = (hessian @ (goal - expected)).T.contiguous().T
+    assert torch.equal(refine(goal, expected.T.contiguous().T, hessian, grid, 1, gradient=gradient), again)
+
+
 def wrap_copy(x: Any) -> Any:
     return x * 1.0
 

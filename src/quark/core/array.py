@@ -68,6 +68,11 @@ def copied_once(key: object, make: Callable[[], NumpyArray], x: Array) -> Array:
     return _COPIES[place]
 
 
+def row_major(x: Array) -> Array:
+    """`x` with its last axis contiguous, as native code and kernels read it; a copy only where it is not."""
+    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
+
+
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
     """Return `x` as a numpy array on the host (bfloat16 tensors become float32, which holds them exactly)."""
     if is_torch(x):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace
+from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace, row_major
 from quark.core.checks import read
 from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.halves import add_product, in_halves
@@ -73,7 +73,9 @@ def damped(hessian: Array, damp: Damping, dtype: str = "float64", order: Array |
 def _times_mean(damp: Damping, diagonal: Array) -> Array:
     """Damp times the mean of each diagonal, shape (..., 1). A number is not copied to a device, which would wait."""
     mean = diagonal.mean(-1, keepdims=True)
-    return float(damp) * mean if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None] * mean
+    return (
+        float(damp) * mean if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None] * mean
+    )
 
 
 def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
@@ -246,7 +248,9 @@ def solve(
     Returns:
         The quantized values, shape (..., columns, rows), float32.
     """
-    xp = namespace(weight)
+    # A triangular solve of torch gives its result with the axes the other way round.
+    xp, weight, feedback = namespace(weight), row_major(weight), row_major(feedback)
+    drift = None if drift is None else row_major(drift)
     work, missed, result = weight * 1.0, xp.empty_like(weight), xp.empty_like(weight)
     # What the missed part of a column counts from: its weight, and what the drift of those before adds to it.
     target = weight if drift is None else weight * 1.0

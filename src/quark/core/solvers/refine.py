@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quark.core.array import Array, astype, namespace
+from quark.core.array import Array, astype, namespace, row_major
 from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.gptq import Rounder
 from quark.core.solvers.halves import add_product, in_halves
@@ -48,9 +48,10 @@ def refine(
         fit: (group, factors (..., rows)) -> the factors by which the scales of `rounder` really changed.
         gradient: H (W - Q) of the first solution, where it is known; overwritten.
     """
-    descent = _Descent(weight, quantized * 1.0, astype(hessian, "float32"), rounder, size or weight.shape[-2], fit)
+    hessian = row_major(astype(hessian, "float32"))
+    descent = _Descent(weight, row_major(quantized) * 1.0, hessian, rounder, size or weight.shape[-2], fit)
     for _ in range(passes):
-        descent.run(gradient)
+        descent.run(None if gradient is None else row_major(gradient))
         gradient = None
     return descent.result
 
