@@ -12,10 +12,11 @@ import torch
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, elementwise, fake_quantize, quantize_elements, range_of
 from quark.core.scales import qparams_from_range
+from quark.core.schemes import SCHEMES
 from quark.core.solvers import gptq, importance
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.solvers.refine import refine
-from quark.core.spec import TensorSpec, spec
+from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError
 
 ROWS, COLUMNS, TOKENS = 12, 24, 200
@@ -237,6 +238,32 @@ def test_weighted_scales_never_lose_more_than_the_full_range(rule: TensorSpec) -
         low, high = range_of(weight, rule)
         shares = np.linspace(0.4, 1.0, 61)
         assert error(found) < 1.05 * min(error(qparams_from_range(low * a, high * a, rule)) for a in shares)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        spec("int4", PerChannel(0)),
+        spec("uint4", PerGroup(-1, 16), symmetric=False),
+        spec("fp4_e2m1", PerGroup(-1, 16), scale_type=ScaleType.float8_e8m0fnu),
+        SCHEMES["nvfp4"].weight,
+    ],
+    ids=str,
+)
+def test_candidates_that_are_tried_at_once_find_the_scales_that_each_alone_finds(
+    rule: TensorSpec, wrap: Callable[[np.ndarray], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importance, "compiles", lambda _: False)
+    monkeypatch.setattr(importance, "part_errors", lambda *_: None)
+    random = np.random.default_rng(4)
+    weight, weighing = np.float32(random.standard_t(3, (24, 64))), np.float32(random.random((24, 64)) ** 4)
+    for weigh in (weighing, weighing[0]):
+        together = weighted_qparams(wrap(weight), wrap(weigh), rule)
+        with monkeypatch.context() as patch:
+            patch.setattr(importance, "SMALL", 0)
+            alone = weighted_qparams(wrap(weight), wrap(weigh), rule)
+        assert (np.asarray(together.scale) == np.asarray(alone.scale)).all()
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(1e-7, False), (1e-3, True)])

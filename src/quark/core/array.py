@@ -27,6 +27,11 @@ def is_torch(x: Array) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def on_cpu(x: Array) -> bool:
+    """Whether `x` is numpy's, or a tensor that is on no device."""
+    return not is_torch(x) or x.device.type == "cpu"
+
+
 def namespace(x: Array) -> Any:
     """Return the module (`numpy` or `torch`) that computes on `x`."""
     return sys.modules["torch"] if is_torch(x) else np
@@ -125,7 +130,7 @@ CACHE_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 28
 
 def chunk_bytes_for(x: Array) -> int:
     """How much of x to work on at once."""
-    return DEVICE_CHUNK if is_torch(x) and x.device.type != "cpu" else CACHE_CHUNK
+    return CACHE_CHUNK if on_cpu(x) else DEVICE_CHUNK
 
 
 ONE_THREAD = 1 << 25

@@ -15,14 +15,16 @@ A scale that is itself a narrow float has few neighbours, and those of block flo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from quark.core.array import Array, astype, dtype_name, namespace
+from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, namespace, on_cpu
 from quark.core.block_types import BlockType
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import block_qparams, effective, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import SCALE_DTYPES, QParams, qparams_from_range
-from quark.core.solvers.columns import part_errors
+from quark.core.solvers.columns import compiles, part_errors
 from quark.core.spec import ScaleType, TensorSpec
 
 COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -34,6 +36,8 @@ BINADES = (0.5, 2.0)
 NEIGHBOURS = tuple(share / 32 for share in (*range(16, 32), *range(34, 53, 2)))
 """Factors on a scale with a mantissa of 3 bits, which hold each of its neighbours between the first and the last: steps
 of a scale are a sixteenth of it at least."""
+SMALL = 1 << 22
+"""Bytes of the copies of a weight, one for each candidate, that a CPU works on at once."""
 ROUNDING = 1e-5
 """Share of the error that sums in another order (over batches, over processes) may change: no reason to choose."""
 
@@ -66,8 +70,10 @@ class _Search:
         a = b = xp.ones_like(self.low)
         best = self._error(a, b)
         neighbours = _neighbours(self.spec)
-        for share in neighbours or COARSE:
-            a, b, best = self._better(xp.full_like(a, share), xp.full_like(b, share), a, b, best)
+        shares = neighbours or COARSE
+        for share, error in zip(shares, self._errors(shares), strict=True):
+            both = xp.full_like(a, share)
+            a, b, best = self._chosen(both, both, error, a, b, best)
         for by in () if neighbours else (-FINE, FINE):
             a, b, best = self._better(a + by, b + by, a, b, best)
         if not self.one_sided:
@@ -78,8 +84,12 @@ class _Search:
 
     def _better(self, p: Array, q: Array, a: Array, b: Array, best: Array) -> tuple[Array, Array, Array]:
         """(p, q) where they lose less than (a, b), by more than rounding, and the error then."""
+        return self._chosen(p, q, self._error(p, q), a, b, best)
+
+    @staticmethod
+    def _chosen(p: Array, q: Array, error: Array, a: Array, b: Array, best: Array) -> tuple[Array, Array, Array]:
+        """The same, given what (p, q) lose."""
         xp = namespace(best)
-        error = self._error(p, q)
         better = error < best * (1 - ROUNDING)
         return xp.where(better, p, a), xp.where(better, q, b), xp.where(better, error, best)
 
@@ -87,7 +97,37 @@ class _Search:
         return qparams_from_range(low, high, self.spec, dtype_name(self.weight))
 
     def _params(self, a: Array, b: Array) -> QParams:
-        return quantize_scales(self._first(self.low * a, self.high * b), self.second, self.spec)
+        return self._within(self.low * a, self.high * b)
+
+    def _within(self, low: Array, high: Array) -> QParams:
+        return quantize_scales(self._first(low, high), self.second, self.spec)
+
+    def _errors(self, shares: tuple[float, ...]) -> Iterator[Array]:
+        """What shares of the whole range lose, each as `_error` has it; of a small weight on a device all at once, as
+        rows below each other, for each candidate would take some forty launches.
+        """
+        if not self._fits(len(shares)):
+            for share in shares:
+                both = namespace(self.low).full_like(self.low, share)
+                yield self._error(both, both)
+            return
+        concatenate = namespace(self.low).concatenate
+        low, high = (concatenate([side * share for share in shares]) for side in (self.low, self.high))
+        importance, rows = self.importance, len(self.values)
+        if importance.ndim == 2 and len(importance) == rows:
+            importance = concatenate([importance] * len(shares))
+        errors = self._lost(self._within(low, high), concatenate([self.values] * len(shares)), importance)
+        yield from (errors[start : start + rows] for start in range(0, len(errors), rows))
+
+    def _fits(self, count: int) -> bool:
+        """Whether so many copies of the weight are worked on at once: their rows have scales of their own, and no
+        compiled code takes one candidate after the other.
+        """
+        one_second = self.second is None or math.prod(self.second.scale.shape) == 1
+        if self.runs is None or not one_second or (on_cpu(self.values) and compiles(self.spec)):
+            return False
+        most = SMALL if on_cpu(self.values) else chunk_bytes_for(self.values)
+        return 4 * math.prod(self.values.shape) * count <= most
 
     def _error(self, a: Array, b: Array) -> Array:
         """The weighted square error of each part, in the shape of the scale."""
@@ -97,10 +137,14 @@ class _Search:
             errors = part_errors(self.values, self.importance, scale, params.zero_point, spec, self.runs)
             if errors is not None:
                 return errors
-        y = fake_quantize(self.values, params, spec)
-        y -= self.values
+        return self._lost(params, self.values, self.importance)
+
+    def _lost(self, params: QParams, values: Array, importance: Array) -> Array:
+        """The weighted square error of each part of some rows under their scales."""
+        y = fake_quantize(values, params, replace(self.spec, dynamic=False))
+        y -= values
         y *= y
-        y *= self.importance
+        y *= importance
         return self.spec.split.sums(y)
 
 
