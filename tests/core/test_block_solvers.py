@@ -271,7 +271,7 @@ def test_a_kernel_that_is_right_passes_once(rule: TensorSpec, pulled: bool, on_a
     start = block.solved(solver, pulled)[-1]
     block.refined(solver, start)
     assert len(solver.passed) == 2 and not solver.refused
-    assert {(device, bits) for device, _, bits in solver.passed} == {("interpreter", bytes(ColumnRule.of(rule)))}  # type: ignore[arg-type]
+    assert {(device, bits) for device, _, _, bits in solver.passed} == {("interpreter", bytes(ColumnRule.of(rule)))}  # type: ignore[arg-type]
     again = [start * 1.0, start * 0.0, start * 0.0]  # what has passed is not looked at again
     solver._run("refine", block.grid, "refine", again, [block.hessian], lambda _: pytest.fail("looked"))
 
@@ -389,7 +389,7 @@ def test_what_a_column_launches(
     monkeypatch.setattr(kernels, "device_of", lambda x: "counted")
     monkeypatch.setattr(kernels, "kernel_module", lambda: Counted)
     names = ("solve", "refine")
-    monkeypatch.setattr(solver, "passed", {("counted", name, bytes(ColumnRule.of(rule))) for name in names})  # type: ignore[arg-type]
+    monkeypatch.setattr(solver, "passed", {("counted", name, 128, bytes(ColumnRule.of(rule))) for name in names})  # type: ignore[arg-type]
     assert count().launches <= 2 * kernel * (size // 128) + 12
 
 

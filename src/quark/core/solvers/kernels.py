@@ -1,7 +1,7 @@
 """Blocks of columns as kernels of a GPU, each of which is checked before it is trusted.
 
-A kernel was written on one machine and runs on many, under compilers that change. The first block that it solves on a
-kind of device and under a rule is held against the formulas, by itself:
+A kernel was written on one machine and runs on many, under compilers that change. The first block of a width that it
+solves on a kind of device and under a rule, for which it is compiled anew, is held against the formulas, by itself:
 
     every code          quantize_elements(v) = q, bit for bit, of the very v that the kernel says it rounded
     every v             |v - (w + F^T (t - q) + P^T v)| <= (n + 2) 2^-24 (|w| + |F|^T |t - q| + |P|^T |v|)
@@ -33,14 +33,14 @@ class Kernels:
     """Blocks of columns in one launch each, on the devices that have passed.
 
     Attributes:
-        passed: (device, kernel, rule) whose first block was right.
+        passed: (device, kernel, columns of the block, rule) whose first block was right.
         refused: Devices on which one was not.
     """
 
     most, shares = PLAIN.most, False
 
     def __init__(self) -> None:
-        self.passed: set[tuple[str, str, bytes]] = set()
+        self.passed: set[tuple[str, str, int, bytes]] = set()
         self.refused: set[str] = set()
 
     def takes(self, rounder: Any, work: Array) -> bool:
@@ -96,7 +96,9 @@ class Kernels:
         if device in self.refused:
             plain(grid, *columns, *squares)
             return
-        kernel, key = getattr(kernel_module(), f"{way}_block"), (device, name, bytes(ColumnRule.of(grid.spec)))  # type: ignore[arg-type]
+        rule = ColumnRule.of(grid.spec)
+        assert rule is not None
+        kernel, key = getattr(kernel_module(), f"{way}_block"), (device, name, columns[0].shape[-2], bytes(rule))
         if key in self.passed:
             kernel(grid, *columns, *squares)
             return
@@ -114,7 +116,7 @@ class Kernels:
         self.refused.add(device)
         logger.warning(
             "The kernel to %s columns of %s is not used on %s: %s. Columns are solved in more and shorter steps there, "
-            "with the same results.", name, grid.spec, device, why,
+            "by the same formulas.", name, grid.spec, device, why,
         )  # fmt: skip
         for now, old in zip(columns, before, strict=True):
             now[...] = old
