@@ -1,4 +1,4 @@
-"""A pretended GPU: tensors that say they are on cuda:0 or cuda:1, are kept apart from the CPU's, and compute on the CPU.
+"""A pretended GPU: tensors that say they are on cuda:0 or cuda:1, kept apart from the CPU's, computed on the CPU.
 
     with PretendedGpu() as gpu:
         model.to("cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -144,7 +145,8 @@ class PretendedGpu:
 
         def is_same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
             either = isinstance(a, DeviceTensor) or isinstance(b, DeviceTensor)
-            return not a.is_meta and not b.is_meta if either else same_kind(a, b)
+            # What somebody holds by a weak reference cannot become another tensor in place: it is replaced.
+            return not (a.is_meta or b.is_meta or weakref.getweakrefs(a)) if either else same_kind(a, b)
 
         return [
             mock.patch.object(torch, "load", loaded),
@@ -365,7 +367,9 @@ def _check_generator(args: Any, kwargs: dict[str, Any]) -> None:
     if generator is None:
         return
     given = "cuda" if isinstance(generator, _Generator) else "cpu"
-    on_device = any(isinstance(x, DeviceTensor) for x in args) if device is None else torch.device(device).type == "meta"
+    on_device = (
+        any(isinstance(x, DeviceTensor) for x in args) if device is None else torch.device(device).type == "meta"
+    )
     if (given == "cuda") != on_device:
         wanted = "cuda" if on_device else "cpu"
         raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{given}'")

@@ -5,24 +5,26 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-VIEWS = frozenset(
-    "view _unsafe_view t transpose permute slice select expand unsqueeze squeeze as_strided detach alias split unbind "
-    "_reshape_alias unfold diagonal split_with_sizes lift_fresh view_as_real view_as_complex real imag narrow swapaxes "
-    "movedim empty empty_like empty_strided new_empty new_empty_strided _unsafe_index_put_views set_ resize_ numpy_T "
-    "numpy_T chunk unflatten expand_as view_as mT mH adjoint".split()
-)
+VIEWS = frozenset({
+    "view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "expand", "unsqueeze", "squeeze",
+    "as_strided", "detach", "alias", "split", "unbind", "_reshape_alias", "unfold", "diagonal", "split_with_sizes",
+    "lift_fresh", "view_as_real", "view_as_complex", "real", "imag", "narrow", "swapaxes", "movedim", "empty",
+    "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_index_put_views", "set_", "resize_",
+    "numpy_T", "chunk", "unflatten", "expand_as", "view_as", "mT", "mH", "adjoint",
+})  # fmt: skip
 """Operators that start no kernel: they look at memory that is there, or ask for some."""
 
-WAITS = frozenset(
-    "_local_scalar_dense nonzero nonzero_numpy nonzero_static _unique2 unique_dim unique_consecutive _unique "
-    "masked_select equal is_nonzero bincount _linalg_check_errors histc".split()
-)
+WAITS = frozenset({
+    "_local_scalar_dense", "nonzero", "nonzero_numpy", "nonzero_static", "_unique2", "unique_dim",
+    "unique_consecutive", "_unique", "masked_select", "equal", "is_nonzero", "bincount", "_linalg_check_errors",
+    "histc",
+})  # fmt: skip
 """Operators after which Python knows something of the values, or of their number: the CPU waits until all is done."""
 
 

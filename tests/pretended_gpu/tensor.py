@@ -11,7 +11,7 @@ dimension; a generator of another device; `numpy()`; an address in a module that
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -108,7 +108,9 @@ class DeviceTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
         made = DeviceTensor(_copied_storage(self.host, memo), self.index, self.requires_grad)
         extra = {k: v for k, v in self.__dict__.items() if k not in ("host", "index", "life")}
         memo[id(self)] = made
@@ -322,5 +324,3 @@ def _by_mask(name: str, args: Any) -> bool:
 def _waited(name: str, host: torch.Tensor) -> None:
     if current:
         current[-1].wait(name, host.numel() * host.element_size())
-
-

@@ -172,7 +172,7 @@ class InPlace(nn.Module):
 def test_a_block_that_writes_on_a_part_has_products_apart() -> None:
     module = InPlace()
     call = Call((torch.randn(2, 5, 32),), {})
-    block = Block("", module, [call], [call], (), [("q", "k")])
+    block = Block("", module, [call], [call], groups=[("q", "k")])
     for leaf in ("q", "k"):
         replace_layer(module, leaf, LayerSpec(weight=UINT4))
     layers = quantized_layers(module)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from quark.core.checks import gathered
+from quark.core.checks import gathered, read
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
@@ -135,9 +135,8 @@ class BlockJudge:
             for call, expected in zip(self.calls, cast(list[torch.Tensor], self.expected), strict=True):
                 error = cast(torch.Tensor, _tensor_of(call, self.block.module)).float() - expected.float()
                 sums.append(torch.stack([error.square().sum(), expected.float().square().sum()]).double())
-        # Read once; so that all processes decide the same.
-        total = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(2, dtype=torch.float64)
-        noise, signal = summed(total).tolist()
+        total = read(torch.stack(sums).sum(0)) if sums else [0.0, 0.0]
+        noise, signal = summed(torch.tensor(total, dtype=torch.float64)).tolist()  # all processes decide the same
         return float((noise / max(signal, torch.finfo(torch.float32).tiny)) ** 0.5)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from quark.core.array import dtype_name
 from quark.core.block_types import BlockType
-from quark.core.checks import all_finite, check, gathered, naming
+from quark.core.checks import all_finite, check, gathered, naming, read
 from quark.core.observers import OBSERVERS
 from quark.core.observers.base import bring_to_host
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
@@ -119,7 +119,7 @@ def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str
     seconds = [torch.stack([cast(torch.Tensor, quantizers[name].scale_2) for name in members]) for members in families]
     largests = [scales.amax(0) for scales in seconds]
     same = [(scales == largest).all() for scales, largest in zip(seconds, largests, strict=True)]
-    is_shared = torch.stack([one.to(same[0].device) for one in same]).tolist() if same else []
+    is_shared = read(torch.stack([one.to(same[0].device) for one in same])) if same else []
     for members, largest, shared in zip(families, largests, is_shared, strict=True):
         if shared:
             continue  # perhaps by an algorithm that chose the first level for it

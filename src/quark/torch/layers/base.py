@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import ClassVar
 
 import torch
@@ -38,6 +40,7 @@ class QuantLayer(nn.Module):
         layer = cls.__new__(cls)
         # A shallow copy of the attributes: nothing is allocated or initialised, even for huge or meta weights.
         layer.__dict__.update({key: copy.copy(value) for key, value in module.__dict__.items()})
+        _take_over_forward(layer, module)
         layer.attach(spec)
         return layer
 
@@ -91,3 +94,15 @@ class QuantLayer(nn.Module):
         names = {suffix: f"{role}_{suffix}" for suffix in EXTRA_SUFFIXES}
         found = {suffix: self._buffers.get(name, self._parameters.get(name)) for suffix, name in names.items()}
         return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
+
+
+def _take_over_forward(layer: nn.Module, module: nn.Module) -> None:
+    """Let what accelerate put around the forward of a module, which moves tensors between devices, call the layer's.
+
+    A model with a `device_map` has it: `forward` is a partial of the module, and `_old_forward` the method it had.
+    """
+    around = layer.__dict__.get("forward")
+    if isinstance(around, partial) and "_old_forward" in layer.__dict__:
+        arguments = [layer if argument is module else argument for argument in around.args]
+        layer.__dict__["forward"] = update_wrapper(partial(around.func, *arguments), type(layer).forward)
+        layer.__dict__["_old_forward"] = MethodType(type(layer).forward, layer)

@@ -367,7 +367,8 @@ class _Solver:
 
 def _report(name: str, errors: list[float]) -> None:
     """Tell what a layer's output loses: to nearest, and as it was solved."""
-    report(name, *errors, OUTPUT_ERROR)
+    before, after = errors
+    report(name, before, after, OUTPUT_ERROR)
 
 
 def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ On a device each step is a kernel launch, and those of small layers take longer 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
+from quark.torch.model.forwards import forward_instead
 
 LOWEST_SHARE = 0.5
 """Least share of the range that clipping may keep."""
@@ -56,7 +58,7 @@ class Readers:
     weight: torch.Tensor
 
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
-        self.names, self.layers = [*layers], [*layers.values()]
+        self.names, self.layers, self.forwards = [*layers], [*layers.values()], ExitStack()
         self.parameters = [cast(nn.Parameter, layer.weight) for layer in self.layers]
         self.outputs = [len(parameter) for parameter in self.parameters]
         self.weight = self.parameters[0]
@@ -82,12 +84,11 @@ class Readers:
         """Let each layer give its part of a product, (..., outputs of all)."""
         parts = _Parts(self, product)
         for index, layer in enumerate(self.layers):
-            layer.__dict__["forward"] = partial(parts.of, index)
+            self.forwards.enter_context(forward_instead(layer, partial(parts.of, index)))
 
     def give_forwards_back(self) -> None:
         """Let each layer give what it gave."""
-        for layer in self.layers:
-            layer.__dict__.pop("forward", None)
+        self.forwards.close()
 
 
 class _Parts:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from quark.core.checks import read
+
 SHORT = 16
 """Tokens of one batch on which folds are found and proved."""
 PLAIN = (bool, int, float, str, type(None))
@@ -198,12 +200,11 @@ def _alike(leaf: Any, other: Any) -> bool:
 
 
 def _read(flags: Sequence[torch.Tensor]) -> list[bool]:
-    """Flags of any devices, in one read of each."""
-    found: dict[int, bool] = {}
-    for device in {flag.device for flag in flags}:
-        here = [index for index, flag in enumerate(flags) if flag.device == device]
-        found |= zip(here, torch.stack([flags[index] for index in here]).tolist(), strict=True)
-    return [found[index] for index in range(len(flags))]
+    """Flags of any devices, in one read."""
+    if not flags:
+        return []
+    device = flags[0].device
+    return [bool(flag) for flag in read(torch.stack([flag.to(device) for flag in flags]))]
 
 
 def joined_call(calls: Sequence[Call]) -> Call | None:

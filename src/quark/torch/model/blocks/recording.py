@@ -8,7 +8,7 @@ alone, on the hidden state that the block before it returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from quark.errors import CalibrationError, StructureError
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks.calls import Call
+from quark.torch.model.forwards import forward_instead
 
 WHOLE = ""
 """The name of the one block of a model that has no list of blocks: the model itself."""
@@ -238,12 +239,11 @@ def passing_through(
     try:
         for config in configs:
             config.use_cache = False  # a cache would grow with each run of a block
-        for name, block in blocks.items():
-            block.forward = recorder(name, block.forward)
-        yield
+        with ExitStack() as forwards:
+            for name, block in blocks.items():
+                forwards.enter_context(forward_instead(block, recorder(name, block.forward)))
+            yield
     finally:
-        for block in blocks.values():
-            block.__dict__.pop("forward", None)
         for config, value in reversed(caches):
             config.use_cache = value
 

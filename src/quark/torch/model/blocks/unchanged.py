@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quark.torch.model.blocks.calls import Call
+from quark.torch.model.forwards import forward_instead
 
 MOST_BYTES = 1 << 26
 """Of all that is kept for a block."""
@@ -47,8 +48,7 @@ class Unchanged:
         with ExitStack() as undo:
             for reader, parts in self.given.items():
                 whole = parts[picked[0]] if len(picked) == 1 else torch.cat([parts[index] for index in picked])
-                reader.__dict__["forward"] = partial(_known, hidden, whole, reader.forward)
-                undo.callback(reader.__dict__.pop, "forward")
+                undo.enter_context(forward_instead(reader, partial(_known, hidden, whole, reader.forward)))
             yield
 
 

@@ -1,0 +1,26 @@
+"""Another forward of a module for a while.
+
+A module may have a forward of its own already, as those of a model with a `device_map` do: it moves tensors between
+devices, and has to be there again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def forward_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within: calling the module calls `forward`, between the module's hooks."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        if before is not None:
+            module.__dict__["forward"] = before
