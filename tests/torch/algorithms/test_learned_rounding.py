@@ -39,7 +39,7 @@ def llama_block(dtype: torch.dtype, device: str = "cpu") -> tuple[Block, dict[st
     names = find_blocks(model)
     data = [torch.randint(0, 64, (1, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     calls = record_calls(model, names, data)[names[0]]
-    block = Block("", model.get_submodule(names[0]), calls, calls, (), [*GROUPS])
+    block = Block("", model.get_submodule(names[0]), calls, calls, groups=[*GROUPS])
     for leaf in (leaf for group in GROUPS for leaf in group):
         replace_layer(block.module, leaf, LayerSpec(weight=UINT4))
     return block, quantized_layers(block.module)

@@ -24,6 +24,7 @@ from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import part_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
+from quark.torch.model.batches import input_device
 from quark.torch.model.blocks import Call, record_calls
 
 Hidden = list[torch.Tensor] | None
@@ -115,9 +116,9 @@ def loop_over_blocks(
         calls.pop(name, None)
     left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
     for index, name in enumerate(left, state.done):
-        own_calls = [on_device(call, weights.device) for call in calls.pop(name, [])]
         weights.bring(name)
         try:
+            own_calls = _beside(model.get_submodule(name), calls.pop(name, []), weights.device)
             # Not bound to a name, so that its inputs are freed when its outputs are there.
             with gathered():
                 state = LoopState(index + 1, *work(_block(model, name, own_calls, state, shared_scale_groups)))
@@ -134,15 +135,16 @@ def _shown(name: str) -> str:
 
 
 def _block(model: nn.Module, name: str, calls: list[Call], state: LoopState, groups: Sequence[Sequence[str]]) -> Block:
-    hidden, float_hidden = state.hidden, state.float_hidden or state.hidden
-    return Block(
-        name,
-        model.get_submodule(name),
-        _with_hidden(calls, hidden),
-        _with_hidden(calls, float_hidden),
-        _with_hidden(calls, state.observed),
-        groups,
-    )
+    block = model.get_submodule(name)
+    moved: dict[int, torch.Tensor] = {}  # what two series share stays shared
+
+    def own(hidden: Hidden) -> list[Call]:
+        device = calls[0].hidden.device if calls else None
+        beside = hidden and [moved.setdefault(id(x), x if device is None else x.to(device)) for x in hidden]
+        return _with_hidden(calls, beside)
+
+    float_hidden = state.float_hidden or state.hidden
+    return Block(name, block, own(state.hidden), own(float_hidden), own(state.observed), groups)
 
 
 def is_inside(name: str, block: str) -> bool:
@@ -160,6 +162,11 @@ def _with_hidden(calls: Sequence[Call], hidden: Hidden) -> list[Call]:
     if hidden is None:
         return list(calls)
     return [call.with_hidden(x) for call, x in zip(calls, hidden, strict=True)]
+
+
+def _beside(block: nn.Module, calls: Sequence[Call], device: torch.device | None) -> list[Call]:
+    """Calls of a block on the device where it runs: of a model that is spread over several, its own."""
+    return [on_device(call, device or input_device(block)) for call in calls]
 
 
 def on_device(call: Call, device: torch.device | None) -> Call:

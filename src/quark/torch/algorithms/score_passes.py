@@ -173,7 +173,8 @@ class ScorePasses:
         self.weights.bring(name)
         try:
             block = self.model.get_submodule(name)
-            here = [on_device(call.with_hidden(x), self.weights.device) for call, x in zip(calls, inputs, strict=True)]
+            where = self.weights.device or input_device(block)
+            here = [on_device(call.with_hidden(x), where) for call, x in zip(calls, inputs, strict=True)]
             with torch.enable_grad(), _in_float(block), self.watching(name) as count_batch:
                 for call, score in zip(here, scores, strict=True):
                     leaf = call.hidden.detach().requires_grad_()

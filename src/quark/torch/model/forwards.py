@@ -24,3 +24,9 @@ def forward_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         module.__dict__.pop("forward", None)
         if before is not None:
             module.__dict__["forward"] = before
+
+
+def with_plain_forward(copied: nn.Module) -> nn.Module:
+    """A copy of a module, which calls the forward of its class."""
+    copied.__dict__.pop("forward", None)
+    return copied

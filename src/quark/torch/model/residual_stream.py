@@ -18,6 +18,7 @@ from torch import nn
 
 from quark.errors import StructureError
 from quark.torch.model.dataflow import AdditionChain, Node, Trace
+from quark.torch.model.forwards import with_plain_forward
 from quark.torch.model.record_forward import is_linear
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
@@ -169,7 +170,7 @@ def measure_norm(module: nn.Module) -> tuple[float, bool] | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if list(module.children()) or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None
-    twin = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    twin = with_plain_forward(copy.deepcopy(module)).to("cpu", torch.float64).eval()
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 100 + 30
     try:
         with torch.no_grad():

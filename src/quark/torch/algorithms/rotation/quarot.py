@@ -30,6 +30,7 @@ from quark.errors import ConfigError, NotSupportedError, StructureError
 from quark.log import logger
 from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.block_loop import on_device
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.rotation.block import R1_SEED, BlockPlan, plan_block, prove_block
 from quark.torch.algorithms.rotation.cayley import MatrixRotation
@@ -47,6 +48,7 @@ from quark.torch.algorithms.rotation.frame import (
 from quark.torch.algorithms.rotation.spinquant import learn_rotations
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig
 from quark.torch.layers import QuantLayer
+from quark.torch.model.batches import input_device
 from quark.torch.model.record_forward import is_linear
 from quark.torch.model.residual_stream import Residual
 from quark.torch.model.tied_weights import tying_configs
@@ -119,7 +121,8 @@ class ModelRotation:
         self.stream = stream
         for name, plan in plans.items():
             with naming(name):
-                prove_block(self.model.get_submodule(name), self.frame.calls[name][0], plan)
+                block = self.model.get_submodule(name)
+                prove_block(block, on_device(self.frame.calls[name][0], input_device(block)), plan)
         self._apply(plans)
 
     def _apply(self, plans: Mapping[str, BlockPlan]) -> None:
@@ -149,7 +152,9 @@ class ModelRotation:
 
     def plan(self, name: str) -> BlockPlan:
         """What is to be done to a block, proved on a float64 copy of it."""
-        block, calls = self.model.get_submodule(name), self.frame.calls[name]
+        block = self.model.get_submodule(name)
+        few, many = self.frame.calls[name]
+        calls = on_device(few, input_device(block)), on_device(many, input_device(block))
         inside = None
         if self.targets is not None:
             inside = [target[len(name) + 1 :] for target in self.targets if target.startswith(f"{name}.")]

@@ -23,6 +23,7 @@ from torch import nn
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.algorithms.scaling.float64_forward import Exact, Tensors, difference, in_float64
 from quark.torch.algorithms.scaling.fold import Fold, Refusal
+from quark.torch.model.batches import input_device
 from quark.torch.model.dataflow import Node, Trace
 from quark.torch.model.record_forward import is_linear, record
 
@@ -172,7 +173,7 @@ class _Search:
         shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
         factors = torch.ones(count, dtype=torch.float64)
         factors[rows] = torch.linspace(1.5, 3.0, len(rows), dtype=torch.float64)[shuffled]
-        factors = factors.to(device_of(module))
+        factors = factors.to(input_device(module))
         # The readers go on with the input that they had, so that all else (the choice of experts) stays as it was.
         before, reading = self.before[1], (*layers, *others)
         _, after = self.exact.run(outputs={name: factors}, watch=reading, instead=before)
@@ -205,7 +206,7 @@ class _Search:
         outputs: dict[str, torch.Tensor] = {}
         for fold in folds:
             drawn = torch.rand(len(fold.rows), generator=generator, dtype=torch.float64) * 1.5 + 0.5
-            s = fold.feasible(drawn.to(device_of(self.block.get_submodule(fold.producer))))
+            s = fold.feasible(drawn.to(input_device(self.block.get_submodule(fold.producer))))
             if self.is_linear(fold.producer):
                 outputs[fold.producer] = 1 / fold.factor(self.block, s)
             else:
@@ -251,11 +252,6 @@ def on_host(measured: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     device = measured[0].device
     whole = torch.cat([x.double().to(device) for x in measured]).cpu()
     return list(torch.split(whole, [len(x) for x in measured]))
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module that has parameters computes."""
-    return next(parameter.device for parameter in module.parameters())
 
 
 def _followed(before: torch.Tensor, after: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -306,7 +302,7 @@ def _offsets(norm: nn.Module, channels: int) -> Asking[dict[str, float]]:
         return {}
     x = torch.randn(4, channels, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     zeros = {name: torch.zeros(channels, dtype=torch.float64, device=p.device) for name, p in parameters.items()}
-    x = x.to(device_of(norm))
+    x = x.to(input_device(norm))
     try:
         start = in_float64(norm, zeros, x)
         moved = {name: in_float64(norm, zeros | {name: zeros[name] + 1}, x) - start for name in parameters}
