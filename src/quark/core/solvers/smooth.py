@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from quark.core.array import Array, chunk_bytes_for, is_torch, like, namespace
 from quark.core.quantize import effective
@@ -41,7 +40,7 @@ ELEMENTS, LEAST_ROWS = 1 << 22, 32
 """Weights that are done at once, about, and rows that are done at least."""
 
 
-def smoothing_scale(act_max: Array, weight_max: Array, alpha: Any, floor: float = 1e-3) -> Array:
+def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: float = 1e-3) -> Array:
     """SmoothQuant's scale of each input channel, which divides the activation and multiplies the weight.
 
     Args:
@@ -70,7 +69,7 @@ def output_noise(step: float, weight_power: Array, error_power: Array, input_pow
     return float(step**2 / 12 * weight_power.sum() + (input_power * error_power).sum())
 
 
-def salience_scale(mean_abs: Array, ratio: Any) -> Array:
+def salience_scale(mean_abs: Array, ratio: float) -> Array:
     """AWQ's scale for one exponent: mean|x|^ratio, its largest and smallest value reciprocal."""
     xp = namespace(mean_abs)
     s = xp.clip(mean_abs**ratio, SMALLEST, None)
@@ -109,7 +108,7 @@ def search(loss: Callable[[int], float], count: int = STEPS) -> int:
 
 
 def best_candidate(
-    candidate: Callable[[Any], Array],
+    candidate: Callable[[int], Array],
     loss: Callable[[Array], Array],
     count: int,
     worth: float = 1.0,
@@ -118,7 +117,7 @@ def best_candidate(
     """The candidate that `search` finds, if it is worth it.
 
     Args:
-        candidate: Number, or a tensor of one number -> scales, (channels,).
+        candidate: Number -> scales, (channels,).
         loss: Scales -> what they lose, one value.
         count: How many candidates there are.
         worth: The share of what is lost without, below which a candidate's loss must be.
@@ -137,13 +136,14 @@ def best_candidate(
 
 
 def _best_on_device(
-    candidate: Callable[[Any], Array], loss: Callable[[Array], Array], count: int, worth: float, plain: Array | None
+    candidate: Callable[[int], Array], loss: Callable[[Array], Array], count: int, worth: float, plain: Array | None
 ) -> Array:
     """The same without a look at any loss: every second candidate is tried, and those that `search` would not have
     reached are left out of the choice.
     """
-    xp = namespace(candidate(0))
-    losses = xp.stack([loss(candidate(index)) for index in range(0, count, 2)])
+    tried = [candidate(index) for index in range(count)]
+    xp, scales = namespace(tried[0]), namespace(tried[0]).stack(tried)
+    losses = xp.stack([loss(s) for s in tried[::2]])
     rises = xp.zeros_like(losses, dtype=xp.bool)
     rises[1:] = losses[1:] > losses[:-1]
     ends = losses > 2 * losses.cummin(0).values
@@ -151,9 +151,9 @@ def _best_on_device(
     ends[:1] = False
     reached = ends.cumsum(0) - ends.long() == 0
     middle = 2 * xp.where(reached, losses, xp.inf).argmin()
-    near = [middle, middle - 1, middle + 1]
-    scales = xp.stack([candidate(index) for index in near])
-    inside = xp.stack([(index >= 0) & (index < count) for index in near])
+    near = xp.stack([middle, middle - 1, middle + 1])
+    inside = (near >= 0) & (near < count)
+    scales = scales.index_select(0, near.clamp(0, count - 1))
     lost = xp.where(inside, xp.stack([loss(one) for one in scales]), xp.inf)
     best = lost.argmin().reshape(1)
     without = losses[0] if plain is None else loss(plain)
@@ -180,7 +180,7 @@ def best_scale(
         The scale, (in,); see `best_candidate`.
     """
 
-    def candidate(index: Any) -> Array:
+    def candidate(index: int) -> Array:
         return allowed(salience_scale(mean_abs, index / STEPS))
 
     def loss(s: Array) -> Array:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +64,7 @@ class AutoSmoothQuant(Folding):
         act_max, x = statistics.max_abs, statistics.sample
         assert act_max is not None and x is not None
 
-        def candidate(index: Any) -> torch.Tensor:
+        def candidate(index: int) -> torch.Tensor:
             return smoothed(fold, layers, act_max, index / STEPS, FLOOR)
 
         signs = _signs(x)
