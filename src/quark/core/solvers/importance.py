@@ -100,7 +100,10 @@ class _Search:
         return self._within(self.low * a, self.high * b)
 
     def _within(self, low: Array, high: Array) -> QParams:
-        return quantize_scales(self._first(low, high), self.second, self.spec)
+        first = self._first(low, high)
+        if self.spec.code_spec is not None:  # the second level follows from the codes of the first
+            return second_level(first, self.weight, self.spec)
+        return quantize_scales(first, self.second, self.spec)
 
     def _errors(self, shares: tuple[float, ...]) -> Iterator[Array]:
         """What shares of the whole range lose, each as `_error` has it; of a small weight on a device all at once, as

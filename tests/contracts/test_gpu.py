@@ -1,0 +1,350 @@
+"""What the CPU computes, a GPU computes, too: over the registries, on the pretended one.
+
+Results are compared bit by bit, for its operators are those of the CPU, whose compiled solvers, which sum in another
+order, are switched off here. What is not the same arithmetic has a bound: float16, which a CPU multiplies in float32,
+and packed kernels, of which each kind of device has its own.
+
+How often Python waits is counted in the same runs: at most `WAITS` a block and pass, and none a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quark.core.schemes import SCHEMES
+from quark.core.solvers import columns
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
+from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
+from tests.commands.program import quark
+from tests.models.architectures import build, token_ids
+from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama
+from tests.pretended_gpu import PretendedGpu, on_host
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "_library", lambda: None)
+
+
+WAITS = 4
+CPU, GPU = "cpu", "cuda"
+Result = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+IN_ALL = {"distillation": "int4_wo_64"}
+"""Algorithms that are tried under another scheme in the everyday tests."""
+BY_NAME = [name for name in ALGO_CONFIGS if name not in ("imatrix", "smoothquant", "autosmoothquant")]
+"""Of each algorithm one name; that of an importance matrix reads a file."""
+OFTEN = ("int8", "uint4_wo_64", "nvfp4", "mxfp4_fp8", "mx6", "int4_fp8")
+
+
+def small_config(name: str) -> Any:
+    """An algorithm by name, where that can be in a few steps."""
+    config = algo_config_by_name(name)
+    for field, value in (("iters", 4), ("epochs", 1), ("min_layer_size", 32), ("svd_rank", 4)):
+        if hasattr(config, field):
+            setattr(config, field, value)
+    return config
+
+
+def config_of(scheme: str, *algorithms: str, **options: Any) -> Any:
+    config = LLMTemplate.get("auto").get_config(scheme, **options)
+    config.algo_config = [small_config(name) for name in algorithms] or None
+    return config
+
+
+def one_block(dtype: torch.dtype = torch.float32) -> Any:
+    return tiny_llama(num_hidden_layers=1, intermediate_size=128, vocab_size=64, dtype=dtype)
+
+
+def batches(count: int = 3) -> list[torch.Tensor]:
+    return [token_ids(seed=seed) for seed in range(count)]
+
+
+def quantized(model: Any, config: Any, data: list[Any] | None) -> Any:
+    quantizer = ModelQuantizer(config)
+    return quantizer.freeze(quantizer.quantize_model(model, data))
+
+
+def result_of(model: Any) -> Result:
+    with torch.no_grad():
+        logits = model(token_ids(seed=9).to(next(model.parameters()).device)).logits
+    return on_host(model.state_dict()), on_host(logits)
+
+
+def require_same(cpu: Result, gpu: Result) -> None:
+    assert cpu[0].keys() == gpu[0].keys()
+    assert [name for name, tensor in cpu[0].items() if not torch.equal(tensor, gpu[0][name])] == []
+    assert torch.equal(cpu[1], gpu[1])
+
+
+def compare(run: Callable[[str], Result]) -> PretendedGpu:
+    """Run on both; the device, for its meter."""
+    cpu = run(CPU)
+    with PretendedGpu(count=2) as gpu:
+        require_same(cpu, run(GPU))
+    return gpu
+
+
+def in_memory(scheme: str, *algorithms: str, dtype: torch.dtype = torch.float32) -> Callable[[str], Result]:
+    def run(device: str) -> Result:
+        # The data stay on the host: they are moved to where the model is.
+        return result_of(quantized(one_block(dtype).to(device), config_of(scheme, *algorithms), batches()))
+
+    return run
+
+
+def own_waits(gpu: PretendedGpu) -> int:
+    """Waits but for those inside of transformers, which looks at each mask."""
+    return sum(count for line, count in gpu.meter.waited_at.items() if not line.startswith("torch/model/batches.py"))
+
+
+@pytest.mark.parametrize(
+    "scheme", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+)
+def test_every_scheme(scheme: str) -> None:
+    gpu = compare(in_memory(scheme))
+    assert own_waits(gpu) <= WAITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [name if name == "awq" else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
+)
+def test_every_algorithm(name: str, dtype: torch.dtype) -> None:
+    compare(in_memory(IN_ALL.get(name, "uint4_wo_64"), name, dtype=dtype))
+
+
+EVERY = [(scheme, name) for scheme in SCHEMES for name in BY_NAME if name not in ("rotation", "quarot", "distillation")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_under_every_algorithm(scheme: str) -> None:
+    """In one test each: what the CPU refuses, the device refuses in the same words."""
+    for name in [name for of, name in EVERY if of == scheme]:
+        run = in_memory(scheme, name)
+        cpu = outcome(run, CPU)
+        with PretendedGpu():
+            gpu = outcome(run, GPU)
+        assert isinstance(cpu, str) == isinstance(gpu, str), (name, cpu if isinstance(cpu, str) else gpu)
+        if isinstance(cpu, str) or isinstance(gpu, str):
+            assert cpu == gpu, name
+        else:
+            require_same(cpu, gpu)
+
+
+def outcome(run: Callable[[str], Result], device: str) -> Result | str:
+    from quark.errors import QuarkError
+
+    try:
+        return run(device)
+    except QuarkError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq", "int8"])
+def test_float16_within_a_tenth_of_its_loss(name: str) -> None:
+    """A CPU multiplies float16 in float32, a device as it is: the difference is that of float16 itself."""
+    run = in_memory("int8") if name == "int8" else in_memory("uint4_wo_64", name, dtype=torch.float16)
+    cpu = run(CPU)
+    with PretendedGpu():
+        gpu = run(GPU)
+    lost = (cpu[1].float() - gpu[1].float()).norm() / cpu[1].float().norm()
+    assert lost < 0.1
+
+
+ARCHITECTURES = ["mixtral", "qwen3_moe", "gpt2", "bert", "phi3", "falcon", "gemma2", "opt", "gpt_neox"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scheme, name", [("int8", None), ("uint4_wo_32", "gptq"), ("int8", "smooth"), ("fp8", "rotation")]
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures_with_and_without_experts(architecture: str, scheme: str, name: str | None) -> None:
+    def run(device: str) -> Result:
+        config = config_of(scheme, *([name] if name else []))
+        return result_of(quantized(build(architecture).to(device), config, batches()))
+
+    compare(run)
+
+
+def spread(model: Any) -> Any:
+    from accelerate import dispatch_model
+
+    first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "cuda:0")
+    return dispatch_model(model, first | dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), "cuda:1"))
+
+
+@pytest.mark.parametrize(
+    "scheme, name",
+    [
+        ("int8", None),
+        *(pytest.param("int8", name, marks=pytest.mark.slow) for name in BY_NAME if name not in ("quarot", "svdquant")),
+    ],
+)
+def test_a_model_spread_over_two_devices(scheme: str, name: str | None) -> None:
+    def run(device: str) -> Result:
+        model = build("llama") if device == CPU else spread(build("llama"))
+        return result_of(quantized(model, config_of(scheme, *([name] if name else [])), batches()))
+
+    compare(run)
+
+
+def test_cache_and_attention() -> None:
+    def run(device: str) -> Result:
+        config = config_of("fp8", kv_cache_scheme="fp8", attention_scheme="fp8")
+        return result_of(quantized(one_block().to(device), config, batches()))
+
+    compare(run)
+
+
+@pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
+def test_block_by_block(name: str) -> None:
+    """The model stays on the host; on the device is one block, and what its solver needs."""
+
+    def run(device: str) -> Result:
+        config = config_of("int8", name)
+        config.quant_flow = QuantFlow.per_block
+        return result_of(quantized(build("llama"), config, batches()))
+
+    gpu = compare(run)
+    assert gpu.meter.alive() < 1 << 14  # constants of solvers, which are copied to a device once
+
+
+@pytest.mark.slow
+def test_generating_training_and_kernels() -> None:
+    from quark.torch import accelerate
+
+    def generated(device: str) -> Result:
+        model = quantized(one_block().to(device), config_of("int8"), batches())
+        return {}, on_host(model.generate(token_ids().to(device), max_new_tokens=4, do_sample=False))
+
+    def trained(device: str) -> Result:
+        quantizer = ModelQuantizer(config_of("int8"))
+        model = quantizer.quantize_model(one_block().to(device), batches()).train()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for batch in batches(2):
+            model(batch.to(device), labels=batch.to(device)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return result_of(quantizer.freeze(model.eval()))
+
+    def packed(device: str) -> Result:
+        model = accelerate(quantized(one_block(torch.bfloat16).to(device), config_of("uint4_wo_64"), batches()))
+        return {}, result_of(model)[1]
+
+    for run in (generated, trained):
+        compare(run)
+    cpu = packed(CPU)[1].float()
+    with PretendedGpu():
+        assert (packed(GPU)[1].float() - cpu).norm() < 2 * torch.finfo(torch.bfloat16).eps * cpu.norm()
+
+
+@pytest.mark.slow
+def test_graph_mode() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
+    x = torch.randn(2, 3, 8, 8)
+
+    def run(device: str) -> Result:
+        graph = torch.export.export(module, (x,)).module().to(device)
+        config = config_of("int8")
+        config.quant_mode = QuantizationMode.fx_graph_mode
+        model = quantized(graph, config, [x.to(device)])
+        return on_host(model.state_dict()), on_host(model(x.to(device)))
+
+    compare(run)
+
+
+def test_a_folder_is_written_and_loaded(tmp_path: Path) -> None:
+    def run(device: str) -> Result:
+        model = quantized(one_block().to(device), config_of("uint4_wo_64"), None)
+        export_safetensors(model, tmp_path / device)
+        return result_of(import_model_from_safetensors(one_block().to(device), tmp_path / device))
+
+    compare(run)
+    assert (tmp_path / CPU / "model.safetensors").read_bytes() == (tmp_path / GPU / "model.safetensors").read_bytes()
+
+
+# Commands. -----------------------------------------------------------------------------------------------------------
+
+CALIBRATION = ["--calib", Path(__file__).parents[2] / "README.md", "--samples", 4, "--length", 32]
+COMMANDS = {
+    "streamed": ["--scheme", "int8", "--stream", *CALIBRATION],
+    "nearest": ["--scheme", "uint4_wo_32"],
+    "cache": ["--scheme", "fp8", "--kv-cache", "fp8", "--attention", "fp8", *CALIBRATION],
+    "streamed cache": ["--scheme", "fp8", "--kv-cache", "fp8", "--attention", "fp8", "--stream", *CALIBRATION],
+    "gptq": ["--scheme", "uint4_wo_32", "--algorithm", "gptq", "--stream", *CALIBRATION],
+    "awq": ["--scheme", "uint4_wo_32", "--algorithm", "awq", "--stream", *CALIBRATION],
+    "file to file": ["--scheme", "mxfp4", "--stream"],
+    "compressed-tensors": ["--scheme", "int4_wo_32", "--export-format", "compressed-tensors"],
+    "awq format": ["--scheme", "uint4_wo_32", "--export-format", "awq"],
+    "fp8 format": ["--scheme", "fp8", "--export-format", "fp8", *CALIBRATION],
+    "onnx": ["--scheme", "int8", "--export-format", "onnx", *CALIBRATION],
+    "gguf": ["--scheme", "q4_k_m", "--export-format", "gguf"],
+    "vllm": ["--for", "vllm", *CALIBRATION],
+    "bits": ["--bits", 5, *CALIBRATION],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of one block with the tokenizer of the embedded one."""
+    import transformers
+
+    made = tmp_path_factory.mktemp("gpu") / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
+    tiny_llama(num_hidden_layers=1, vocab_size=len(tokenizer), dtype=torch.bfloat16).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@cache
+def contents(path: Path) -> dict[str, bytes]:
+    """The bytes of a file, or of the files of a folder but for the recipe, which says where it ran."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in files
+        if file.is_file() and file.name != "quark_recipe.yaml"
+    }
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "streamed" else pytest.param(case, marks=pytest.mark.slow) for case in COMMANDS]
+)
+def test_commands_write_the_same_bytes(case: str, folder: Path, tmp_path: Path) -> None:
+    ending = ".gguf" if case == "gguf" else ""
+
+    def made(device: str) -> Path:
+        output = tmp_path / f"{device}{ending}"
+        done = quark("quantize", folder, *COMMANDS[case], "--device", device, "-o", output)
+        assert done.code == 0, done.err
+        return output
+
+    cpu = made(CPU)
+    with PretendedGpu():
+        assert contents(made(GPU)) == contents(cpu)
+
+
+@pytest.mark.slow
+def test_other_commands_print_the_same(folder: Path, tmp_path: Path) -> None:
+    assert quark("quantize", folder, "--scheme", "uint4_wo_32", "-o", tmp_path / "q").code == 0
+    words = ["plan", folder, "--bits", 5, *CALIBRATION]
+    cpu = quark(*words, "--device", CPU)
+    with PretendedGpu():
+        gpu = quark(*words, "--device", GPU)
+        of_text = ["--windows", 2, "--device", GPU]
+        assert quark("evaluate", folder, tmp_path / "q", "--text", CALIBRATION[1], *of_text).code == 0
+        schemes = ["--schemes", "int8_wo,uint4_wo_32", *CALIBRATION[:2], "--length", 32]
+        assert quark("compare", folder, *schemes, *of_text).code == 0
+    assert cpu.code == gpu.code == 0 and cpu.out == gpu.out
