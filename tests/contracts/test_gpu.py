@@ -9,6 +9,7 @@ How often Python waits is counted in the same runs: at most `WAITS` a block and 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 
 from quark.core.schemes import SCHEMES
 from quark.core.solvers import columns
+from quark.errors import NotSupportedError, QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from tests.commands.program import quark
 from tests.models.architectures import build, token_ids
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama
-from tests.pretended_gpu import PretendedGpu, on_host
+from tests.pretended_gpu import Meter, PretendedGpu, on_host
 
 
 @pytest.fixture(autouse=True)
@@ -141,8 +143,6 @@ def test_every_scheme_under_every_algorithm(scheme: str) -> None:
 
 
 def outcome(run: Callable[[str], Result], device: str) -> Result | str:
-    from quark.errors import QuarkError
-
     try:
         return run(device)
     except QuarkError as error:
@@ -199,6 +199,16 @@ def test_a_model_spread_over_two_devices(scheme: str, name: str | None) -> None:
     compare(run)
 
 
+def test_a_part_on_the_host_is_refused_before_any_work() -> None:
+    from accelerate import dispatch_model
+
+    places = dict.fromkeys(
+        ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"), "cuda:0"
+    )
+    with PretendedGpu(), pytest.raises(NotSupportedError, match=r"model\.layers\.1.* lies on the CPU .*per_block"):
+        quantized(dispatch_model(build("llama"), places | {"model.layers.1": "cpu"}), config_of("int8"), batches())
+
+
 def test_cache_and_attention() -> None:
     def run(device: str) -> Result:
         config = config_of("fp8", kv_cache_scheme="fp8", attention_scheme="fp8")
@@ -216,8 +226,11 @@ def test_block_by_block(name: str) -> None:
         config.quant_flow = QuantFlow.per_block
         return result_of(quantized(build("llama"), config, batches()))
 
-    gpu = compare(run)
-    assert gpu.meter.alive() < 1 << 14  # constants of solvers, which are copied to a device once
+    gc.collect()
+    before = Meter.alive()
+    compare(run)
+    gc.collect()
+    assert Meter.alive() < before + (1 << 14)  # constants of solvers, which are copied to a device once
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.calibration_data import calibration_data
+from quark.torch.model.forwards import refuse_offloaded
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan
@@ -90,6 +91,8 @@ class ModelQuantizer:
             )
         if isinstance(model, torch.jit.ScriptModule):
             raise ConfigError("A TorchScript module has no layers to replace: give the nn.Module that it was made of.")
+        if not in_graph:
+            refuse_offloaded(model)
         data: Iterable[Any] | None = calibration_data(model, dataloader)
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
