@@ -29,8 +29,8 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.blocks.forwards import refuse_offloaded
 from quark.torch.model.calibration_data import calibration_data
-from quark.torch.model.forwards import refuse_offloaded
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from quark.errors import StructureError
+from quark.torch.model.blocks.forwards import with_plain_forward
 from quark.torch.model.dataflow import AdditionChain, Node, Trace
-from quark.torch.model.forwards import with_plain_forward
 from quark.torch.model.record_forward import is_linear
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})

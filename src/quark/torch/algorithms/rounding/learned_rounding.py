@@ -35,7 +35,7 @@ from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
-from quark.torch.model.forwards import forward_instead
+from quark.torch.model.blocks.forwards import forward_instead
 
 LOWEST_SHARE = 0.5
 """Least share of the range that clipping may keep."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from quark.errors import CalibrationError, StructureError
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks.calls import Call
-from quark.torch.model.forwards import forward_instead
+from quark.torch.model.blocks.forwards import forward_instead
 
 WHOLE = ""
 """The name of the one block of a model that has no list of blocks: the model itself."""

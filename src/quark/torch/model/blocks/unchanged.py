@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quark.torch.model.blocks.calls import Call
-from quark.torch.model.forwards import forward_instead
+from quark.torch.model.blocks.forwards import forward_instead
 
 MOST_BYTES = 1 << 26
 """Of all that is kept for a block."""
