@@ -1,4 +1,4 @@
-# make demo | quick | test | coverage | check | docs | bench | fingerprint | fuzz | kill, each from a bare clone;
+# make demo | quick | test | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill, each from a bare clone;
 # quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: demo quick test check coverage docs bench fingerprint fuzz kill format clean
+.PHONY: demo quick test check coverage docs bench gpu fingerprint fuzz kill format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -50,6 +50,10 @@ fuzz: $(STAMP)
 # All of it, or make bench PART=onnx; compared with the ratios of the last release.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(PART)
+
+# On a machine with a GPU, in eight minutes: its outputs beside the CPU's, kernels, and ratios.
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $(PART)
 
 # make fingerprint AGAINST=main prints what differs from that revision.
 fingerprint: $(STAMP)
