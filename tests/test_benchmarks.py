@@ -1,4 +1,4 @@
-"""The table of `make bench`: its parts, and what it calls worse than the last release."""
+"""The table of `make bench`: its parts, and what it calls worse than the last release; that of `make gpu`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import __main__ as program
-from benchmarks import solver_peers
+from benchmarks import gpu, solver_peers
 from benchmarks.cases import solvers
 from benchmarks.figures import FIGURES, PARTS, Figure
+from benchmarks.gpu_parts.contracts import SOLVED, TIES, judged
+from benchmarks.gpu_parts.rows import Found, Report
 from benchmarks.stored import load, store, worse
+
+from quark.core.solvers.block_solvers import SOLVERS
+from quark.core.solvers.kernels import Kernels
+from tests.pretended_gpu import PretendedGpu
 
 TIME, SECONDS = Figure("case", "time", ("a", "time"), 2.0), Figure("case", "seconds", ("a", "time"), 2.0, " s")
 SHARE = Figure("case", "share", ("a", "time"), 2.0, over=("a", "base"))
@@ -85,3 +92,71 @@ def test_each_row_beside_other_packages_can_be_measured(monkeypatch: pytest.Monk
     own = {algorithm for package, algorithm in solver_peers.ROWS if package not in solver_peers.MADE}
     assert own <= set(solvers.CASES)
     assert set(foreign.WORK) == {f"{p} {algorithm}" for p, algorithm in solver_peers.ROWS if p in solver_peers.MADE}
+
+
+# On a GPU. -----------------------------------------------------------------------------------------------------------
+
+
+def run_gpu(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    return gpu.main()
+
+
+def test_a_machine_without_a_gpu_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_gpu(monkeypatch) == 1
+    assert capsys.readouterr().out == "This machine has no GPU that PyTorch sees: nothing was run.\n"
+
+
+@pytest.mark.slow
+def test_each_part_runs_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose kernels of triton cannot run: the plain form is taken, and told."""
+    (kernels,) = (solver for solver in SOLVERS if isinstance(solver, Kernels))
+    monkeypatch.setattr(kernels, "refused", set())
+    cases = ("awq uint4_wo_32 float32", "s: ptpc_fp8 bfloat16", "generate", "s: int4 group", "copy", "plain form")
+    with PretendedGpu(where=False):
+        code = run_gpu(monkeypatch, "--small", "--only", *cases)
+    first, _, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("pretended, torch ") and first.endswith("small sizes")
+    assert head == "| part | case | found | bound |  |"
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith("|")]
+    found = {(part, case): rest for part, case, *rest in cells}
+    verdicts = {name: rest[-1] for name, rest in found.items()}
+    assert code == 0, verdicts
+    assert verdicts["contracts", "awq uint4_wo_32 float32"] == verdicts["contracts", "generate uint4_wo_32"] == "equal"
+    assert {verdict for (part, _), verdict in verdicts.items() if part == "contracts"} <= {"equal", "within"}
+    assert {verdict for (part, _), verdict in verdicts.items() if part == "kernels"} == {"plain form taken"}
+    assert verdicts["ratios", "GPTQ of a block, plain form"] == "plain form"
+    assert not kernels.refused and found["ratios", "copy on the device"][0].endswith("GB/s")
+    assert " fail, 0 were not run." in rows[-2] and rows[-1].endswith("--only leaves them out.")
+
+
+def test_a_case_that_raises_ends_alone_and_late_ones_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    report = Report(torch.device("cpu"), limit=100.0, only=("a", "b"))
+
+    def fails() -> Found:
+        raise ValueError("a | b\nmore")
+
+    report.run("part", "a", fails)
+    report.run("part", "b", lambda: Found("0.5", "0.25", "BEYOND"))
+    report.run("part", "ab", lambda: pytest.fail("begun"), needs=200.0)
+    report.run("", "other", lambda: pytest.fail("run"))
+    lines = report.table().splitlines()
+    assert lines[2] == "| part | a | ValueError: a \\| b |  | FAILS |"
+    assert lines[3] == "| part | b | 0.5 | 0.25 | BEYOND |"
+    assert lines[4] == "| part | ab |  |  | not run: no time left |"
+    assert report.failed() == 2 and report.skipped == 1
+
+
+@pytest.mark.parametrize(("off", "share", "verdict"), [
+    (0.0, 0.0, "equal"), (1e-6, 0.0, "within"), (1e-3, 0.0, "BEYOND"), (1e-3, TIES, "within"), (0.2, TIES, "BEYOND"),
+    (float("nan"), SOLVED, "BEYOND"), (0.12, SOLVED, "BEYOND"),
+])  # fmt: skip
+def test_logits_are_held_against_sums_and_the_loss(off: float, share: float, verdict: str) -> None:
+    """A loss of a tenth; what is solved may not lose a quarter more, even where it is near."""
+    base = torch.ones(100)
+    host = base * 1.1
+    assert judged(host + 1.1 * off, host, base, 1e-5, share).verdict == verdict
