@@ -115,7 +115,7 @@ def test_each_part_runs_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, caps
     """Whose kernels of triton cannot run: the plain form is taken, and told."""
     (kernels,) = (solver for solver in SOLVERS if isinstance(solver, Kernels))
     monkeypatch.setattr(kernels, "refused", set())
-    cases = ("awq uint4_wo_32 float32", "s: ptpc_fp8 bfloat16", "generate", "s: int4 group", "copy", "plain form")
+    cases = ("smooth int8 float32", "s: ptpc_fp8 bfloat16", "generate", "s: int4 group", "copy", "plain form")
     with PretendedGpu(where=False):
         code = run_gpu(monkeypatch, "--small", "--only", *cases)
     first, _, head, _, *rows = capsys.readouterr().out.splitlines()
@@ -125,7 +125,7 @@ def test_each_part_runs_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, caps
     found = {(part, case): rest for part, case, *rest in cells}
     verdicts = {name: rest[-1] for name, rest in found.items()}
     assert code == 0, verdicts
-    assert verdicts["contracts", "awq uint4_wo_32 float32"] == verdicts["contracts", "generate uint4_wo_32"] == "equal"
+    assert verdicts["contracts", "smooth int8 float32"] == verdicts["contracts", "generate uint4_wo_32"] == "equal"
     assert {verdict for (part, _), verdict in verdicts.items() if part == "contracts"} <= {"equal", "within"}
     assert {verdict for (part, _), verdict in verdicts.items() if part == "kernels"} == {"plain form taken"}
     assert verdicts["ratios", "GPTQ of a block, plain form"] == "plain form"
