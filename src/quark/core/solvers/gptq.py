@@ -298,11 +298,6 @@ def gradient_of(residual: Array, feedback: Array, importance: Array) -> Array:
     return residual
 
 
-def columns_of(x: Array) -> list[Array]:
-    """Views of the columns of x, shape (..., columns, rows), which holds them as rows."""
-    return list(namespace(x).moveaxis(x, -2, 0))
-
-
 def _diagonal(matrix: Array) -> Array:
     """A view that may be written."""
     return matrix.diagonal(0, -2, -1) if is_torch(matrix) else np.einsum("...ii->...i", matrix)

@@ -139,9 +139,10 @@ def _block(model: nn.Module, name: str, calls: list[Call], state: LoopState, gro
     moved: dict[int, torch.Tensor] = {}  # what two series share stays shared
 
     def own(hidden: Hidden) -> list[Call]:
-        device = calls[0].hidden.device if calls else None
-        beside = hidden and [moved.setdefault(id(x), x if device is None else x.to(device)) for x in hidden]
-        return _with_hidden(calls, beside)
+        for x in hidden or ():
+            if id(x) not in moved:
+                moved[id(x)] = x.to(calls[0].hidden.device) if calls else x
+        return _with_hidden(calls, hidden and [moved[id(x)] for x in hidden])
 
     float_hidden = state.float_hidden or state.hidden
     return Block(name, block, own(state.hidden), own(float_hidden), own(state.observed), groups)
