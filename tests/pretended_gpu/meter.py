@@ -23,7 +23,7 @@ VIEWS = frozenset({
 WAITS = frozenset({
     "_local_scalar_dense", "nonzero", "nonzero_numpy", "nonzero_static", "_unique2", "unique_dim",
     "unique_consecutive", "_unique", "masked_select", "equal", "is_nonzero", "bincount", "_linalg_check_errors",
-    "histc",
+    "histc", "_linalg_svd", "_linalg_eigh", "linalg_eig",
 })  # fmt: skip
 """Operators after which Python knows something of the values, or of their number: the CPU waits until all is done."""
 

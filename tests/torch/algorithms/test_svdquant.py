@@ -26,6 +26,7 @@ from quark.torch.layers.low_rank import branch_of, branches
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
+from tests.pretended_gpu import PretendedGpu, on_host
 
 DATA = token_batches(4)
 SMALL = SVDQuantConfig(svd_rank=8, min_layer_size=128)
@@ -137,6 +138,22 @@ def test_kernels_and_float_layers_keep_the_branch() -> None:
     plain = dequantize_layers(quantized("int4_wo_32", SMALL))
     assert not list(branches(plain)) and not quantized_layers(plain)
     torch.testing.assert_close(logits(plain), logits(quantized("int4_wo_32", SMALL)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_device_is_waited_for_once_for_layers_that_read_one_input() -> None:
+    """By the library that finds singular values: for all layers and alphas at first, then in each pass."""
+    few = replace(SMALL, svd_rank=4, min_layer_size=64, alpha_candidates=[0.25, 0.75], refine_passes=2)
+    model = tiny_llama(num_hidden_layers=1)
+    quantizer = ModelQuantizer(config("uint4_wo_32", few))
+    with PretendedGpu() as gpu:
+        quantizer.quantize_model(model.to("cuda"), DATA)
+        waits = {line: n for line, n in gpu.meter.waited_at.items() if not line.startswith("torch/model/batches.py")}
+        on_device = {name: on_host(x) for name, x in model.state_dict().items()}
+    inside = [n for line, n in waits.items() if line.endswith("_linalg_svd")]
+    groups, passes = 4, 1 + few.refine_passes
+    assert inside == [groups * passes] and sum(waits.values()) - inside[0] <= 4
+    on_cpu = quantized("uint4_wo_32", few, model=tiny_llama(num_hidden_layers=1)).state_dict()
+    assert all(torch.equal(on_device[name], x) for name, x in on_cpu.items())
 
 
 def test_formats_without_a_place_for_it_say_so(tmp_path: Path) -> None:

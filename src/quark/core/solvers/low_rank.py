@@ -7,9 +7,12 @@ Z <- orth(A^T orth(A Z))      repeated: Z tends to the leading right singular ve
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
-from quark.core.array import Array, like, namespace
+from quark.core.array import Array, astype, like, namespace, on_cpu
 
 BESIDE = 8
 """Vectors beside the rank that are iterated: the error falls with the singular value behind the last of them."""
@@ -29,18 +32,46 @@ def nearest_of_rank(matrix: Array, rank: int) -> tuple[Array, Array]:
     Returns:
         U and S V^T: the columns of the first are orthonormal.
     """
+    (found,) = nearest_of_each([matrix], rank)
+    return found
+
+
+def nearest_of_each(matrices: Iterable[Array], rank: int) -> list[tuple[Array, Array]]:
+    """The same of several matrices, each of which is made when it is asked for.
+
+    Singular values of those with as many columns are found together: a device is waited for once, for all of them.
+    """
+    found = [_leading(matrix, rank) for matrix in matrices]
+    results: dict[int, tuple[Array, Array]] = {}
+    for shape in dict.fromkeys(small.shape for _, small in found):
+        here = [i for i, (_, small) in enumerate(found) if small.shape == shape]
+        stack = namespace(found[here[0]][1]).stack([found[i][1] for i in here])
+        left, values, right = namespace(stack).linalg.svd(stack, full_matrices=False)
+        kept = slice(min(rank, values.shape[-1]))
+        for i, u, s, v in zip(here, left, values, right, strict=True):
+            results[i] = (found[i][0] @ u[:, kept], s[kept, None] * v[kept])
+    return [results[i] for i in range(len(found))]
+
+
+def _leading(matrix: Array, rank: int) -> tuple[Array, Array]:
+    """Q and Q^T A, the columns of Q being an orthonormal basis of the leading left singular vectors and some more."""
     xp = namespace(matrix)
-    rank = min(rank, *matrix.shape)
     width = min(rank + BESIDE, *matrix.shape)
     start = np.random.default_rng(0).standard_normal((matrix.shape[1], width))
-    basis, captured = xp.linalg.qr(matrix @ like(start, matrix))[0], 0.0
+    basis, on_host = xp.linalg.qr(matrix @ like(start, matrix))[0], on_cpu(matrix)
+    captured: Any = 0.0
+    ended: Any = None
     for _ in range(STEPS):
         other = xp.linalg.qr(matrix.T @ basis)[0]
         image = matrix @ other
-        basis = xp.linalg.qr(image)[0]
-        before, captured = captured, float((image * image).sum())
-        if captured - before <= CLOSE * captured:
+        # A device is not asked whether to go on: it takes all steps, and those after the end change nothing.
+        step = xp.linalg.qr(image)[0]
+        basis = step if ended is None else xp.where(ended, basis, step)
+        squares = (image * image).sum()
+        before, captured = captured, float(squares) if on_host else astype(squares, "float64")
+        ends = captured - before <= CLOSE * captured
+        if not on_host:
+            ended = ends if ended is None else ended | ends
+        elif ends:
             break
-    small = basis.T @ matrix
-    left, values, right = xp.linalg.svd(small, full_matrices=False)
-    return basis @ left[:, :rank], values[:rank, None] * right[:rank]
+    return basis, basis.T @ matrix

@@ -19,12 +19,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from quark.core.checks import naming
+from quark.core.array import on_cpu
+from quark.core.checks import check, naming
 from quark.core.quantize import fake_quantize
 from quark.core.solvers.gptq import damped
-from quark.core.solvers.low_rank import nearest_of_rank
+from quark.core.solvers.low_rank import nearest_of_each
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError
+from quark.errors import CalibrationError, ConfigError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import float_weight, weight_quantizer, weight_spec
@@ -43,6 +44,10 @@ DAMPING = 0.01
 """Share of the mean second moment that is added to each before their root is taken."""
 SCALES = (1e-5, 1e5)
 """Range of s."""
+NOT_DEFINITE = (
+    f"The second moments of the inputs ({{}} channels) are not positive definite, even with {DAMPING} of their mean "
+    "added. Possible: more calibration data."
+)
 
 
 class SVDQuant(Algorithm):
@@ -80,8 +85,7 @@ class SVDQuant(Algorithm):
         for name, layer in layers.items():
             if weight_quantizer(layer).mode is Mode.frozen:
                 raise ConfigError(f"{name} was solved before SVDQuant; name SVDQuant first in algo_config.")
-            with naming(name):
-                self._split(layer, group.max_abs, inputs)
+        self._split([_Problem.of(name, layer) for name, layer in layers.items()], group.max_abs, inputs)
         if self.solver is not None:
             self.solver.on_inputs(InputGroup(layers, group.inputs, []), block)  # type: ignore[arg-type]
 
@@ -92,23 +96,26 @@ class SVDQuant(Algorithm):
     def _can_take(self, name: str, layer: QuantLayer) -> bool:
         return can_have_branch(self.config, name, layer, layer.spec.weight)
 
-    def _split(self, layer: QuantLayer, largest: torch.Tensor, inputs: _Inputs) -> None:
-        """Give a layer its branch, and the weight that is left."""
-        weight, spec, dtype = float_weight(layer), weight_spec(layer), cast(torch.Tensor, layer.weight).dtype
-        best: _Split | None = None
-        for alpha in self._alphas():
-            scale = smoothing_scale(largest, weight, alpha)
-            tried = _Split.of(weight, *_nearest(weight, scale, self.config.svd_rank), dtype, spec, inputs)
-            best = tried if best is None else best.or_better(tried)
-        assert best is not None
-        for _ in range(self.config.refine_passes):
-            pair = inputs.nearest(weight - best.rounded, self.config.svd_rank)
-            tried = _Split.of(weight, *pair, dtype, spec, inputs)
-            if not tried.error < best.error:
-                break
-            best = tried
-        cast(nn.Parameter, layer.weight).data.copy_(best.rest)
-        put_branch(layer, LowRankBranch(best.l1, best.l2))
+    def _split(self, problems: Sequence[_Problem], largest: torch.Tensor, inputs: _Inputs) -> None:
+        """Give layers that read one input their branches, and the weights that are left."""
+        rank = self.config.svd_rank
+        scales = [[smoothing_scale(largest, one.weight, alpha) for alpha in self._alphas()] for one in problems]
+        each = [(one, scale) for one, of_one in zip(problems, scales, strict=True) for scale in of_one]
+        for (one, scale), (left, right) in zip(
+            each, nearest_of_each((one.weight * scale for one, scale in each), rank), strict=True
+        ):
+            one.take(right / scale, left, inputs)
+        going = [*problems]
+        for _ in range(self.config.refine_passes if problems else 0):
+            missing = (inputs.weighed(one.weight - one.chosen.rounded) for one in going)
+            for one, (left, right) in zip([*going], nearest_of_each(missing, rank), strict=True):
+                better = one.take(inputs.unweighed(right), left, inputs)
+                # A device is not asked: what is no better is found again by the passes left, and refused again.
+                if on_cpu(better) and not better:
+                    going.remove(one)
+        for one in problems:
+            cast(nn.Parameter, one.layer.weight).data.copy_(one.chosen.rest)
+            put_branch(one.layer, LowRankBranch(one.chosen.l1, one.chosen.l2))
 
     def _alphas(self) -> Sequence[float]:
         if not self.config.search_alpha:
@@ -126,12 +133,6 @@ def smoothing_scale(largest: torch.Tensor, weight: torch.Tensor, alpha: float) -
     """
     of_weight = weight.abs().amax(0).clamp(min=SCALES[0])
     return (largest.clamp(min=1e-8) ** alpha / of_weight ** (1 - alpha)).clamp(*SCALES)
-
-
-def _nearest(weight: torch.Tensor, scale: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """L1 and L2 of the smoothed weight."""
-    left, right = nearest_of_rank(weight * scale, rank)
-    return right / scale, left
 
 
 @dataclass
@@ -172,6 +173,40 @@ class _Split:
         return cls(l1, l2, rest, rounded, inputs.error(rest.float(), rounded))
 
 
+@dataclass(eq=False)
+class _Problem:
+    """A layer and what is known of its branch.
+
+    Attributes:
+        name, layer: The layer.
+        weight: In float32, shape (out, in).
+        spec: Of the weight.
+        best: The branch that loses least so far.
+    """
+
+    name: str
+    layer: QuantLayer
+    weight: torch.Tensor
+    spec: TensorSpec
+    best: _Split | None = None
+
+    @classmethod
+    def of(cls, name: str, layer: QuantLayer) -> _Problem:
+        return cls(name, layer, float_weight(layer), weight_spec(layer))
+
+    @property
+    def chosen(self) -> _Split:
+        assert self.best is not None
+        return self.best
+
+    def take(self, l1: torch.Tensor, l2: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
+        """Take this branch if it loses less than the best one; whether it does, on its device."""
+        with naming(self.name):
+            tried = _Split.of(self.weight, l1, l2, cast(torch.Tensor, self.layer.weight).dtype, self.spec, inputs)
+        best, self.best = self.best, tried if self.best is None else self.best.or_better(tried)
+        return torch.isfinite(tried.error) if best is None else tried.error < best.error
+
+
 @dataclass
 class _Inputs:
     """Second moments of what a layer reads, X, and of what rounding changes of it, D = X - Q(X).
@@ -189,7 +224,9 @@ class _Inputs:
 
     @classmethod
     def of(cls, group: InputGroup, rounded: InputGroup) -> _Inputs:
-        root = torch.linalg.cholesky(damped(group.gram, DAMPING)).float()
+        root, failed = torch.linalg.cholesky_ex(damped(group.gram, DAMPING))
+        check(failed == 0, CalibrationError(NOT_DEFINITE.format(len(root))))
+        root = root.float()
         if rounded is group:
             return cls(group.gram, None, None, root)
         changes = [x - y for x, y in zip(group.inputs, rounded.inputs, strict=True)]
@@ -204,10 +241,13 @@ class _Inputs:
             total += 2 * ((lost @ self.mixed) * rounded).sum() + ((rounded @ self.changes) * rounded).sum()
         return total
 
-    def nearest(self, missing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """L1 and L2 that leave least of X missing^T."""
-        left, right = nearest_of_rank(missing @ self.root, rank)
-        return torch.linalg.solve_triangular(self.root, right, upper=False, left=False), left
+    def weighed(self, missing: torch.Tensor) -> torch.Tensor:
+        """Missing C: its nearest matrix of a rank, unweighed, leaves least of X missing^T."""
+        return missing @ self.root
+
+    def unweighed(self, right: torch.Tensor) -> torch.Tensor:
+        """C^-1 of the right factor of a matrix that was weighed."""
+        return torch.linalg.solve_triangular(self.root, right, upper=False, left=False)
 
 
 def _check_grid(name: str, spec: TensorSpec, config: SVDQuantConfig) -> None:
