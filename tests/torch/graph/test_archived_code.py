@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import zipfile
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 from quark.core.spec import LayerSpec, spec
-from quark.errors import FormatError
+from quark.errors import FormatError, NotSupportedError
 from quark.torch import load_params, save_params
+from quark.torch.graph import archived_operators
 from tests.models.graphs import FX, exported, quantize
 
 pytestmark = pytest.mark.slow  # the fixture exports a model
@@ -112,15 +114,37 @@ def argument_name(entries: Entries, marker: Path) -> Entries:
 
 
 def function(entries: Entries, marker: Path) -> Entries:
-    nodes = "graph_module", "graph", "nodes"
-    return edited(entries, MODEL, lambda model: model[nodes[0]][nodes[1]][nodes[2]][0].update(target="torch.os.system"))
+    return edited(entries, MODEL, lambda model: nodes_of(model)[0].update(target="torch.os.system"))
 
 
 def class_of_keys(entries: Entries, marker: Path) -> Entries:
     return {**entries, MODEL: entries[MODEL].replace(b"builtins.tuple", b"collections.defaultdict")}
 
 
-ATTACKS = [pickled_weight, pickled_constant, opaque_object, legacy_weights, library, pickled_inputs, guard, size]
+def nodes_of(model: Any) -> Any:
+    return model["graph_module"]["graph"]["nodes"]
+
+
+def huge_power(entries: Entries, marker: Path) -> Entries:
+    return edited(entries, MODEL, lambda model: model["guards_code"].append("L['input'].size()[0] <= 9 ** 9 ** 9"))
+
+
+def unknown_class(entries: Entries, marker: Path) -> Entries:
+    return {**entries, MODEL: entries[MODEL].replace(b"Symbol('s", b"Lambda(Symbol('x'), 1)+Symbol('s")}
+
+
+ATTACKS = [
+    huge_power,
+    unknown_class,
+    pickled_weight,
+    pickled_constant,
+    opaque_object,
+    legacy_weights,
+    library,
+    pickled_inputs,
+    guard,
+    size,
+]
 ATTACKS += [argument_name, function, class_of_keys]
 
 
@@ -130,7 +154,8 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(
 ) -> None:
     marker, changed = tmp_path / "ran", attack(entries, tmp_path / "ran")
     assert changed != entries
-    with pytest.raises(FormatError, match=r"net\.pth is not a file of save_params .* which torch would run as code"):
+    refusal = r"net\.pth is not a file of save_params .* (which torch would run as code|its graph calls)"
+    with pytest.raises(FormatError, match=refusal):
         load_params(pth_path=write(changed, tmp_path / "net.pth"), quant_mode=FX)
     assert not marker.exists()
 
@@ -138,3 +163,89 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(
 def test_a_file_that_was_packed_anew_is_loaded(entries: Entries, tmp_path: Path) -> None:
     loaded = load_params(pth_path=write(entries, tmp_path / "net.pth"), quant_mode=FX)
     assert loaded(torch.randn(9, 8)).shape == (9, 8)
+
+
+def argument(name: str, kind: str, value: Any) -> dict[str, Any]:
+    return {"name": name, "arg": {kind: value}, "kind": 1}
+
+
+def test_a_graph_that_writes_into_a_file_of_the_user_is_refused(entries: Entries, tmp_path: Path) -> None:
+    """torch maps a file into memory where a graph says so; what is copied there is in the file."""
+    victim = tmp_path / "thesis.txt"
+    victim.write_bytes(b"ten years of work" * 4)
+
+    def write_to_it(model: Any) -> None:
+        nodes = nodes_of(model)
+        values = model["graph_module"]["graph"]["tensor_values"]
+        last = nodes[-1]["outputs"][0]["as_tensor"]["name"]
+        opened = copy.deepcopy(nodes[-1])
+        opened.update(name="opened", target="torch.ops.aten.from_file.default")
+        opened["inputs"] = [
+            argument("filename", "as_string", str(victim)),
+            argument("shared", "as_bool", True),
+            argument("size", "as_int", 8),
+        ]
+        opened["outputs"] = [{"as_tensor": {"name": "opened"}}]
+        copied = copy.deepcopy(opened)
+        copied.update(name="copied", target="torch.ops.aten.zero_.default")
+        copied["inputs"] = [argument("self", "as_tensor", {"name": "opened"})]
+        copied["outputs"] = [{"as_tensor": {"name": "copied"}}]
+        values["opened"] = values["copied"] = {
+            **values[last], "sizes": [{"as_int": 8}], "strides": [{"as_int": 1}], "dtype": 7
+        }  # fmt: skip
+        nodes += [opened, copied]
+
+    changed = edited(entries, MODEL, write_to_it)
+    with pytest.raises(FormatError, match=r"its graph calls 'torch\.ops\.aten\.from_file\.default', which is none of"):
+        load_params(pth_path=write(changed, tmp_path / "net.pth"), quant_mode=FX)(torch.randn(4, 8))
+    assert victim.read_bytes() == b"ten years of work" * 4
+
+
+def test_what_is_compressed_is_refused(entries: Entries, tmp_path: Path) -> None:
+    """A few kB of a file could become as many GB in memory."""
+    path = tmp_path / "net.pth"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    with pytest.raises(FormatError, match="is compressed, and could be unpacked to any size"):
+        load_params(pth_path=str(path), quant_mode=FX)
+
+
+def test_graphs_with_operators_that_a_file_may_not_call_are_not_saved(tmp_path: Path) -> None:
+    library = torch.library.Library("strange", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            twice: torch.Tensor = torch.ops.strange.twice(self.linear(x))
+            return twice
+
+    graph = quantize(exported(Strange(), torch.randn(4, 8), dynamic=False), INT8)
+    with pytest.raises(NotSupportedError, match=r"load_params would refuse it: .*torch\.ops\.strange\.twice"):
+        save_params(graph, "net", (torch.randn(4, 8),), None, tmp_path, FX)
+    assert not any(tmp_path.glob("*.pth"))
+
+
+def test_the_operators_take_no_files_and_their_overloads_write_into_no_argument() -> None:
+    """Every overload of every name; a text that one takes is one of few words."""
+    words = {"reduce", "approximate", "rounding_mode", "mode", "padding", "norm", "indexing", "interpolation", "ord"}
+    words |= {"equation", "UPLO", "driver", "side", "padding_side", "pad_mode", "assert_msg", "p"}
+    known = set(torch._C._dispatch_get_all_op_names())  # others are of TorchScript
+    for name in archived_operators.ATEN:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            if getattr(packet, overload)._name not in known:
+                continue
+            allowed = archived_operators.is_allowed(f"torch.ops.aten.{name}.{overload}")
+            arguments = getattr(packet, overload)._schema.arguments
+            assert allowed != any(argument.is_out for argument in arguments), (name, overload)
+            assert all("str" not in str(a.type) or a.name in words for a in arguments), (name, overload)
+    for target in ("torch.ops.aten.from_file.default", "torch.ops.aten.set_.source_Storage", "torch.load", "math.pow"):
+        assert not archived_operators.is_allowed(target)
+    for target in ("torch.ops.aten.resize_.default", "torch.ops.higher_order.while_loop", "torch.ops.c10d.send"):
+        assert not archived_operators.is_allowed(target)

@@ -1,8 +1,9 @@
-"""Refuses files of torch.export that would run code while they are loaded.
+"""Refuses files of torch.export that would run code while they are loaded, or do more than compute when they are used.
 
 torch.export.load takes pickles of weights, constants, custom objects and example inputs, loads compiled libraries, and
-evaluates text: guards and symbolic sizes as expressions, names as parts of the source of the graph. What `save_graph`
-writes needs numbers, names and operators alone, so everything else is refused before it is loaded.
+evaluates text: guards and symbolic sizes as expressions, names as parts of the source of the graph. A graph may call
+any operator of torch, of which some read and write files. What `save_graph` writes needs numbers, names and the
+operators of `archived_operators` alone, so everything else is refused before it is loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO, Any
 import torch
 
 from quark.errors import FormatError
+from quark.torch.graph.archived_operators import is_allowed
 
 MODEL, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 TABLES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
@@ -29,10 +31,6 @@ _ENTRIES = re.compile(
 _TENSOR = re.compile(r"(weight|tensor)_\d+")
 _NAME = re.compile(r"[\w.\-]*")
 """Names become parts of the source of the graph."""
-_TARGET = re.compile(
-    r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|math\.\w+"
-    r"|_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|and_|or_|not_|eq|ne|lt|le|gt|ge|getitem)"
-)
 _TEXT = frozenset({"as_string", "metadata", "opset_version", "torch_version", "verifiers"})
 """Entries that are kept as text; the strings in them may be any."""
 _ARITHMETIC = (
@@ -42,6 +40,19 @@ _ARITHMETIC = (
 )
 _METHODS = frozenset({"size", "stride", "storage_offset", "inf", "isnan"})
 """What guards say of a tensor or a number."""
+_SYMPY = frozenset(
+    {
+        "Symbol", "Integer", "Float", "Rational", "Max", "Min", "Mod", "PythonMod", "FloorDiv", "CleanDiv",
+        "ModularIndexing", "Where", "Abs", "Pow", "PowByNatural", "FloatPow", "IntTrueDiv", "FloatTrueDiv",
+        "ToFloat", "TruncToInt", "TruncToFloat", "CeilToInt", "FloorToInt", "RoundToInt", "RoundDecimal",
+        "Identity", "IsNonOverlappingAndDenseIndicator", "BitwiseFn_bitwise_and", "BitwiseFn_bitwise_or",
+        "OpaqueUnaryFn_sqrt", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not", "Piecewise",
+    }
+)  # fmt: skip
+"""What sizes are written with."""
+_POWERS = frozenset({"Pow", "PowByNatural", "FloatPow"})
+_LONGEST, _HIGHEST = 10_000, 64
+"""Characters of an expression, and the highest exponent: 9 ** 9 ** 9 would be computed for hours."""
 
 
 def refuse_code(stream: IO[bytes]) -> None:
@@ -58,6 +69,9 @@ def refuse_code(stream: IO[bytes]) -> None:
     # torch falls back from its own reader of zip files to Python's, so that both have to see the same entries.
     with zipfile.ZipFile(stream) as archive:
         names = [name.partition("/")[2] for name in archive.namelist()]
+        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise FormatError(f"its entry {packed[0]!r} is compressed, and could be unpacked to any size.")
     stream.seek(0)
     with PT2ArchiveReader(stream) as reader:
         for name in {*names, *reader.get_file_names()}:
@@ -66,8 +80,7 @@ def refuse_code(stream: IO[bytes]) -> None:
         for table in TABLES:
             _check_tensors(json.loads(reader.read_string(table)))
         for key, text in _texts("", json.loads(reader.read_string(MODEL))):
-            if not _is_plain(key, text):
-                raise _refusal(f"the {key} {text[:60]!r}")
+            _check_text(key, text)
         try:
             torch.load(io.BytesIO(reader.read_bytes(INPUTS)), weights_only=True)
         except UnpicklingError:
@@ -96,34 +109,61 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _is_plain(key: str, text: str) -> bool:
-    """Whether a string can do no more than what its key says."""
+def _check_text(key: str, text: str) -> None:
+    """Raise FormatError for a string that can do more than what its key says."""
+    if key == "target":
+        if not is_allowed(text):
+            raise FormatError(
+                f"its graph calls {text[:60]!r}, which is none of the operators that only compute with tensors. "
+                "Possible, if you trust whoever made it: torch.export.load."
+            )
+        return
     if key in ("in_spec", "out_spec"):
         # Both import a module that the text names.
-        return "__enum__" not in text and "defaultdict" not in text
-    if key in ("expr_str", "guards_code"):
-        return _is_arithmetic(text)
-    return bool((_TARGET if key == "target" else _NAME).fullmatch(text))
+        plain = "__enum__" not in text and "defaultdict" not in text
+    elif key in ("expr_str", "guards_code"):
+        plain = _is_arithmetic(text)
+    else:
+        plain = _NAME.fullmatch(text) is not None
+    if not plain:
+        raise _refusal(f"the {key} {text[:60]!r}")
 
 
 def _is_arithmetic(text: str) -> bool:
     """Whether an expression compares and computes numbers, sizes and symbols, and calls nothing else."""
     try:
-        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+        nodes = list(ast.walk(ast.parse(text, mode="eval"))) if len(text) <= _LONGEST else []
     except SyntaxError:
-        return False
-    return all(isinstance(node, _ARITHMETIC) and _is_harmless(node) for node in nodes)
+        nodes = []
+    return bool(nodes) and all(isinstance(node, _ARITHMETIC) and _is_harmless(node) for node in nodes)
 
 
 def _is_harmless(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift | ast.RShift):
+        return False
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _is_low(node.left, node.right)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        # sympy's classes: Symbol, Max, FloorDiv.
-        return node.func.id[0].isupper()
+        low = node.func.id not in _POWERS or (len(node.args) == 2 and _is_low(*node.args))
+        return node.func.id in _SYMPY and low
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute)
     if isinstance(node, ast.Attribute):
         return node.attr in _METHODS
     return not (isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.isidentifier())
+
+
+def _is_low(base: ast.expr, exponent: ast.expr) -> bool:
+    """Whether a power is of a small exponent, and of nothing that is a power itself."""
+    sign = isinstance(exponent, ast.UnaryOp)
+    number = exponent.operand if sign else exponent  # type: ignore[attr-defined]  # of a UnaryOp
+    low = isinstance(number, ast.Constant) and isinstance(number.value, int | float) and number.value <= _HIGHEST
+    powers = (
+        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow))
+        or (isinstance(node, ast.Name) and node.id in _POWERS)
+        for node in ast.walk(base)
+    )
+    return low and not any(powers)
 
 
 def _refusal(what: str) -> FormatError:

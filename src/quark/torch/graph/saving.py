@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import fx, nn
 
-from quark.errors import ConfigError, FormatError, one_line
+from quark.errors import ConfigError, FormatError, NotSupportedError, one_line
 from quark.files import atomic_file
 from quark.torch.graph.archived_code import refuse_code
 from quark.torch.graph.training import allow_training, set_training
@@ -24,6 +24,9 @@ def save_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
         model: A graph from `quantize_model`, frozen or not; not changed.
         args, kwargs: Example inputs; sizes that were dynamic in the first export stay so.
         path: The file.
+
+    Raises:
+        NotSupportedError: The graph calls an operator of others, which no file may.
     """
     if not isinstance(model, fx.GraphModule) or not getattr(model, "quark_quantized", False):
         raise ConfigError("save_params in fx_graph_mode needs a graph from ModelQuantizer.quantize_model.")
@@ -38,9 +41,22 @@ def save_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
             )
     finally:
         set_training(model, training)
-    with atomic_file(path) as file, file.open("wb") as stream:
-        torch.export.save(program, stream)
+    with atomic_file(path) as file:
+        with file.open("wb") as stream:
+            torch.export.save(program, stream)
+        with file.open("rb") as stream:
+            _require_loadable(stream)
     return path
+
+
+def _require_loadable(stream: IO[bytes]) -> None:
+    """Raise NotSupportedError for a file that `load_graph` would refuse."""
+    try:
+        refuse_code(stream)
+    except FormatError as error:
+        raise NotSupportedError(
+            f"save_params cannot save this graph, as load_params would refuse it: {error}"
+        ) from None
 
 
 def load_graph(path: str | os.PathLike[str]) -> fx.GraphModule:
