@@ -20,7 +20,7 @@ import torch
 
 from quark.core.schemes import SCHEMES
 from quark.core.solvers import columns
-from quark.errors import NotSupportedError, QuarkError
+from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
@@ -175,38 +175,6 @@ def test_architectures_with_and_without_experts(architecture: str, scheme: str, 
         return result_of(quantized(build(architecture).to(device), config, batches()))
 
     compare(run)
-
-
-def spread(model: Any) -> Any:
-    from accelerate import dispatch_model
-
-    first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "cuda:0")
-    return dispatch_model(model, first | dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), "cuda:1"))
-
-
-@pytest.mark.parametrize(
-    "scheme, name",
-    [
-        ("int8", None),
-        *(pytest.param("int8", name, marks=pytest.mark.slow) for name in BY_NAME if name not in ("quarot", "svdquant")),
-    ],
-)
-def test_a_model_spread_over_two_devices(scheme: str, name: str | None) -> None:
-    def run(device: str) -> Result:
-        model = build("llama") if device == CPU else spread(build("llama"))
-        return result_of(quantized(model, config_of(scheme, *([name] if name else [])), batches()))
-
-    compare(run)
-
-
-def test_a_part_on_the_host_is_refused_before_any_work() -> None:
-    from accelerate import dispatch_model
-
-    places = dict.fromkeys(
-        ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"), "cuda:0"
-    )
-    with PretendedGpu(), pytest.raises(NotSupportedError, match=r"model\.layers\.1.* lies on the CPU .*per_block"):
-        quantized(dispatch_model(build("llama"), places | {"model.layers.1": "cpu"}), config_of("int8"), batches())
 
 
 def test_cache_and_attention() -> None:

@@ -29,7 +29,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.blocks.forwards import refuse_offloaded
+from quark.torch.model.blocks.offloading import Offloaded, has_device_map, onloaded
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
@@ -91,8 +91,6 @@ class ModelQuantizer:
             )
         if isinstance(model, torch.jit.ScriptModule):
             raise ConfigError("A TorchScript module has no layers to replace: give the nn.Module that it was made of.")
-        if not in_graph:
-            refuse_offloaded(model)
         data: Iterable[Any] | None = calibration_data(model, dataloader)
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
@@ -104,10 +102,13 @@ class ModelQuantizer:
             algorithms, held = _algorithms(self.config), held_layers(model)
             if algorithms and isinstance(dataloader, Iterator) and data is not None:
                 data = list(data)  # read more than once
-            with prepared(model, self.config):
-                plan = make_plan(self.config, model, read_elsewhere=weights_read_elsewhere(model, data))
+            with onloaded(model) as offloaded, prepared(model, self.config):
+                _refuse_by_place(self.config, model, offloaded, algorithms)
+                with offloaded.staying():
+                    elsewhere = weights_read_elsewhere(model, data)
+                plan = make_plan(self.config, model, read_elsewhere=elsewhere)
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
-                    self._calibrate(model, layers, algorithms, data)
+                    self._calibrate(model, layers, algorithms, data, offloaded)
             config, plan = with_held(_recorded(snapshot(self.config), algorithms), plan, held)
             model.quant_config, model.quant_plan = config, plan  # type: ignore[assignment]
             model.quant_errors = [errors for algorithm in algorithms for errors in algorithm.errors]  # type: ignore[assignment]
@@ -121,20 +122,28 @@ class ModelQuantizer:
         layers: Mapping[str, QuantLayer],
         algorithms: Sequence[Algorithm],
         data: Iterable[Any] | None,
+        offloaded: Offloaded,
     ) -> None:
         """Run the algorithms; find the scales of weights and activations."""
         groups = sibling_groups(model, self.config.shared_scale_groups)
         # What works block by block costs half a second to import.
         if self.config.quant_flow is QuantFlow.per_block:
+            from quark.torch.algorithms.block_weights import blocks_of
             from quark.torch.flows.per_block import OnDevice, quantize_blocks
 
-            weights = OnDevice(model, resident=self.config.gpu_resident_blocks)
+            mapped = has_device_map(model)
+            weights = blocks_of(offloaded) if mapped else OnDevice(model, resident=self.config.gpu_resident_blocks)
             quantize_blocks(model, layers, algorithms, data, self.config, weights)
         elif algorithms:
             from quark.torch.algorithms.block_sweep import sweep
+            from quark.torch.algorithms.block_weights import blocks_of
 
             sync = self.config.sync_moe_expert_input_amax
-            sweep(model, layers, algorithms, data, groups, sync_experts=sync)
+            sweep(model, layers, algorithms, data, groups, sync, blocks_of(offloaded))
+        if offloaded.parts:
+            for name, layer in layers.items():
+                with offloaded.visiting(name):
+                    calibrate_weights({name: layer})
         calibrate_weights(layers)
         share_scales(layers, groups)
         calibrate_activations(model, layers, data, self.config)
@@ -175,10 +184,12 @@ class ModelQuantizer:
                     "freeze(quantize=False, runtime_options=...): kernels compute with quantized weights."
                 )
             return model
-        shared = overlapping(x for m in model.modules() for x in (*m.parameters(False), *m.buffers(False)))
-        for layer in layers.values():
-            for role in ("weight", "bias"):
-                _freeze(layer, role, shared)
+        with onloaded(model) as offloaded:
+            shared = overlapping(x for m in model.modules() for x in (*m.parameters(False), *m.buffers(False)))
+            for name, layer in layers.items():
+                with offloaded.visiting(name):
+                    for role in ("weight", "bias"):
+                        _freeze(layer, role, shared)
         if runtime_options is not None:
             enable_native_inference(model, runtime_options=runtime_options)
         return model
@@ -223,6 +234,22 @@ def _algorithms(config: QConfig) -> list[Algorithm]:
     from quark.torch.algorithms import algorithms_of
 
     return algorithms_of(config.algo_config)
+
+
+def _refuse_by_place(config: QConfig, model: nn.Module, offloaded: Offloaded, algorithms: Sequence[Algorithm]) -> None:
+    """Raise for what a model with a device_map cannot have, where it lies as that says."""
+    if has_device_map(model) and config.gpu_resident_blocks:
+        raise ConfigError(
+            "gpu_resident_blocks has no meaning for a model with a device_map, which says itself what stays on a "
+            "device. Leave it at 0."
+        )
+    whole = [algorithm for algorithm in algorithms if algorithm.needs_whole]
+    if offloaded.on_disk and whole:
+        raise NotSupportedError(
+            f"{type(whole[0].config).__name__} needs the whole model in memory, and a part of it lies on disk by its "
+            "device_map. Possible: a device_map with that part on the CPU, or an algorithm that works block by block "
+            "(GPTQ, AWQ, AutoRound, ...)."
+        )
 
 
 def _recorded(config: QConfig, algorithms: Sequence[Algorithm]) -> QConfig:

@@ -53,6 +53,7 @@ def sweep(
     data: Iterable[Any] | None,
     shared_scale_groups: Sequence[Sequence[str]] = (),
     sync_experts: bool = False,
+    weights: BlockWeights | None = None,
 ) -> None:
     """Run the algorithms on a model whose layers are replaced and not yet calibrated.
 
@@ -63,16 +64,18 @@ def sweep(
         data: Calibration batches; may be None if no algorithm needs activations.
         shared_scale_groups: Leaf names of layers with one second-level weight scale.
         sync_experts: Whether the experts of a mixture share the range of their inputs.
+        weights: Brings and takes the weights of blocks; None: all are where they run.
 
     Raises:
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
+    weights = weights or BlockWeights()
     if data is not None and any(algorithm.learns or algorithm.judged_whole for algorithm in algorithms):
         data = list(data)  # read more than once
     data, batch = (None, None) if data is None else _with_first(data)
     with quantizers_off(layers.values()):
-        names, stages = prepare_algorithms(model, layers, algorithms, batch, data)
+        names, stages = prepare_algorithms(model, layers, algorithms, batch, data, weights)
     if not stages:
         return
     if data is None:
@@ -93,10 +96,10 @@ def sweep(
 
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         needs_float = any(stage.needs_float for stage in stages)
-        calls, state = record_inputs(model, layers, names, data, BlockWeights(), needs_float)
-        loop_over_blocks(model, names, calls, work, BlockWeights(), shared_scale_groups, state=state)
+        calls, state = record_inputs(model, layers, names, data, weights, needs_float)
+        loop_over_blocks(model, names, calls, work, weights, shared_scale_groups, state=state)
         if behind.candidates:
-            with _saying_what_changed(""):
+            with _saying_what_changed(""), weights.holding(behind.candidates):
                 behind.sweep(part_of(data), sync_experts)
 
 

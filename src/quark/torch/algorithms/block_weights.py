@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+
+from quark.torch.model.blocks.offloading import Offloaded
 
 
 class BlockWeights:
@@ -28,3 +30,36 @@ class BlockWeights:
     def around(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Within: what is not in a block, and the first block, can run where the batches are."""
         return nullcontext()
+
+    def holding(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Within: layers outside of blocks are where they run, and what they become is kept."""
+        return nullcontext()
+
+
+def blocks_of(offloaded: Offloaded) -> BlockWeights:
+    """What brings the blocks of a model in memory, of which a part may be elsewhere by its `device_map`."""
+    return OffloadedBlocks(offloaded) if offloaded.parts else BlockWeights()
+
+
+class OffloadedBlocks(BlockWeights):
+    """Brings the blocks of a model that its `device_map` keeps elsewhere; those on a device are there already."""
+
+    def __init__(self, offloaded: Offloaded) -> None:
+        self.offloaded = offloaded
+        self.whole = not offloaded.on_disk
+
+    def bring(self, name: str) -> None:
+        """Let the block be where it runs."""
+        self.offloaded.bring(name)
+
+    def take(self, name: str) -> None:
+        """Keep what it became where it lies."""
+        self.offloaded.take(name)
+
+    @contextmanager
+    def holding(self, names: Iterable[str]) -> Iterator[None]:
+        """Within: layers outside of blocks are where they run, and what they become is kept."""
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(self.offloaded.visiting(name))
+            yield

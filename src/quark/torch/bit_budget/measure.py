@@ -18,7 +18,7 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, ShapeError
 from quark.files import scratch_folder
-from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.block_weights import BlockWeights, blocks_of
 from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.gguf_rules import GgufRules
 from quark.torch.bit_budget.rules import BudgetRules, FolderRules
@@ -31,6 +31,7 @@ from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
 from quark.torch.flows.resume import fingerprint_of_data, fingerprint_of_files, in_use
+from quark.torch.model.blocks.offloading import onloaded
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers
@@ -162,12 +163,15 @@ def _in_memory(
             f"{half} is float16, in which gradients vanish. Possible: load the model in float32 or bfloat16, or give "
             "its folder."
         )
-    state = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        state.update(f"{name} {fingerprint_of_data([tensor])}".encode())
-    with prepared(model, config):
-        plan = make_plan(config, model, read_elsewhere=weights_read_elsewhere(model, data))
-        return _measure(model, plan, data, specs, config, state.hexdigest(), folder, BlockWeights, rules, budget)
+    with onloaded(model) as offloaded:
+        state = hashlib.sha256()
+        for name, tensor in model.state_dict().items():
+            state.update(f"{name} {fingerprint_of_data([tensor])}".encode())
+        with prepared(model, config):
+            with offloaded.staying():
+                elsewhere = weights_read_elsewhere(model, data)
+            plan, weights = make_plan(config, model, read_elsewhere=elsewhere), partial(blocks_of, offloaded)
+            return _measure(model, plan, data, specs, config, state.hexdigest(), folder, weights, rules, budget)
 
 
 def _on_disk(

@@ -21,6 +21,7 @@ from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
 from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
+from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers, saved_dtype
 from quark.torch.model.model_folder import as_format_error, load_config, model_class, read_config
@@ -28,6 +29,7 @@ from quark.torch.model.published_names import published_names
 from quark.torch.model.tied_weights import tying_configs
 
 
+@with_weights
 def import_model_from_safetensors(
     model: nn.Module | None,
     model_dir: str | os.PathLike[str],

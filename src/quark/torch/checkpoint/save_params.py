@@ -23,10 +23,12 @@ from quark.torch.graph.saving import load_graph, save_graph
 from quark.torch.layers.low_rank import record_branches
 from quark.torch.layers.online_rotation import record_rotations
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import regular_file
 from quark.torch.plan import Plan
 
 
+@with_weights
 def save_params(
     model: nn.Module,
     model_type: str,
@@ -86,6 +88,7 @@ def save_params(
     return folder / f"{model_type}.json"
 
 
+@with_weights
 def load_params(
     model: nn.Module | None = None,
     json_path: str | os.PathLike[str] = "",

@@ -40,7 +40,7 @@ class QuantLayer(nn.Module):
         layer = cls.__new__(cls)
         # A shallow copy of the attributes: nothing is allocated or initialised, even for huge or meta weights.
         layer.__dict__.update({key: copy.copy(value) for key, value in module.__dict__.items()})
-        _take_over_forward(layer, module)
+        take_over_forward(layer, module)
         layer.attach(spec)
         return layer
 
@@ -96,13 +96,22 @@ class QuantLayer(nn.Module):
         return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
 
 
-def _take_over_forward(layer: nn.Module, module: nn.Module) -> None:
-    """Let what accelerate put around the forward of a module, which moves tensors between devices, call the layer's.
+def take_over_forward(layer: nn.Module, module: nn.Module) -> None:
+    """Let what stands around the forward of a module, which moves tensors between devices, stand around the layer's.
 
-    A model with a `device_map` has it: `forward` is a partial of the module, and `_old_forward` the method it had.
+    A model with a `device_map` has it: accelerate's `forward` is a partial of the module, `_old_forward` the method it
+    had, and `_hf_hook` what moves. Around that is ours, while a part that lies elsewhere is worked on.
     """
-    around = layer.__dict__.get("forward")
-    if isinstance(around, partial) and "_old_forward" in layer.__dict__:
-        arguments = [layer if argument is module else argument for argument in around.args]
-        layer.__dict__["forward"] = update_wrapper(partial(around.func, *arguments), type(layer).forward)
+    around = module.__dict__.get("forward")
+    inner = getattr(around, "inner", around)
+    copied = layer.__dict__.pop("forward", None)
+    if isinstance(inner, partial) and "_old_forward" in module.__dict__:
+        arguments = [layer if argument is module else argument for argument in inner.args]
+        layer.__dict__["forward"] = update_wrapper(partial(inner.func, *arguments), type(layer).forward)
         layer.__dict__["_old_forward"] = MethodType(type(layer).forward, layer)
+        layer.__dict__["_hf_hook"] = copy.copy(module.__dict__["_hf_hook"])
+    elif copied is not None:
+        layer.__dict__["forward"] = inner
+    take_over = getattr(around, "take_over", None)
+    if take_over is not None:
+        take_over(layer)

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -172,10 +172,18 @@ def rotate_queries_and_keys(model: nn.Module, rotation_size: int | None = None) 
     """Rotate queries and keys in every attention module with a rotary embedding; return how many there are."""
     count = 0
     for module in model.modules():
-        if _patched_forward(_class(module), rotation_size) is not None and "forward" not in module.__dict__:
-            module.forward = RotatedAttention(module, rotation_size)
+        # What accelerate puts around a forward, to move tensors between devices, calls the method of this name.
+        place = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        own = module.__dict__.get(place)
+        if _patched_forward(_class(module), rotation_size) is not None and (own is None or _is_method(own, module)):
+            module.__dict__[place] = RotatedAttention(module, rotation_size)
             count += 1
     return count
+
+
+def _is_method(forward: Any, module: nn.Module) -> bool:
+    """Whether a forward is the one of the class of its module."""
+    return isinstance(forward, MethodType) and forward.__func__ is type(module).forward
 
 
 def head_rotation_size(head: int, rotation_size: int | None) -> int:

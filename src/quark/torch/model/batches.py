@@ -86,8 +86,14 @@ def named_outputs(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Te
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where batches go: to the first parameter that is loaded."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    """Where batches go: to the first parameter that is loaded, or where the part that it is in says that it runs."""
+    for module in model.modules():
+        device = getattr(module.__dict__.get("forward"), "device", None)
+        if not isinstance(device, torch.device):
+            device = next((p.device for p in module.parameters(recurse=False) if not p.is_meta), None)
+        if device is not None:
+            return device
+    return torch.device("cpu")
 
 
 def named_device(name: str) -> torch.device:

@@ -32,6 +32,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, shard_files, side_files
 from quark.torch.model.published_names import dropped_names
 from quark.torch.plan import Plan
@@ -41,6 +42,7 @@ from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.onnx.export import export_onnx
 
 
+@with_weights
 def export_safetensors(
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -138,6 +140,7 @@ def check_options(custom_mode: str, weight_format: str, pack_method: str, max_sh
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
 
 
+@with_weights
 def export_gguf(
     model: nn.Module,
     output_dir: str | os.PathLike[str],

@@ -49,13 +49,18 @@ def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) ->
                 f"model_decoder_layers={path!r} is no list of modules. Possible: {', '.join(lists) or 'none here'}."
             )
         return [f"{path}.{index}" for index in range(len(blocks))]
-    stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
-    outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
+    outer = outer_stacks(model)
     if not outer:
         return [WHOLE]
-    outer.sort(key=lambda name: sum(p.numel() for p in stacks[name].parameters()), reverse=True)
+    outer.sort(key=lambda name: sum(p.numel() for p in model.get_submodule(name).parameters()), reverse=True)
     largest = outer[0] if batch is None or len(outer) == 1 else _first_reached(model, outer, batch)
-    return [f"{largest}.{name}" for name, _ in stacks[largest].named_children()]
+    return [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
+
+
+def outer_stacks(model: nn.Module) -> list[str]:
+    """Names of the lists of blocks that are not inside another one."""
+    stacks = [name for name, module in model.named_modules() if _is_stack(module)]
+    return [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
 
 
 def _first_reached(model: nn.Module, paths: list[str], batch: Any) -> str:

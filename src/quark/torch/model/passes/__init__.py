@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from quark.core.registry import Registry
+from quark.torch.layers.base import take_over_forward
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Pass, Wanted
 from quark.torch.model.passes.conv1d import conv1d_to_linear, is_conv1d
@@ -32,7 +33,10 @@ def prepare(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     originals: dict[str, nn.Module] = {}
     try:
         for run in PASSES.values():
-            originals.update(run(model, wanted))
+            replaced = run(model, wanted)
+            originals.update(replaced)
+            for name, module in replaced.items():
+                take_over_forward(model.get_submodule(name), module)
     except BaseException:
         undo(model, originals)
         raise

@@ -26,6 +26,7 @@ from quark.errors import NotSupportedError
 from quark.log import logger
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.layers.replace import set_submodule
+from quark.torch.model.blocks.forwards import with_plain_forward
 from quark.torch.model.passes.base import Wanted, linear_of
 from quark.torch.model.published_names import conversions, expert_leaves
 
@@ -266,7 +267,7 @@ def _shell(fused: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
     """A shallow copy that holds other parameters."""
     shell = copy.copy(fused)
     shell.__dict__ = {**fused.__dict__, "_parameters": parameters}
-    return shell
+    return with_plain_forward(shell)
 
 
 def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:

@@ -21,6 +21,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats import Stored
 from quark.torch.layers import layer_class
+from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures.architecture import Architecture
@@ -34,6 +35,7 @@ from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+@with_weights
 def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
     """Load a GGUF file of `export_gguf` (or of another program) into the float model that it is of.
 

@@ -26,6 +26,7 @@ from quark.errors import ConfigError, NotSupportedError, one_line, require_packa
 from quark.files import check_file
 from quark.log import logger
 from quark.torch.layers.replace import refuse_packed
+from quark.torch.model.blocks.offloading import refuse_offloaded
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -78,6 +79,7 @@ def export_onnx(
     """
     _check_options(operator_export_type)
     refuse_packed(model)
+    refuse_offloaded(model, "export_onnx")
     args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
     file = Path(output_dir) / FILE
     check_file(file, overwrite)

@@ -1,0 +1,347 @@
+"""Parts of a model that its `device_map` keeps on the CPU or on disk, while the model is worked on.
+
+    accelerate   weights are on the meta device; before each forward of a layer they are brought to its device
+    within       weights are there, on the CPU; a part (a block, or a layer outside) visits its device while it runs,
+                 or while somebody works on it, and what was changed there comes back
+    afterwards   weights are on the meta device again, and accelerate brings what they are by then
+
+On the CPU the tensors are accelerate's own. Those of files are mapped, so that nothing is read before its turn; what
+becomes of them lies in files without a name beside them, and the files themselves are never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from quark.errors import NotSupportedError
+from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.model.blocks.mapped_tensors import mapped_offload, mapped_safetensors
+from quark.torch.model.blocks.offloaded_part import (
+    CPU,
+    Home,
+    OffloadedPart,
+    hooks_of,
+    move,
+    part_on,
+    parts_of,
+    settle,
+    tensors_of,
+)
+from quark.torch.model.blocks.recording import outer_stacks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HostWeights(dict[str, torch.Tensor]):
+    """The weights of one module by their names, as accelerate's hooks look them up.
+
+    Attributes:
+        folder: Where what becomes of them is kept; None: in memory.
+    """
+
+    folder: Path | None = None
+
+
+class Offloaded:
+    """The parts of a model that are elsewhere than where they run, while it is worked on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property
+    def parts(self) -> list[OffloadedPart]:
+        """All of them, as the model is now."""
+        return parts_of(self.model)
+
+    @property
+    def on_disk(self) -> list[OffloadedPart]:
+        """Those of which weights are in files."""
+        return [part for part in self.parts if part.folder is not None]
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Within: parts run where their weights lie, which nobody moves."""
+        for part in self.parts:
+            part.stays = True
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.stays = False
+
+    def bring(self, name: str) -> None:
+        """Let what is in a module be on its device until `take`."""
+        for part in parts_of(self.model.get_submodule(name)):
+            part.bring()
+
+    def take(self, name: str) -> None:
+        """The module is finished: its weights go back."""
+        for part in parts_of(self.model.get_submodule(name)):
+            part.take()
+
+    @contextmanager
+    def visiting(self, name: str) -> Iterator[None]:
+        """Within: a layer is on its device, whatever else its part holds; what was changed is kept."""
+        path = name.split(".")
+        above = (self.model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
+        part = next((part for part in map(part_on, above) if part is not None), None)
+        module = self.model.get_submodule(name)
+        if part is None or part.depth or not (part.deep or part.module is module):
+            yield
+            return
+        homes: list[Home] = []
+        try:
+            move(tensors_of(module.modules()), part.device, homes, copies=part.folder is not None)
+            yield
+        finally:
+            settle(tensors_of(module.modules()), homes, part.folder)
+
+
+@contextmanager
+def onloaded(model: nn.Module) -> Iterator[Offloaded]:
+    """Within: the weights of the model are there, wherever its `device_map` keeps them.
+
+    Raises:
+        NotSupportedError: A map of weights that accelerate does not make.
+    """
+    offloaded = _onload(model)
+    _make_parts(model, offloaded)
+    try:
+        yield Offloaded(model)
+    finally:
+        for part in parts_of(model) if offloaded else ():
+            _offload(part)
+
+
+def with_weights(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose first argument is a model, or None, and which is called with the model's weights there."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        model = args[0] if args else kwargs.get("model")
+        with onloaded(model) if isinstance(model, nn.Module) else nullcontext():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def refuse_offloaded(model: nn.Module, what: str) -> None:
+    """Raise NotSupportedError, which says what cannot be done, for weights that accelerate keeps elsewhere."""
+    for name, module in model.named_modules():
+        if any(_names(module, hook) for hook in offloading_hooks(module)):
+            raise NotSupportedError(
+                f"{what}: {name or 'the model'} lies on the CPU or on disk by its device_map. Possible: "
+                "accelerate.hooks.remove_hook_from_submodules(model), which loads it, or a model without a device_map."
+            )
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def has_device_map(model: nn.Module) -> bool:
+    """Whether accelerate's hooks say where the parts of a model run."""
+    return any(hasattr(hook, "offload") for module in model.modules() for hook in hooks_of(module))
+
+
+def offloading_hooks(module: nn.Module) -> list[Any]:
+    """Those that bring weights before each forward."""
+    return [hook for hook in hooks_of(module) if getattr(hook, "offload", False)]
+
+
+def _names(module: nn.Module, hook: Any) -> list[str]:
+    """The tensors of a module that a hook brings."""
+    from accelerate.utils import named_module_tensors
+
+    found = named_module_tensors(module, hook.offload_buffers, hook.place_submodules, remove_non_persistent=True)
+    return [name for name, _ in found]
+
+
+def _onload(model: nn.Module) -> dict[int, tuple[Any, Path | None]]:
+    """Give all modules their weights; id of a module that got some -> where it runs, and the folder of its files."""
+    known: dict[Any, nn.Parameter] = {}
+    found: dict[int, tuple[Any, Path | None]] = {}
+    all_values = [
+        (module, hook, {name: host_value(hook.weights_map, name) for name in _names(module, hook)})
+        for module in model.modules()
+        for hook in offloading_hooks(module)
+    ]
+    for module, hook, values in all_values:
+        folder = next((folder for _, folder in values.values() if folder is not None), None)
+        for name, (value, _) in values.items():
+            owner = _owner(module, name)
+            _put(owner, name.rpartition(".")[2], value, known)
+            found[id(owner)] = (hook.execution_device, folder)
+        hook.weights_map, hook.offload = AWAY if values else HostWeights(), False
+    _tie(model, found)
+    return found
+
+
+def _tie(model: nn.Module, found: Mapping[int, object]) -> None:
+    """Let parameters be one object that transformers says are one: on disk each has a file of its own."""
+    modules = dict(model.named_modules())
+    for name, of in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+        (path, _, leaf), (its_path, _, its_leaf) = name.rpartition("."), of.rpartition(".")
+        module, its = modules.get(path), modules.get(its_path)
+        if module is None or its is None or id(module) not in found or id(its) not in found:
+            continue
+        ours, theirs = module._parameters.get(leaf), its._parameters.get(its_leaf)
+        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            continue
+        if torch.equal(ours, theirs):
+            module._parameters[leaf] = theirs
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def _put(module: nn.Module, name: str, value: torch.Tensor, known: dict[Any, nn.Parameter]) -> None:
+    """Let a tensor of a module be this one; parameters that are one in memory are one object."""
+    before: torch.Tensor = getattr(module, name)
+    value = value.detach().to(CPU, before.dtype)
+    if name in module._buffers:
+        module._buffers[name] = value
+        return
+    key = (value.data_ptr(), value.shape, value.stride(), value.dtype, before.requires_grad)
+    if key not in known:
+        known[key] = nn.Parameter(value, before.requires_grad)
+    module._parameters[name] = known[key]
+
+
+class _Away(HostWeights):
+    """Stands in a hook for weights that its module has itself; it copies as what it is."""
+
+    def __deepcopy__(self, memo: object) -> _Away:
+        return self
+
+
+AWAY = _Away()
+
+
+def _offload(part: OffloadedPart) -> None:
+    """Hand the weights of a part to accelerate, and take the part's forward away."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    while part.depth:
+        part.leave()
+    part.run_on(part.given)
+    if part.inner is None:
+        part.module.__dict__.pop("forward", None)
+    else:
+        part.module.__dict__["forward"] = part.inner
+    modules = [*part.modules()]
+    hooks = [(module, hook) for module in modules for hook in hooks_of(module)]
+    done = {id(_owner(m, name)) for m, hook in hooks if hook_is_away(hook) for name in _names(m, hook)}
+    for module, hook in hooks:
+        if hook_is_away(hook):
+            _hand_over(module, hook, part)
+    for module in modules:
+        if id(module) not in done and [*module.parameters(False)] and not isinstance(module, FakeQuantize):
+            # Made meanwhile: an expert that was a part of another tensor, a branch of low rank.
+            weights = HostWeights((name, x.detach()) for name, x in module.named_parameters(recurse=False))
+            weights.folder = part.folder
+            add_hook_to_module(module, AlignDevicesHook(part.given, offload=True, weights_map=weights), append=True)
+    for module in modules:
+        # What is small, and was not offloaded, stays where it is used.
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not tensor.is_meta:
+                    _place(table, name, tensor, part.device)
+
+
+def hook_is_away(hook: Any) -> bool:
+    """Whether a hook would bring weights, were they not there."""
+    return getattr(hook, "weights_map", None) is AWAY
+
+
+def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
+    """Let a hook bring the weights that a module has now, and let it have none."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    weights, before = HostWeights(), getattr(hook, "original_devices", {})
+    weights.folder = part.folder
+    for name in _names(module, hook):
+        tensor: torch.Tensor = getattr(_owner(module, name), name.rpartition(".")[2])
+        weights[name] = tensor.detach().to(CPU)
+        set_module_tensor_to_device(module, name, "meta")
+    hook.weights_map, hook.offload = weights, True
+    hook.original_devices = {name: before.get(name, CPU) for name in weights}
+    # By addresses in memory, which are those of other values now.
+    hook.tied_params_map, hook.tied_params_names = None, set()
+
+
+def _place(table: dict[str, Any], name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        moved = tensor.detach().to(device)
+        table[name] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Path | None]:
+    """What a map of accelerate holds, on the CPU, and the folder for what becomes of it: None where it is in memory."""
+    if isinstance(weights, HostWeights):
+        return weights[name], weights.folder
+    while type(weights).__name__ == "PrefixedDataset":
+        weights, name = weights.dataset, f"{weights.prefix}{name}"  # type: ignore[attr-defined]
+    if not isinstance(weights, dict) and type(weights).__name__ != "OffloadedWeightsLoader":
+        raise NotSupportedError(
+            f"{name} comes from a {type(weights).__name__}. Possible: what dispatch_model, cpu_offload and "
+            "disk_offload of accelerate make of a model."
+        )
+    held = getattr(weights, "state_dict", weights)
+    if name in held:
+        return held[name], None
+    loader: Any = weights
+    entry, folder = loader.index[name], loader.save_folder
+    if folder is None:
+        raise NotSupportedError(
+            f"{name} lies on disk by the device_map, and there is no folder in which what becomes of it can be kept: "
+            "the files of the model are never written. Possible: load the model with offload_folder=..., or stream "
+            "its folder."
+        )
+    if entry.get("safetensors_file") is not None:
+        value = mapped_safetensors(Path(entry["safetensors_file"]), entry.get("weight_name", name))
+        return (value.to(getattr(torch, entry["dtype"])) if "dtype" in entry else value), Path(folder)
+    return mapped_offload(Path(folder) / f"{name}.dat", entry), Path(folder)
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def _make_parts(model: nn.Module, offloaded: Mapping[int, tuple[Any, Path | None]]) -> None:
+    """Make parts of what was offloaded: whole blocks; outside of blocks the modules that hold tensors themselves."""
+    if not offloaded:
+        return
+    stacks = {id(model.get_submodule(name)) for name in outer_stacks(model)}
+
+    def walk(module: nn.Module, inside: bool) -> None:
+        own, holders = offloaded.get(id(module)), [m for m in module.modules() if [*m.parameters(False)]]
+        places = {str(offloaded[id(m)]) if id(m) in offloaded else "" for m in holders}
+        whole = len(places) == 1 and "" not in places and not any(id(m) in stacks for m in module.modules())
+        if whole and (inside or own is not None):
+            device, folder = own or offloaded[id(holders[0])]
+            _part(module, device, folder, True)
+            return
+        if own is not None:
+            _part(module, *own, False)
+        for child in module.children():
+            walk(child, inside or id(module) in stacks)
+
+    walk(model, False)
+
+
+def _part(module: nn.Module, device: Any, folder: Path | None, deep: bool) -> None:
+    if part_on(module) is None:
+        part = OffloadedPart(module, device, folder, deep)
+        part.run_on(CPU)
+        move([x for m in part.modules() for x in m._buffers.values() if x is not None], CPU, [])
