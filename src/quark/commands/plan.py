@@ -106,6 +106,7 @@ def plan(
     from quark.commands.folders.models import inputs_of, load_meta_model
     from quark.commands.folders.quantize import budget_base, config_of, config_of_choice, scheme_config, with_default
     from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.flows.check_plan import check_plan
     from quark.torch.flows.predicted_size import planned
 
     calibration = Calibration(calib, samples, length, packing, seed)
@@ -131,7 +132,9 @@ def plan(
     meta = load_meta_model(model)
     before = predicted_bytes(meta, None)
     made, after = planned(meta, config, form)
-    console.print(made.table(meta))
+    table = made.table(meta)
+    check_plan(meta, config, made, form)
+    console.print(table)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
     inputs = inputs_of(model, meta)
     if calibration.is_default and not inputs.reads_text:

@@ -211,7 +211,7 @@ def test_a_config_that_cannot_be_imported_is_refused(entries: dict[str, Any], me
 
 
 def test_layers_of_other_classes_that_are_linear_are_imported(tmp_path: Path) -> None:
-    config = LLMTemplate.get("falcon").get_config("int4_wo_32")
+    config = LLMTemplate.get("falcon").get_config("int8_dynamic")
     model = ModelQuantizer(config).quantize_model(build("falcon"))
     export_safetensors(model, tmp_path / "out", custom_mode="compressed-tensors")
     loaded = import_model_from_safetensors(build("falcon", seed=1), tmp_path / "out")

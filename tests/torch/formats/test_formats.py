@@ -27,6 +27,7 @@ from quark.torch import (
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
+from tests.models.checkpoints import stored
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
 
 
@@ -222,14 +223,19 @@ def test_companions_and_dropped_tensors_travel_along(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text("{}")
     (source / "chat_template.jinja").write_text("hello")
     tensors = load_file(source / "model.safetensors")
-    save_file({**tensors, "mtp.extra.weight": torch.ones(3)}, source / "model.safetensors", metadata={"format": "pt"})
+    extra = {"mtp.norm.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3, 3)}
+    save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(source)
     model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
     ModelQuantizer(LLMTemplate.get("llama").get_config("int8_wo")).quantize_model(model)
-    out = export_safetensors(model, tmp_path / "out")
+    for form, key in (("quark", "exclude"), ("compressed-tensors", "ignore")):
+        out = export_safetensors(model, tmp_path / form, form)
+        # A reader would take a layer that is not named for one that is quantized.
+        assert "mtp.fc" in stored(out)[1][key]
+    out = tmp_path / "quark"
     assert (out / "chat_template.jinja").read_text() == "hello"
     assert (out / "tokenizer_config.json").exists() and (out / "generation_config.json").exists()
-    assert torch.equal(load_file(out / "model.safetensors")["mtp.extra.weight"], torch.ones(3))
+    assert torch.equal(stored(out)[0]["mtp.fc.weight"], torch.ones(3, 3))
 
 
 @pytest.mark.parametrize("compressed", [True, False])

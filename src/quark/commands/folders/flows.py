@@ -176,6 +176,7 @@ def _preflight_data(
 
     Raises:
         CalibrationError, FormatError: The data cannot be read.
+        NotSupportedError, ShapeError: The format has no place for what is planned, or its readers would not find it.
         OutputError, TooLittleMemoryError: The disk or the memory is too small.
     """
     import torch
@@ -183,6 +184,7 @@ def _preflight_data(
     from quark.commands.folders.models import inputs_of, load_meta_model
     from quark.torch.algorithms import algorithms_of
     from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.flows.check_plan import check_plan
     from quark.torch.flows.predicted_size import planned
     from quark.torch.flows.preflight import estimate, preflight
 
@@ -192,7 +194,9 @@ def _preflight_data(
     data = samples(inputs_of(model, meta))
     output = predicted_bytes(meta, None)
     weights = estimate(meta, output, algorithms_of(config.algo_config or []), data, whole=True)
+    plan, size = planned(meta, config, export.form)
     if export.weight_format != STORED_FLOAT:
-        weights = replace(weights, output=planned(meta, config, export.form)[1])
+        weights = replace(weights, output=size)
+    check_plan(meta, config, plan, export.form)
     preflight(weights, export.output, data, "--stream, fewer --samples, or a machine with more")
     return data

@@ -111,7 +111,7 @@ class CheckpointJob:
         in_folder = source_names(self.model, self.checkpoint.names())
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
         self._check_ties(in_folder, ties)
-        names = dropped_names(self.model, self.checkpoint.names())
+        names = self.beside()
         dropped = [plain_entry(name, self.checkpoint.meta(name)) for name in names]
         unexpected = sorted({*self.checkpoint.names()} - {*(in_folder[n] for n in in_folder if n in ties), *names})
         if unexpected:
@@ -120,6 +120,10 @@ class CheckpointJob:
                 f"{', '.join(unexpected[:5])}."
             )
         return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
+
+    def beside(self) -> list[str]:
+        """Names of the tensors of the old folder that the class of the model leaves out by design."""
+        return dropped_names(self.model, self.checkpoint.names())
 
     def _check_ties(self, in_folder: Mapping[str, str], ties: Mapping[str, list[str]]) -> None:
         """Raise NotSupportedError where the model shares one tensor, and the folder has different ones under its names.
@@ -149,7 +153,9 @@ class CheckpointJob:
 
     def write_rest(self, output: Path) -> None:
         """Write what a checkpoint has beside its tensors: config.json, tokenizer, generation config."""
-        quantization = quantization_config(self.model, self.config, self.plan, self.weight_format, self.pack_method)
+        quantization = quantization_config(
+            self.model, self.config, self.plan, self.weight_format, self.pack_method, self.beside()
+        )
         write_config(self.model, quantization, output)
         write_companions(self.model, self.folder, None, output)
         write_card(self.model, self.plan.layers, self.folder, output)

@@ -188,11 +188,13 @@ class FolderFormat(Format):
         layout: How one tensor is stored.
         options: Whether `pack_method` and `weight_format` can be chosen.
         marker: Endings of the tensor names that only a quantized layer has.
+        own_loader: Whether this package makes the layers into which transformers loads it.
     """
 
     layout: ClassVar[type[Layout]]
     options: ClassVar[bool] = False
     marker: ClassVar[tuple[str, ...]] = ()
+    own_loader: ClassVar[bool] = False
 
     def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
         """Also refuse what readers give to the class that the model really has, which holds the weight transposed."""

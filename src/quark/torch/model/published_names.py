@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', whose loader is known."""
+    # It can only be one if this is loaded; nothing is imported for the question.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def conversions(model: nn.Module, legacy: bool = False) -> list[Any]:
@@ -20,9 +27,8 @@ def conversions(model: nn.Module, legacy: bool = False) -> list[Any]:
 
     With `legacy` also those of names that only old checkpoints have (LayerNorm.gamma).
     """
-    # A model can only be one of transformers' if this is loaded; nothing is imported for the question.
-    modeling, mapping = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "conversion_mapping"))
-    if modeling is None or mapping is None or not isinstance(model, modeling.PreTrainedModel):
+    mapping = sys.modules.get("transformers.conversion_mapping")
+    if mapping is None or not is_transformers_model(model):
         return []
     found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=legacy)
     return found
@@ -95,13 +101,24 @@ def _without_own(model: Any, stored: Sequence[str]) -> list[str]:
     leaves out the vision model, and the other way round, and the patterns of both are those of the whole.
     """
     own = model.state_dict()
+    target = loaded_as(model, own)
+    return [name for name in stored if target(name) not in own]
+
+
+def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+    """The function from the name of a tensor in a checkpoint to the name of the one that transformers loads it into.
+
+    Args:
+        model: Of the class that loads.
+        own: Its state dict.
+    """
     known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
     if core is None or not known:
-        return [name for name in stored if name not in own]
+        return lambda name: name
     renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
     mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
     prefix = getattr(model, "base_model_prefix", None)
-    return [name for name in stored if core.rename_source_key(name, renames, mergers, prefix, own)[0] not in own]
+    return lambda name: str(core.rename_source_key(name, renames, mergers, prefix, own)[0])
 
 
 def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:

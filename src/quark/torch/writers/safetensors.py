@@ -31,6 +31,7 @@ from quark.torch.checkpoint.shards import (
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
+from quark.torch.formats.readers import check_readers
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, shard_files, side_files
@@ -81,17 +82,19 @@ def export_safetensors(
     weight_format = weight_format or REAL_QUANTIZED
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
     _require_transformers(model, "export_safetensors")
-    form, content = FORMATS[custom_mode], folder_of(model, config, plan, weight_format, pack_method)
+    source = _source_folder(model)
+    dropped = _dropped_entries(model, source)
+    beside = [name for name, _, _ in dropped]
+    form, content = FORMATS[custom_mode], folder_of(model, config, plan, weight_format, pack_method, beside)
     form.check(dict(model.named_modules()), content)
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
-    source = _source_folder(model)
+    names = names_in_file(model, form, content.specs, as_they_are=beside)
+    check_readers(model, form, content, (name for name, _, _ in items))
     if source is not None:
         check_apart(output_dir, source, whole=True)
         check_files(source)  # what is copied at the end is refused at the beginning
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
-            dropped = _dropped_entries(model, source)
-            names = names_in_file(model, form, content.specs, as_they_are={name for name, _, _ in dropped})
             write_shards(folder, [*items, *dropped], names, max_shard_size)
             write_config(model, form.describe(content), folder)
             write_companions(model, source, tokenizer, folder)
@@ -170,6 +173,8 @@ def export_gguf(
     _require_transformers(model, "export_gguf")
     GgufFormat().check(dict(model.named_modules()), folder_of(model, config, plan))
     file = Path(output_dir) / f"{model_type}.gguf"
+    if left := [name for name, _, _ in _dropped_entries(model, _source_folder(model))]:
+        logger.info("%d tensors that the model's class leaves out are not in the file: %s ...", len(left), left[0])
     write_gguf(model, file, tokenizer_path, overwrite)
     return file
 

@@ -23,6 +23,7 @@ class QuarkFormat(FolderFormat):
     name = "quark"
     layout = QuarkLayout
     options = True
+    own_loader = True
 
     def refusal(self, spec: LayerSpec) -> str | None:
         if spec.weight is not None and isinstance(spec.weight.dtype, BlockType):
