@@ -132,9 +132,9 @@ def plan(
     meta = load_meta_model(model)
     before = predicted_bytes(meta, None)
     made, after = planned(meta, config, form)
-    table = made.table(meta)
+    layers = made.table(meta)
     check_plan(meta, config, made, form)
-    console.print(table)
+    console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
     inputs = inputs_of(model, meta)
     if calibration.is_default and not inputs.reads_text:

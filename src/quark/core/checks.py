@@ -111,9 +111,14 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except QuarkError as error:
-        raise type(error)(f"{name}: {error}") from None
+        raise named(name, error) from None
     finally:
         _names.reset(token)
+
+
+def named(name: str, error: QuarkError) -> QuarkError:
+    """The error with a name before it, unless it begins with it."""
+    return error if str(error).startswith(f"{name}: ") else type(error)(f"{name}: {error}")
 
 
 def all_finite(*arrays: Array) -> Array:
@@ -157,4 +162,6 @@ def _on_device(x: Array) -> bool:
 def _fail(failure: Failure, names: tuple[str, ...]) -> None:
     error = failure if isinstance(failure, QuarkError) else failure()
     if error is not None:
-        raise type(error)(": ".join([*names, str(error)])) from None
+        for name in reversed(names):
+            error = named(name, error)
+        raise error from None
