@@ -15,7 +15,8 @@ import torch
 from tests.models.column_rules import RULES, grid_of, weights
 
 from benchmarks.gpu_parts.rows import Found, Report, one_line
-from quark.core.solvers.kernels import Kernels, kernel_module
+from quark.core.kernels.trust import kernel_module
+from quark.core.solvers.kernels import MODULE, Kernels
 from quark.core.solvers.plain_columns import PlainBlocks
 from quark.core.spec import TensorSpec
 
@@ -67,14 +68,14 @@ def compared(rule: TensorSpec, report: Report) -> Found:
         shares.append(float((block.solved(kernel, pulled) == start).float().mean()))
     shares.append(float((block.refined(kernel, start) == block.refined(plain, start)).float().mean()))
     value = f"equal codes: {min(shares):.4%} of {rows} x {columns}"
-    if kernel.refused:
+    if kernel.trust.refused:
         return Found(f"{value}; {why_not(block)}", "", "plain form taken")
-    return Found(value, "", f"{len(kernel.passed)} of 3 kernels taken")
+    return Found(value, "", f"{len(kernel.trust.passed)} of 3 kernels taken")
 
 
 def why_not(block: Block) -> str:
     """What a kernel does that is refused: its own error, or that it computes something else."""
-    solver, module = Unchecked(), kernel_module()
+    solver, module = Unchecked(), kernel_module(MODULE)
     if module is None:
         return "triton is not there"
     solver.solve, solver.refine = module.solve_block, module.refine_block

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_parts.rows import Found, Report, median_seconds, once
+from quark.core.kernels.trust import device_of
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.solvers.block_solvers import SOLVERS
-from quark.core.solvers.kernels import Kernels, device_of
+from quark.core.solvers.kernels import Kernels
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer, accelerate
 
 WEIGHTS = ("int4_wo_128", "fp8", "mxfp4")
@@ -112,9 +113,9 @@ def gptq(report: Report, plain: bool) -> Found:
     (kernels,) = (solver for solver in SOLVERS if isinstance(solver, Kernels))
     name = device_of(data[0])
     assert name is not None
-    refused, asked = name in kernels.refused, len(kernels.passed)
+    refused, asked = name in kernels.trust.refused, len(kernels.trust.passed)
     if plain:
-        kernels.refused.add(name)
+        kernels.trust.refused.add(name)
     try:
         model = shape.model(report.device, 1)
 
@@ -130,8 +131,12 @@ def gptq(report: Report, plain: bool) -> Found:
         peak = torch.cuda.max_memory_allocated() - before
     finally:
         if plain and not refused:
-            kernels.refused.discard(name)
-    form = "plain form" if name in kernels.refused or plain else f"kernels, {len(kernels.passed) - asked} compiled"
+            kernels.trust.refused.discard(name)
+    form = (
+        "plain form"
+        if name in kernels.trust.refused or plain
+        else f"kernels, {len(kernels.trust.passed) - asked} compiled"
+    )
     value = (
         f"{seconds:.2f} s, forward {forwards:.3f} s: x {seconds / forwards:.1f}; "
         f"peak {peak / 1e9:.2f} GB, x {peak / shape.gptq_bytes():.2f}"

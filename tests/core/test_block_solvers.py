@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,15 +16,18 @@ import torch
 from quark.core.array import namespace
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
+from quark.core.kernels import trust
+from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
 from quark.core.rounding import round_to
 from quark.core.solvers import columns, gptq, kernels
 from quark.core.solvers.block_solvers import SOLVERS, CompiledBlocks, block_solver
-from quark.core.solvers.columns import ColumnGrid, ColumnRule
+from quark.core.solvers.columns import ColumnGrid
 from quark.core.solvers.kernels import Kernels, is_refined, is_solved
 from quark.core.solvers.plain_columns import OneByOne, PlainBlocks, float_table
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec
+from tests.models import gpu_kernels
 from tests.models.column_rules import RULES, grid_of, weights
 from tests.models.operations import Operations
 
@@ -63,35 +64,19 @@ class Block:
         return arrays
 
 
-@pytest.fixture(scope="module")
-def made_for_interpreter() -> ModuleType:
-    """The module of kernels once more, made for triton's interpreter, which runs them on tensors of the CPU."""
-    pytest.importorskip("triton", reason="there are wheels for Linux alone")
-    path = Path(kernels.__file__).with_name("columns_triton.py")
-    found = importlib.util.spec_from_file_location("interpreted", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        found.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def interpreted(made_for_interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def interpreted() -> Iterator[ModuleType]:
     """The kernels, interpreted."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    monkeypatch.setattr(tl, "sum", InterpretedFunction(tl.sum.fn))  # triton may have been imported before
-    return made_for_interpreter
+    pytest.importorskip("triton", reason="there are wheels for Linux alone")
+    with gpu_kernels.interpreted(gpu_kernels.COLUMNS) as module:
+        yield module
 
 
 @pytest.fixture
 def on_a_device(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Within: tensors count as those of a GPU, whose kernels are interpreted."""
     monkeypatch.setattr(kernels, "device_of", lambda x: "interpreter" if isinstance(x, torch.Tensor) else None)
-    monkeypatch.setattr(kernels, "kernel_module", lambda: interpreted)
+    monkeypatch.setattr(kernels, "kernel_module", lambda name: interpreted)
     monkeypatch.setattr(columns, "_library", lambda: None)
     return interpreted
 
@@ -252,7 +237,7 @@ def test_what_solves_a_block_follows_from_arrays_and_rule(monkeypatch: pytest.Mo
     no_rule = ColumnGrid(spec("int32", PerGroup(-1, 8)), grid.scale, grid.zero)
     assert isinstance(block_solver(no_rule, wide), OneByOne)
     monkeypatch.setattr(kernels, "device_of", lambda x: "a device")
-    monkeypatch.setattr(kernels, "kernel_module", lambda: object())
+    monkeypatch.setattr(kernels, "kernel_module", lambda name: object())
     assert isinstance(block_solver(grid, wide[:8]), Kernels) and isinstance(block_solver(no_rule, wide), OneByOne)
     assert not isinstance(block_solver(grid, wide[:8].double()), Kernels)
 
@@ -270,8 +255,8 @@ def test_a_kernel_that_is_right_passes_once(rule: TensorSpec, pulled: bool, on_a
     block, solver = Block(rule, torch.from_numpy, RUN), Kernels()
     start = block.solved(solver, pulled)[-1]
     block.refined(solver, start)
-    assert len(solver.passed) == 2 and not solver.refused
-    assert {(device, bits) for device, _, _, bits in solver.passed} == {("interpreter", bytes(ColumnRule.of(rule)))}  # type: ignore[arg-type]
+    assert len(solver.trust.passed) == 2 and not solver.trust.refused
+    assert {(device, key[-1]) for device, key in solver.trust.passed} == {("interpreter", bytes(ElementRule.of(rule)))}  # type: ignore[arg-type]
     again = [start * 1.0, start * 0.0, start * 0.0]  # what has passed is not looked at again
     solver._run("refine", block.grid, "refine", again, [block.hessian], lambda _: pytest.fail("looked"))
 
@@ -311,8 +296,8 @@ def test_a_kernel_that_is_broken_is_not_used(
     harm: Any, first: str, on_a_device: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, solver, said = Block(SOME[1], torch.from_numpy, RUN), Kernels(), []
-    monkeypatch.setattr(kernels, "kernel_module", lambda: damaged(on_a_device, harm))
-    monkeypatch.setattr(kernels.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(kernels, "kernel_module", lambda name: damaged(on_a_device, harm))
+    monkeypatch.setattr(trust.logger, "warning", lambda text, *values: said.append(text % values))
     start = quantize_elements(block.weight, block.grid.scale, block.grid.zero, SOME[1])
 
     def run(one: Any) -> list[torch.Tensor]:
@@ -320,7 +305,7 @@ def test_a_kernel_that_is_broken_is_not_used(
 
     for _ in range(2):
         assert all(torch.equal(x, y) for x, y in zip(run(solver), run(PlainBlocks()), strict=True))
-    assert len(said) == 1 and "is not used on interpreter" in said[0] and not solver.passed
+    assert len(said) == 1 and "is not used on interpreter" in said[0] and not solver.trust.passed
     assert not solver.takes(block.grid, block.weight)
 
 
@@ -387,9 +372,10 @@ def test_what_a_column_launches(
     assert plain.launches <= most * size + 34 * blocks and not plain.waits
     solver = next(solver for solver in SOLVERS if isinstance(solver, Kernels))
     monkeypatch.setattr(kernels, "device_of", lambda x: "counted")
-    monkeypatch.setattr(kernels, "kernel_module", lambda: Counted)
+    monkeypatch.setattr(kernels, "kernel_module", lambda name: Counted)
     names = ("solve", "refine")
-    monkeypatch.setattr(solver, "passed", {("counted", name, 128, bytes(ColumnRule.of(rule))) for name in names})  # type: ignore[arg-type]
+    passed = {("counted", (name, 128, bytes(ElementRule.of(rule)))) for name in names}  # type: ignore[arg-type]
+    monkeypatch.setattr(solver.trust, "passed", passed)
     assert count().launches <= 2 * kernel * (size // 128) + 12
 
 
@@ -397,42 +383,30 @@ def test_what_a_column_launches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)])
-def test_kernels_compile_for_gpus(
-    backend: str, arch: Any, warp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("target", gpu_kernels.TARGETS, ids=str)
+def test_kernels_compile_for_gpus(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To machine code, by the options of a launch: divisions are those of IEEE 754, and nothing is fused."""
     pytest.importorskip("triton", reason="there are wheels for Linux alone")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:  # the interpreter leaves changes in triton
-        for machine_code, assembly in fresh.submit(compiled_for, backend, arch, warp).result():
-            assert machine_code
-            if backend == "cuda":
-                assert set(re.findall(r"\bdiv\.[\w.]*f32", assembly)) == {"div.rn.f32"}
-                assert not re.search(r"\bfma\.|\bmad\.[\w.]*f32|\.ftz", assembly)
+        for machine_code, assembly in fresh.submit(compiled_for, target).result():
+            assert machine_code and (target[0] == "hip" or gpu_kernels.is_exact(assembly))
 
 
-def compiled_for(backend: str, arch: Any, warp: int) -> list[tuple[bytes, str]]:
-    """Machine code and assembly of each kernel under some rules, for a GPU that need not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def compiled_for(target: Any) -> list[tuple[bytes, str]]:
+    """Machine code and assembly of each kernel under some rules."""
+    from quark.core.kernels.elements_triton import constants_of
     from quark.core.solvers import columns_triton
 
     made = []
     for rule in SOME:
-        constants = columns_triton.constants_of(ColumnRule.of(rule))  # type: ignore[arg-type]
-        constants |= {"size": 128, "tile": columns_triton.ROWS}
+        constants = constants_of(ElementRule.of(rule)) | {"size": 128, "tile": columns_triton.ROWS}  # type: ignore[arg-type]
         for kernel, more in (
             (columns_triton.solve_kernel, {"pulled": False}),
             (columns_triton.solve_kernel, {"pulled": True}),
             (columns_triton.refine_kernel, {}),
         ):
-            fixed, names = constants | more, kernel.arg_names
-            arrays = names[: names.index("zero") + 1]
-            types = {n: "constexpr" if n in fixed else "*fp32" if n in arrays else "i32" for n in names}
-            source = triton.compiler.ASTSource(kernel, types, {(names.index(n),): value for n, value in fixed.items()})
-            target = GPUTarget(backend, arch, warp)
-            asm = triton.compile(source, target=target, options=dict(columns_triton.EXACT)).asm
-            made.append((asm["cubin"], asm["ptx"]) if backend == "cuda" else (asm["hsaco"], asm["amdgcn"]))
+            names = kernel.arg_names
+            pointers = dict.fromkeys(names[: names.index("zero") + 1], "*fp32")
+            made.append(gpu_kernels.compiled(kernel, pointers, constants | more, columns_triton.OPTIONS, target))
     return made

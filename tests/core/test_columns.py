@@ -14,6 +14,7 @@ import torch
 from quark import native
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup
+from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.solvers import columns, gptq
 from quark.core.solvers.importance import weighted_qparams
@@ -205,6 +206,4 @@ def test_the_rule_has_the_layout_of_the_source() -> None:
     source = Path(columns.__file__).with_name("columns.cpp").read_text()
     body = source[source.index("struct Grid {") : source.index("};")]
     names = [name.strip() for line in body.splitlines()[1:] for name in line.strip(" ;").split(" ", 1)[1].split(",")]
-    assert names == [name for name, _ in columns.ColumnRule._fields_] and ctypes.sizeof(columns.ColumnRule) == 4 * len(
-        names
-    )
+    assert names == [name for name, _ in ElementRule._fields_] and ctypes.sizeof(ElementRule) == 4 * len(names)

@@ -73,6 +73,14 @@ def copied_once(key: object, make: Callable[[], NumpyArray], x: Array) -> Array:
     return _COPIES[place]
 
 
+def over(x: Array, number: float) -> Array:
+    """Float32 values divided by a number, rounded once.
+
+    On a GPU torch multiplies by the reciprocal of a number that is no tensor, which is rounded twice.
+    """
+    return x / number if on_cpu(x) else x / copied_once(number, lambda: np.asarray(number, np.float32), x)
+
+
 def row_major(x: Array) -> Array:
     """`x` with its last axis contiguous, as native code and kernels read it; a copy only where it is not."""
     return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)

@@ -12,7 +12,8 @@ kernels) do; ONNX Runtime divides, which can differ by one code where x / scale 
 
 x, codes and y are float arrays (numpy or torch); a code is held as the float that it stands for. The arithmetic
 is float32 (float64 for 32-bit integers, which float32 does not hold). `fake_quantize` walks over the first axis in
-chunks that stay in the cache, so the handful of elementwise steps cost little more than reading the tensor once.
+chunks that stay in the cache, so the handful of elementwise steps cost little more than reading the tensor once. On a
+GPU a kernel takes all of them in one launch, see kernels/groups.py.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, is_torch, minmax, namespace, row_chunks
+from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, is_torch, minmax, namespace, on_cpu, row_chunks
 from quark.core.block_search import search_levels
 from quark.core.block_types import BlockType, block_codes, block_values
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
+from quark.core.kernels.groups import fake_quantize_at_once, takes
 from quark.core.rounding import RoundType, round_integer, round_to
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
@@ -158,14 +160,36 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
         spec: The element type and the rules.
         out: Where the result is written, x itself for in place; contiguous, same shape and dtype as x.
     """
-    if params is None and not spec.is_cast:
-        params = compute_qparams(x, spec)
     if out is None:
         out = namespace(x).empty_like(x)
+    if not on_cpu(x) and _fake_quantize_at_once(x, params, spec, out):
+        return out
+    _fake_quantize_in_steps(x, params, spec, out)
+    return out
+
+
+def _fake_quantize_at_once(x: Array, params: QParams | None, spec: TensorSpec, out: Array) -> bool:
+    """Whether a kernel of a device has written it to `out`; its scales are found before where it cannot find them."""
+
+    def plain(x: Array, out: Array) -> None:
+        _fake_quantize_in_steps(x, params, spec, out)
+
+    if fake_quantize_at_once(x, params, spec, out, plain):
+        return True
+    if params is not None or not takes(x, spec):
+        return False
+    params = compute_qparams(x, spec)
+    return fake_quantize_at_once(x, params, spec, out, plain)
+
+
+def _fake_quantize_in_steps(x: Array, params: QParams | None, spec: TensorSpec, out: Array) -> None:
+    """Write it to `out`, some rows at a time."""
+    if params is None and not spec.is_cast:
+        params = compute_qparams(x, spec)
     source, target = spec.split.blocks(x), spec.split.blocks(out)
     if spec.code_spec is not None or source.ndim == 0 or not (_is_view(source, x) and _is_view(target, out)):
         out[...] = fake_quantize_traceable(x, params, spec)
-        return out
+        return
     scale = zero = None
     if params is not None:
         scale, zero = _broadcast(effective(params, spec), spec, tuple(x.shape))
@@ -177,7 +201,6 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
         scale, zero = (None if p is None else p[0] for p in (scale, zero))
     for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:]), chunk_bytes_for(x)):
         target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
-    return out
 
 
 class FakeQuantizer:

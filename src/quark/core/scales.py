@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quark.core.array import Array, astype, namespace, view
+from quark.core.array import Array, astype, namespace, over, view
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import PerTensor
 from quark.core.rounding import round_integer, round_to
@@ -87,7 +87,7 @@ def _largest(low: Array, high: Array) -> Array:
 
 def _float_qparams(amax: Array, spec: TensorSpec, model_dtype: str) -> QParams:
     xp = namespace(amax)
-    scale = amax / spec.dtype.max
+    scale = over(amax, spec.dtype.max)
     if spec.scale_spec is not None:
         return QParams(scale)
     if spec.scale_type is ScaleType.pof2:
@@ -103,7 +103,7 @@ def _integer_qparams(low: Array, high: Array, spec: TensorSpec, model_dtype: str
     steps = dtype.max - dtype.min
     if not spec.symmetric and not spec.float_zero_point:
         low, high = xp.clip(low, None, 0.0), xp.clip(high, 0.0, None)
-    scale = _largest(low, high) / (steps / 2) if spec.symmetric else (high - low) / steps
+    scale = over(_largest(low, high), steps / 2) if spec.symmetric else over(high - low, steps)
     if spec.float_zero_point:
         scale = xp.where(scale <= EPS, 1.0, scale)
     scale = xp.clip(scale, EPS, None)
@@ -125,15 +125,18 @@ def _integer_qparams(low: Array, high: Array, spec: TensorSpec, model_dtype: str
 
 def round_scale(scale: Array, spec: TensorSpec, model_dtype: str) -> Array:
     """Round a float32 scale to the values of the spec's scale type."""
-    kind = spec.scale_type
-    if kind is ScaleType.int16:
+    if spec.scale_type is ScaleType.int16:
         return nearest_fraction(scale)
-    if kind is ScaleType.float:
-        exact = spec.dynamic or (isinstance(spec.granularity, PerTensor) and not spec.dtype.is_float)
-        name = "" if exact or model_dtype not in ("float16", "bfloat16") else model_dtype
-    else:
-        name = SCALE_DTYPES.get(kind, "")
+    name = narrow_scale(spec, model_dtype)
     return round_to(scale, DTYPES[name]) if name else scale
+
+
+def narrow_scale(spec: TensorSpec, model_dtype: str) -> str:
+    """The element type that a scale is rounded to; "" where it stays float32, or is no float."""
+    if spec.scale_type is not ScaleType.float:
+        return SCALE_DTYPES.get(spec.scale_type, "")
+    exact = spec.dynamic or (isinstance(spec.granularity, PerTensor) and not spec.dtype.is_float)
+    return "" if exact or model_dtype not in ("float16", "bfloat16") else model_dtype
 
 
 def scale_of_magnitude(amax: Array, spec: TensorSpec, kind: ScaleType, zero: float) -> Array:
@@ -149,7 +152,7 @@ def scale_of_magnitude(amax: Array, spec: TensorSpec, kind: ScaleType, zero: flo
     if kind is ScaleType.float8_e8m0fnu:
         scale = _e8m0(amax, spec.dtype, spec.scale_rule)
     else:
-        scale = round_scale(amax / spec.dtype.max, replace(spec, scale_type=kind), "float32")
+        scale = round_scale(over(amax, spec.dtype.max), replace(spec, scale_type=kind), "float32")
     return xp.where(amax == 0, zero, scale)
 
 

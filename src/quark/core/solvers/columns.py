@@ -17,9 +17,8 @@ from typing import Any
 
 from quark import native
 from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace
-from quark.core.block_types import BlockType
+from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
-from quark.core.rounding import RoundType
 from quark.core.spec import TensorSpec
 from quark.errors import OutputError, QuarkError
 from quark.log import logger
@@ -60,39 +59,6 @@ class ColumnGrid:
         return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero, stop - start if of_one else 1)
 
 
-class ColumnRule(ctypes.Structure):
-    """`Grid` of columns.cpp."""
-
-    _fields_ = (
-        ("min", ctypes.c_float),
-        ("max", ctypes.c_float),
-        ("divide", ctypes.c_int32),
-        ("zero_before", ctypes.c_int32),
-        ("zero_after", ctypes.c_int32),
-        ("zero_decoded", ctypes.c_int32),
-        ("float_bits", ctypes.c_int32),
-        ("smallest_power", ctypes.c_float),
-    )
-
-    @classmethod
-    def of(cls, spec: TensorSpec) -> ColumnRule | None:
-        """The rule of a spec; None where numpy and torch must serve."""
-        dtype = spec.dtype
-        if spec.rounding is not RoundType.half_even or spec.is_cast or spec.code_spec is not None:
-            return None
-        if dtype.is_float:
-            return (
-                None
-                if dtype.ebits == 8
-                else cls(dtype.min, dtype.max, float_bits=dtype.mbits, smallest_power=2.0**dtype.emin)
-            )
-        if dtype.bits > 16 or isinstance(dtype, BlockType):
-            return None  # the compiled loops know no minimums and no tables
-        shifted = spec.has_zero_point and not (spec.symmetric and dtype.signed)
-        before = spec.float_zero_point
-        return cls(dtype.min, dtype.max, dtype.is_block, before, shifted and not before, shifted, -1, 0.0)
-
-
 def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
     """Whether blocks of columns of `work` are solved by compiled code under that rounder.
 
@@ -104,17 +70,17 @@ def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
     least = WORTH_COMPILING if least is None else least
     if not hasattr(rounder, "block") or work.shape[-2] < least or not _plain(work):
         return False
-    return ColumnRule.of(rounder.spec) is not None and _library() is not None
+    return ElementRule.of(rounder.spec) is not None and _library() is not None
 
 
 def has_rule(spec: TensorSpec) -> bool:
     """Whether each element is rounded on its own, by steps that a compiled loop can take."""
-    return ColumnRule.of(spec) is not None
+    return ElementRule.of(spec) is not None
 
 
 def compiles(spec: TensorSpec) -> bool:
     """Whether this machine compiles blocks of columns of that element type."""
-    return ColumnRule.of(spec) is not None and _library() is not None
+    return ElementRule.of(spec) is not None and _library() is not None
 
 
 def solve_block(
@@ -127,7 +93,7 @@ def solve_block(
         work, target, missed, result: The columns, shape (..., columns, rows), views of contiguous arrays.
         feedback, pull: Of these columns, shape (..., columns, columns).
     """
-    rule, (columns, rows) = ColumnRule.of(grid.spec), work.shape[-2:]
+    rule, (columns, rows) = ElementRule.of(grid.spec), work.shape[-2:]
 
     def part(own: list[Any], start: int, count: int) -> None:
         now, goal, error, solved, spread, drift, scale, zero = own
@@ -148,7 +114,7 @@ def refine_block(grid: ColumnGrid, result: Array, gradient: Array, change: Array
         result, gradient, change: The columns, shape (..., columns, rows), views of contiguous arrays.
         hessian: Of these columns, shape (..., columns, columns), symmetric.
     """
-    rule, (columns, rows) = ColumnRule.of(grid.spec), result.shape[-2:]
+    rule, (columns, rows) = ElementRule.of(grid.spec), result.shape[-2:]
 
     def part(own: list[Any], start: int, count: int) -> None:
         solved, slope, moved, sides, scale, zero = own
@@ -172,7 +138,7 @@ def solve_coupled_block(grid: ColumnGrid, columns: Sequence[Array], feedback: Ar
     """
     arrays = (*columns, feedback, of_rows, grid.scale, grid.zero)
     strides = (_stride(columns[0]), _stride(grid.scale), _stride(feedback))
-    _library().solve_coupled(*map(_address, arrays), *strides, *columns[0].shape, ColumnRule.of(grid.spec))
+    _library().solve_coupled(*map(_address, arrays), *strides, *columns[0].shape, ElementRule.of(grid.spec))
 
 
 def couple_block(
@@ -189,7 +155,7 @@ def couple_block(
     columns, rows = result.shape
     arrays = (result, gradient, change, hessian, scores, grid.scale, grid.zero)
     strides = (_stride(result), _stride(grid.scale), _stride(hessian))
-    _library().couple_columns(*map(_address, arrays), *strides, columns, rows, ColumnRule.of(grid.spec))
+    _library().couple_columns(*map(_address, arrays), *strides, columns, rows, ElementRule.of(grid.spec))
 
 
 def part_errors(
@@ -204,7 +170,7 @@ def part_errors(
         spec: The element type and the rules.
         size: Values of a run, which is a part of one row.
     """
-    rule = ColumnRule.of(spec)
+    rule = ElementRule.of(spec)
     whole = importance.shape == values.shape
     fits = whole or tuple(importance.shape) in ((values.shape[-1],), (1, values.shape[-1]))
     if not whole and fits:
@@ -242,7 +208,7 @@ def candidate_errors(values: Array, scale: Array, zero: Array | None, spec: Tens
         spec: The element type and the rules.
         errors: Filled, (runs, candidates, size); contiguous.
     """
-    (runs, count, size), rule = errors.shape, ColumnRule.of(spec)
+    (runs, count, size), rule = errors.shape, ElementRule.of(spec)
     arrays = [values, scale, errors, *([] if zero is None else [zero])]
     fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
     if rule is None or not fits or _library() is None:
@@ -268,7 +234,7 @@ def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: Tensor
         scale, zero: (runs, candidates), float32.
         spec: The element type and the rules.
     """
-    (runs, count), size, rule = scale.shape, values.shape[-1], ColumnRule.of(spec)
+    (runs, count), size, rule = scale.shape, values.shape[-1], ElementRule.of(spec)
     arrays = [values, scale, other, *([] if zero is None else [zero])]
     fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
     if rule is None or not fits or _library() is None:
@@ -356,7 +322,7 @@ def _library() -> Any:
     except (QuarkError, OutputError, OSError) as error:
         logger.debug("Columns are solved one by one: %s", error)
         return None
-    pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ColumnRule)
+    pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ElementRule)
     found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
     found.refine_columns.argtypes = [pointer] * 6 + [count] * 5 + [rule]
     found.solve_coupled.argtypes = [pointer] * 10 + [count] * 5 + [rule]

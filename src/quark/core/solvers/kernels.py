@@ -1,30 +1,30 @@
-"""Blocks of columns as kernels of a GPU, each of which is checked before it is trusted.
+"""Blocks of columns as kernels of a GPU, each of which is checked before it is trusted; see core/kernels/trust.py.
 
-A kernel was written on one machine and runs on many, under compilers that change. The first block of a width that it
-solves on a kind of device and under a rule, for which it is compiled anew, is held against the formulas, by itself:
+The first block of a width that one solves under a rule, for which it is compiled anew, is held against the formulas, by
+itself:
 
     every code          quantize_elements(v) = q, bit for bit, of the very v that the kernel says it rounded
     every v             |v - (w + F^T (t - q) + P^T v)| <= (n + 2) 2^-24 (|w| + |F|^T |t - q| + |P|^T |v|)
 
 The sums in float64; the bound is that of float32 sums of n products in any order (Higham 2002, section 3.1). So it does
-not matter that one code beside a tie changes all columns after it: no second solution is compared. Where a kernel
-fails, or cannot be compiled, that device takes the steps of `plain_columns.py` from then on, and one warning says so.
+not matter that one code beside a tie changes all columns after it: no second solution is compared. A device that is
+refused takes the steps of `plain_columns.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-from quark.core.array import Array, astype, dtype_name, is_torch, namespace
+from quark.core.array import Array, astype, dtype_name, namespace
+from quark.core.kernels.element_rule import ElementRule
+from quark.core.kernels.trust import Trust, device_of, kernel_module
 from quark.core.quantize import quantize_elements
-from quark.core.solvers.columns import ColumnGrid, ColumnRule, has_rule
+from quark.core.solvers.columns import ColumnGrid, has_rule
 from quark.core.solvers.plain_columns import PlainBlocks
-from quark.log import logger
 
 PLAIN = PlainBlocks()
+MODULE = "quark.core.solvers.columns_triton"
 UNIT = 2.0**-24
 """Of float32: half of the distance from 1 to the next number."""
 
@@ -33,21 +33,24 @@ class Kernels:
     """Blocks of columns in one launch each, on the devices that have passed.
 
     Attributes:
-        passed: (device, kernel, columns of the block, rule) whose first block was right.
-        refused: Devices on which one was not.
+        trust: Which have.
     """
 
     most, shares = PLAIN.most, False
 
     def __init__(self) -> None:
-        self.passed: set[tuple[str, str, int, bytes]] = set()
-        self.refused: set[str] = set()
+        self.trust = Trust("solve columns", "They are solved in more and shorter steps there, by the same formulas.")
 
     def takes(self, rounder: Any, work: Array) -> bool:
         device = device_of(work)
-        if device is None or device in self.refused or not hasattr(rounder, "block") or not has_rule(rounder.spec):
+        if (
+            device is None
+            or device in self.trust.refused
+            or not hasattr(rounder, "block")
+            or not has_rule(rounder.spec)
+        ):
             return False
-        return dtype_name(work) == "float32" and work.ndim <= 3 and kernel_module() is not None
+        return dtype_name(work) == "float32" and work.ndim <= 3 and kernel_module(MODULE) is not None
 
     def solve(
         self,
@@ -80,68 +83,35 @@ class Kernels:
         squares: list[Array | None],
         right: Callable[[list[Array]], Array],
     ) -> None:
-        """Run a kernel, if its device is not refused; the first time, check it.
+        """Run a kernel that may be trusted, or the plain steps.
 
         Args:
-            name: Of the kernel, for the warning.
+            name: Of the kernel.
             grid: Of the columns.
             way: Its function, less `_block`, and that of the plain steps.
             columns: What it reads and writes.
             squares: What it reads.
             right: Columns as they were -> whether what it wrote is right, an array.
         """
-        device = device_of(columns[0])
-        assert device is not None
-        plain = getattr(PLAIN, way)
-        if device in self.refused:
-            plain(grid, *columns, *squares)
-            return
-        rule = ColumnRule.of(grid.spec)
-        assert rule is not None
-        kernel, key = getattr(kernel_module(), f"{way}_block"), (device, name, columns[0].shape[-2], bytes(rule))
-        if key in self.passed:
-            kernel(grid, *columns, *squares)
-            return
-        before = [x * 1.0 for x in columns]
-        why = "what it computes is not what the formulas say"
-        try:
-            kernel(grid, *columns, *squares)
-            passed = bool(right(before))
-        except Exception as error:  # noqa: BLE001 - a compiler or a driver fails in ways of its own
-            passed, why = False, f"it does not run ({type(error).__name__})"
-            logger.debug("The kernel to %s columns on %s: %s", name, device, error)
-        if passed:
-            self.passed.add(key)
-            return
-        self.refused.add(device)
-        logger.warning(
-            "The kernel to %s columns of %s is not used on %s: %s. Columns are solved in more and shorter steps there, "
-            "by the same formulas.", name, grid.spec, device, why,
-        )  # fmt: skip
-        for now, old in zip(columns, before, strict=True):
-            now[...] = old
-        plain(grid, *columns, *squares)
+        device, rule = device_of(columns[0]), ElementRule.of(grid.spec)
+        assert device is not None and rule is not None
 
+        def prepare() -> tuple[Callable[[], Array], Callable[[], None]]:
+            before = [x * 1.0 for x in columns]
 
-def device_of(x: Array) -> str | None:
-    """What GPU an array is on, as its maker calls it; None where no kernel runs."""
-    if not is_torch(x) or x.device.type != "cuda":
-        return None
-    properties = namespace(x).cuda.get_device_properties(x.device)
-    return f"{properties.name} ({properties.major}.{properties.minor})"
+            def undo() -> None:
+                for now, old in zip(columns, before, strict=True):
+                    now[...] = old
 
+            return (lambda: right(before)), undo
 
-@cache
-def kernel_module() -> Any:
-    """`columns_triton.py`, or None where triton is not there, or not one that it works with.
-
-    Not imported above: triton takes a second, and comes with PyTorch for GPUs alone.
-    """
-    try:
-        return importlib.import_module("quark.core.solvers.columns_triton")
-    except (ImportError, AttributeError) as error:
-        logger.debug("Columns are solved without kernels: %s", error)
-        return None
+        self.trust.run(
+            device,
+            (name, columns[0].shape[-2], bytes(rule)),
+            lambda: getattr(kernel_module(MODULE), f"{way}_block")(grid, *columns, *squares),
+            lambda: getattr(PLAIN, way)(grid, *columns, *squares),
+            prepare,
+        )
 
 
 def is_solved(

@@ -1,0 +1,1 @@
+"""What kernels of a GPU compute in one launch each, and when they are trusted."""
