@@ -159,6 +159,8 @@ class _Loop:
     def leave(self) -> None:
         now = seconds_and_peak.seconds_now()
         self.done += 1
+        if self.total is not None and self.done > self.total:
+            self.total = None  # samples were taken out of padded batches, which alone were counted
         if self.named:
             self._say_step(now - self.since)
         elif now - self.spoke >= QUIET_SECONDS:

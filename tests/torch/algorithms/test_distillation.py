@@ -13,7 +13,6 @@ from quark.core.quantize import elementwise, quantize_elements
 from quark.errors import ConfigError, NotSupportedError, StructureError
 from quark.torch import LLMTemplate, ModelQuantizer, synthetic_batches
 from quark.torch.algorithms.rounding.distillation import LearnedCodes, learned_weights, merged, rates_for
-from quark.torch.calibration.divergence import divergence
 from quark.torch.config.algo_configs import DistillationConfig, GPTQConfig, QuaRotConfig
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.layers.replace import quantized_layers
@@ -135,14 +134,6 @@ def test_texts_of_the_models_own_are_what_it_learns_from() -> None:
     learned = left(GPTQConfig(), DistillationConfig(), data=data + texts)
     assert by_texts < 0.8 * solved
     assert learned < 0.95 * by_texts
-
-
-def test_padding_predicts_nothing() -> None:
-    expected, found = (torch.randn(1, 4, 8).log_softmax(-1) for _ in range(2))
-    ids = torch.ones(1, 4, dtype=torch.long)
-    mask = torch.tensor([[0, 1, 1, 1]])
-    padded = divergence(expected, found, {"input_ids": ids, "attention_mask": mask})
-    torch.testing.assert_close(padded, divergence(expected[:, 1:], found[:, 1:], ids[:, 1:]))
 
 
 def test_batches_of_one_shape_are_put_together() -> None:

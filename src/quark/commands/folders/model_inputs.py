@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, one_line
 from quark.image_files import open_image
 from quark.json_objects import plain_json
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config
+from quark.torch.model.calibration_data import ModelArguments, placeholders_of, unpadded
 from quark.torch.model.model_folder import as_format_error, import_transformers
 
 PAIRS = "a folder of images, each beside its caption (1.png, 1.txt)"
@@ -81,6 +83,11 @@ class ModelInputs:
         samples = list(itertools.islice(found, limit)) if seed is None else _chosen(found, limit, seed)
         if not samples:
             raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
+        arguments = ModelArguments(self.names, bool(self.config.is_encoder_decoder), placeholders_of(self.config))
+        with naming(str(data)):
+            samples = [part for sample in samples for part in unpadded(sample, arguments)]
+        if not samples:
+            raise CalibrationError(f"{data} holds masked positions only.")
         return samples
 
     def words(self, ids: Sequence[int]) -> list[str]:

@@ -163,7 +163,7 @@ class ScorePasses:
                 calibration_step(self.model, batch, device, 0)
         finally:
             handle.remove()
-        return drawn_likelihood(self.model, seen[0], batch, generator)
+        return drawn_likelihood(self.model, seen[0], generator)
 
     def _back(self, index: int, calls: Sequence[Call]) -> None:
         """Watch one block, and hand the scores to the one before it."""

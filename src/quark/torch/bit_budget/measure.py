@@ -186,6 +186,7 @@ def _on_disk(
 ) -> SensitivityTable:
     options = {"weight_format": REAL_QUANTIZED, "pack_method": "reorder", "max_shard_size": "5GB"}
     job = CheckpointJob(config, Path(source), **options)
+    data = list(calibration_data(job.model, data) or ())
 
     def weights() -> BlockWeights:
         contents = job.contents()

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.calibration.divergence import log_probabilities, predicted
+from quark.torch.calibration.divergence import log_probabilities
 
 
-def drawn_likelihood(model: nn.Module, result: Any, batch: Any, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-    """The log likelihood of labels drawn at each position, and the number of positions; padding predicts nothing.
+def drawn_likelihood(model: nn.Module, result: Any, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+    """The log likelihood of labels drawn at each position, and the number of positions, which all are real.
 
     Args:
         model: Named where it gives no logits.
         result: What it returned, with logits of shape (batch, positions, vocabulary).
-        batch: What it was given.
         generator: Draws, on the CPU.
 
     Raises:
@@ -27,5 +26,4 @@ def drawn_likelihood(model: nn.Module, result: Any, batch: Any, generator: torch
     # What `torch.multinomial` draws on a CPU, where the model is: its probabilities are not waited for.
     noise = torch.empty(rows.shape).exponential_(1, generator=generator).to(rows.device, non_blocking=True)
     labels = (rows.detach().exp() / noise).argmax(-1, keepdim=True)
-    drawn = predicted(rows.gather(1, labels)[:, 0].reshape(shown.shape[:-1]), batch)
-    return drawn.sum(), len(drawn)
+    return rows.gather(1, labels).sum(), len(rows)

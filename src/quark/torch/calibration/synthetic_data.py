@@ -18,6 +18,7 @@ from torch import nn
 from quark.errors import CalibrationError, NotSupportedError
 from quark.progress import progress
 from quark.torch.model.batches import evaluating, input_device, most_tokens, text_config
+from quark.torch.model.calibration_data import ModelArguments, unpadded
 
 PROMPT = 4
 """Tokens of the user's data that a text begins with: enough to be about something, too few to say what."""
@@ -47,7 +48,8 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
             f"{type(model).__name__} does not go on writing a text, as a causal language model of transformers does. "
             "Possible: data of your own alone."
         )
-    rows = [row for batch in data for row in _rows(batch) if len(row) > PROMPT]
+    arguments = ModelArguments.of(model.forward, config)
+    rows = [row for batch in data for part in unpadded(batch, arguments) for row in _rows(part) if len(row) > PROMPT]
     if not rows:
         raise CalibrationError(f"Synthetic data begin with tokens of the data, of which no sample has over {PROMPT}.")
     device, length = input_device(model), most_tokens(text_config(config), max(map(len, rows)))
@@ -78,7 +80,7 @@ def _like(batch: Any, ids: torch.Tensor) -> Any:
 
 
 def _rows(batch: Any) -> list[torch.Tensor]:
-    """The samples of a batch as token ids, without padding."""
+    """The samples of a batch as token ids."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) or hasattr(batch, "get") else batch
     if isinstance(ids, (tuple, list)) and ids:
         return _rows(ids[0])
@@ -86,8 +88,7 @@ def _rows(batch: Any) -> list[torch.Tensor]:
         raise CalibrationError(
             "Synthetic data begin with tokens of the data: each batch a tensor (samples, tokens), or with `input_ids`."
         )
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    return [row if mask is None else row[mask[index].bool()] for index, row in enumerate(ids)]
+    return [*ids]
 
 
 def _prompt(row: torch.Tensor, opening: Any, order: torch.Generator) -> torch.Tensor:

@@ -38,6 +38,7 @@ from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention import forget_ranges
 from quark.torch.model.blocks import find_blocks
+from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.replace import attention_quantized, replaced
 from quark.torch.writers.safetensors import write_attachments
@@ -80,7 +81,7 @@ def stream(
     check_folder(output, overwrite)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
     job = CheckpointJob(config, source, **options)
-    batches = None if data is None else list(data)
+    batches = None if data is None else list(calibration_data(job.model, data) or ())
     settings = _settings(config, options, [source / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()

@@ -1,6 +1,6 @@
 """Calibration data of language-model scripts: windows of token ids, from a text file or a named dataset.
 
-Texts are joined and cut into windows without padding, which would be calibrated as if it were text. The two names of
+Texts are joined and cut into windows without padding, of which nothing would be learned. The two names of
 benchmarks are the recipes of their papers' code:
 
     pileval_for_awq_benchmark     shuffled by seed 42; texts longer than a window are left out

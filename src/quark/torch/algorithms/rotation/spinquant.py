@@ -259,7 +259,7 @@ class _Turned:
             expected = self._log_probabilities(batch, self.values)
         self.rounds = True
         found = self._log_probabilities(batch, parameters)
-        return divergence(expected, found, batch)
+        return divergence(expected, found)
 
     def mean_loss(self, batches: Sequence[Any]) -> torch.Tensor:
         """The mean divergence with the matrices of now."""

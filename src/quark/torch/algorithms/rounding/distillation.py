@@ -177,7 +177,7 @@ class Distillation(Algorithm):
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(model, dict(values), args, kwargs, tie_weights=False)
 
-        return divergence(expected, self._log_probabilities(call, batch), batch)
+        return divergence(expected, self._log_probabilities(call, batch))
 
     def _log_probabilities(self, model: Any, batch: Any) -> torch.Tensor:
         result = forward_batch(model, batch, input_device(self.teacher))

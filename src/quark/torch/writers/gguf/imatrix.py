@@ -25,6 +25,7 @@ from quark.core.array import NumpyArray, to_numpy
 from quark.errors import CalibrationError, FormatError, NonFiniteError, OutputError
 from quark.files import atomic_file, require_regular
 from quark.torch.model.batches import run_batches
+from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.passes import prepare, undo
 from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.names import expert_of, import_gguf, tensor_names
@@ -63,7 +64,7 @@ def collect_imatrix(model: nn.Module, data: Iterable[Any]) -> Sums:
             if stored is not None and stored.startswith("blk."):
                 watch = partial(add, stored, expert_of(name) or 0)
                 hooks.enter_context(module.register_forward_pre_hook(watch))
-        if run_batches(model, data) == 0:
+        if run_batches(model, calibration_data(model, data) or ()) == 0:
             raise CalibrationError("The calibration data is empty: an importance matrix needs one batch at least.")
     return {tensor: _joined(tensor, sums[tensor]) for tensor in sorted(sums)}
 

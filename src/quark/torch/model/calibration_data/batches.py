@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.core.checks import naming, read
 from quark.core.scales import TINY
 from quark.errors import CalibrationError, QuarkError, one_line
 from quark.log import logger
+from quark.torch.model.calibration_data.model_arguments import ModelArguments, positional_parameters
+from quark.torch.model.calibration_data.unpadding import nothing_masked, unpadded
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 """What a forward calls the argument that takes what a sample is labelled with."""
@@ -51,7 +53,7 @@ def _has_length(data: Iterable[Any]) -> bool:
 
 
 class Batches:
-    """Batches as they come, arrays as tensors.
+    """Batches as they come, arrays as tensors, without padding: see `unpadded`.
 
     Args:
         model: What takes them.
@@ -60,12 +62,15 @@ class Batches:
 
     def __init__(self, model: nn.Module, data: Iterable[Any]) -> None:
         self.data = data
-        self._forward = _positional(model)
+        self._forward = positional_parameters(model.forward)
+        self._arguments = ModelArguments.of(model.forward, getattr(model, "config", None))
         self._dropped = False
+        self._count: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Raises CalibrationError for batches that cannot be read, hold labels, or are all zero together."""
-        batches, index, empty = self._start(), 0, True
+        batches, index, found, empty = self._start(), 0, 0, True
+        whole = self._whole_on_device()
         while True:
             try:
                 batch = next(batches)
@@ -80,10 +85,27 @@ class Batches:
             batch = self._without_labels(batch)
             self._refuse_labels(batch, index)
             empty = empty and _is_zero(batch)
-            yield batch
+            with naming(f"Calibration batch {index}"):
+                samples = [batch] if index in whole else unpadded(batch, self._arguments)
+            found += len(samples)
+            yield from samples
             index += 1
+        self._count = found
+        if index and not found:
+            raise CalibrationError(f"All positions of all {index} calibration batches are masked: nothing is left.")
         if index and empty:
             raise CalibrationError(f"All {index} calibration batches hold zeros (or less than {TINY:.1e}) only.")
+
+    def _whole_on_device(self) -> set[int]:
+        """Numbers of the batches of a list whose masks lie on a device and mask nothing: it is waited for once."""
+        flags = {}
+        for index, batch in enumerate(self.data) if isinstance(self.data, (list, tuple)) else ():
+            with naming(f"Calibration batch {index}"):
+                flag = nothing_masked(batch, self._arguments)
+            if flag is not None and flag.device.type != "cpu":
+                flags[index] = flag
+        read_flags = read(torch.stack([*flags.values()])) if flags else []
+        return {index for index, flag in zip(flags, read_flags, strict=True) if flag}
 
     def _start(self) -> Iterator[Any]:
         try:
@@ -125,22 +147,11 @@ class Batches:
 
 
 class CountedBatches(Batches):
-    """Batches of known number."""
+    """Batches of known number: that of the data, until it is seen how many samples are taken out of padding."""
 
     def __len__(self) -> int:
         assert isinstance(self.data, Sized)
-        return len(self.data)
-
-
-def _positional(model: nn.Module) -> list[inspect.Parameter] | None:
-    """The positional parameters of a forward; None where it takes any number, or does not say."""
-    try:
-        parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return None
-    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return len(self.data) if self._count is None else self._count
 
 
 def _as_tensors(batch: Any, index: int) -> Any:

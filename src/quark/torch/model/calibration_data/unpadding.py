@@ -1,0 +1,285 @@
+"""Takes the padding out of a batch, so that masked positions count nowhere: no layer ever sees one.
+
+    input_ids       a b c . .        attention_mask  1 1 1 0 0        ->   [a b c], then [d e f g h]
+                    d e f g h                        1 1 1 1 1
+
+A mask says which positions are real. What it belongs to is cut to them, and samples of unequal length run one after the
+other, as the same samples without padding would. So every statistic, loss and metric is that of the bare samples, to
+the bit, whatever it is and whatever layer it looks at: second moments, ranges, what experts and a cache of keys read.
+
+    attention_mask (batch, length), or (batch, heads, queries, keys), and the same of another part of a model behind a
+    prefix: decoder_attention_mask, qformer_attention_mask; pixel_mask and pixel_attention_mask of images; X_mask beside
+    X; -100 behind the last label of a model with a decoder
+
+A sample keeps the place of its first position in the positions that it is given; a model that is given none counts
+from the first real token. Features that a mask cannot shorten stay whole: the encoder of Whisper takes 30 seconds and
+reads all of them, so all of them count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quark.errors import CalibrationError
+from quark.torch.model.calibration_data.image_rows import items_of_rows
+from quark.torch.model.calibration_data.model_arguments import ModelArguments
+
+ATTENTION, DECODER, PIXEL = "attention_mask", "decoder_", "pixel_"
+IGNORED = -100
+"""What a label is at a position that no loss counts."""
+MASKED = -9e3
+"""A value that is added to scores and is not above this masks: -1e4 rounded to bfloat16, and all that is lower."""
+OTHER_INPUTS = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
+"""Beginnings of names of what a mask of text does not belong to."""
+
+
+@dataclass(frozen=True)
+class PaddedAxis:
+    """One axis along which a batch is padded.
+
+    Attributes:
+        mask: Name of the mask, or of what else says it.
+        real: Which positions of each sample are real, (batch, length) bool.
+        axes: Name of a tensor -> its axes that are cut.
+        is_main: Whether a sample without a real position is none at all; else it has nothing on this side.
+        positions: Name of what gives the positions; None where their order has no meaning.
+    """
+
+    mask: str
+    real: torch.Tensor
+    axes: Mapping[str, tuple[int, ...]]
+    is_main: bool = True
+    positions: str | None = None
+
+
+def unpadded(batch: Any, arguments: ModelArguments) -> list[Any]:
+    """A batch without its padding: itself where nothing is masked, else one batch for each length.
+
+    Args:
+        batch: A tensor, a mapping of arguments by name, or a tuple or list of arguments.
+        arguments: What the model takes.
+
+    Returns:
+        Batches of the same form. Samples stay together where all are of one length; samples of which nothing is real
+        are left out.
+
+    Raises:
+        CalibrationError: The mask of a text is of another length, has a gap, or the samples cannot be told apart.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 1 and _is_mapping(batch[0]):
+        batch = batch[0]
+    named = _named(batch, arguments.names)
+    sides = _masked(_sides(named, arguments.has_decoder))
+    if not sides:
+        return [batch]
+    _refuse_gaps(named, sides)
+    found = _cut(named, sides, arguments)
+    return found if _is_mapping(batch) else [type(batch)(one[name] for name in named) for one in found]
+
+
+def nothing_masked(batch: Any, arguments: ModelArguments) -> torch.Tensor | None:
+    """Whether a batch has no padding: one truth value on the device of its masks; None for a batch without masks."""
+    whole = [side.real.all() for side in _sides(_named(batch, arguments.names), arguments.has_decoder)]
+    return torch.stack(whole).all() if whole else None
+
+
+def _masked(sides: Sequence[PaddedAxis]) -> list[PaddedAxis]:
+    """The sides on which something is masked, on the CPU; a device is waited for where there are any."""
+    here = [replace(side, real=side.real.cpu()) for side in sides]
+    return [side for side in here if not bool(side.real.all())]
+
+
+def _is_mapping(batch: Any) -> bool:
+    return isinstance(batch, Mapping) or hasattr(batch, "keys")
+
+
+def _named(batch: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """The arguments by name; empty where their names are not known."""
+    if _is_mapping(batch):
+        return {key: batch[key] for key in batch.keys()}  # noqa: SIM118 (BatchEncoding)
+    if isinstance(batch, (tuple, list)) and names is not None and len(batch) <= len(names):
+        return dict(zip(names, batch, strict=False))
+    return {}
+
+
+def _sides(named: Mapping[str, Any], has_decoder: bool) -> list[PaddedAxis]:
+    """Where the batch is padded, as its masks say."""
+    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+    prefixes = [name.removesuffix(ATTENTION) for name in tensors if name.endswith(ATTENTION)]
+    has_decoder = has_decoder or any(name.startswith(DECODER) for name in tensors)
+    sides = [side for prefix in prefixes if (side := _attended(tensors, prefix, prefixes, has_decoder))]
+    if has_decoder and DECODER not in prefixes and getattr(tensors.get("labels"), "ndim", 0) == 2:
+        sides.append(_labelled(tensors))
+    sides += _of_images(tensors)
+    features, mask = tensors.get("input_features"), tensors.get("input_features_mask")
+    if features is not None and mask is not None and mask.ndim == 2 and features.shape[:2] == mask.shape:
+        name = "input_features"
+        sides.append(PaddedAxis(f"{name}_mask", _real(mask), {f"{name}_mask": (1,), name: (1,)}, is_main=False))
+    return sides
+
+
+def _real(mask: torch.Tensor) -> torch.Tensor:
+    """Which positions a mask of two to four dimensions lets be read: (batch, length) bool."""
+    if mask.ndim == 2:
+        return mask != 0
+    keys = mask.flatten(1, -2)
+    is_read = keys != 0
+    if mask.is_floating_point():  # 1 and 0, or what is added to scores: 0 and something very low
+        is_read = torch.where((mask < 0).any(), keys > MASKED, is_read)
+    return is_read.any(1)
+
+
+def _attended(
+    tensors: Mapping[str, torch.Tensor], prefix: str, prefixes: Sequence[str], has_decoder: bool
+) -> PaddedAxis | None:
+    """The side of an attention mask; None where nothing in the batch has its length."""
+    name = prefix + ATTENTION
+    mask = tensors[name]
+    if not 2 <= mask.ndim <= (2 if prefix not in ("", DECODER) else 4):
+        return None
+    text = next((key for key in (f"{prefix}input_ids", f"{prefix}inputs_embeds") if key in tensors), None)
+    real = _real(mask)
+    if text is not None and len(real) == 1:  # one mask for all samples
+        real = real.expand(len(tensors[text]), -1)
+    if prefix:
+        own = {
+            key: x for key, x in tensors.items() if key.startswith(prefix) or (prefix == DECODER and key == "labels")
+        }
+    else:
+        others = (*filter(None, prefixes), DECODER, "encoder_", *(OTHER_INPUTS if "input_ids" in tensors else ()))
+        own = {
+            key: x for key, x in tensors.items() if not key.startswith(others) and not (has_decoder and key == "labels")
+        }
+    axes = {key: found for key, x in own.items() if key != name and (found := _axes(key, x, real))}
+    if text is not None and text not in axes and not real.all():
+        raise CalibrationError(
+            f"{name} is {tuple(mask.shape)} and {text} {tuple(tensors[text].shape)}, so it cannot be seen which tokens "
+            "are padding. Possible: a mask of the same batch and length."
+        )
+    if not axes:
+        return None
+    length = real.shape[1]
+    axes[name] = (1,) if mask.ndim == 2 else tuple(a for a in (mask.ndim - 2, mask.ndim - 1) if mask.shape[a] == length)
+    return PaddedAxis(name, real, axes, prefix in ("", DECODER), f"{prefix}position_ids")
+
+
+def _axes(name: str, x: torch.Tensor, real: torch.Tensor) -> tuple[int, ...]:
+    """The axes of a tensor that are as long as a mask."""
+    batch, length = real.shape
+    if name.endswith("position_ids") and x.shape[-1] == length and x.shape[:-1] in ((), (1,), (3, batch), (4, batch)):
+        return (x.ndim - 1,)
+    if x.shape[:2] == real.shape:
+        return (1, 2) if "mask" in name and x.ndim == 3 and x.shape[2] == length else (1,)
+    if "mask" in name and x.ndim == 4 and x.shape[0] in (1, batch):
+        return tuple(axis for axis in (2, 3) if x.shape[axis] == length)
+    return ()
+
+
+def _labelled(tensors: Mapping[str, torch.Tensor]) -> PaddedAxis:
+    """The side of a decoder that has no mask: it is padded behind the last label that counts."""
+    counts = tensors["labels"] != IGNORED
+    real = counts.flip(1).cumsum(1).flip(1) > 0
+    own = {name: x for name, x in tensors.items() if name.startswith(DECODER) or name == "labels"}
+    return PaddedAxis("labels", real, {name: axes for name, x in own.items() if (axes := _axes(name, x, real))})
+
+
+def _of_images(tensors: Mapping[str, torch.Tensor]) -> list[PaddedAxis]:
+    """The sides of images that are padded to the largest, and of samples with fewer images than others."""
+    images = tensors.get("pixel_values")
+    for name in ("pixel_mask", "pixel_attention_mask"):
+        mask = tensors.get(name)
+        if images is None or mask is None or mask.ndim not in (3, 4) or images.ndim != mask.ndim + 1:
+            continue
+        if (*images.shape[: mask.ndim - 2], *images.shape[-2:]) != tuple(mask.shape):
+            continue
+        real, spatial = mask != 0, range(1, mask.ndim)
+        sides = []
+        for axis in spatial:
+            others = [other for other in spatial if other != axis]
+            place = axis if axis == 1 and mask.ndim == 4 else axis + 1
+            sides.append(PaddedAxis(name, real.amax(others), {name: (axis,), "pixel_values": (place,)}, is_main=False))
+        return sides
+    return []
+
+
+def _refuse_gaps(named: Mapping[str, Any], sides: Iterable[PaddedAxis]) -> None:
+    """Raise CalibrationError for padding between real positions, which would come nearer to each other."""
+    for side in sides:
+        starts = side.real.int().diff(dim=1, prepend=torch.zeros(len(side.real), 1, dtype=torch.int)) == 1
+        gaps = (starts.sum(1) > 1).nonzero()[:, 0].tolist()
+        if gaps and side.positions is not None and named.get(side.positions) is None:
+            raise CalibrationError(
+                f"{side.mask}: sample {gaps[0]} has masked positions between real ones. Cut out, the others would "
+                f"come nearer to each other. Possible: padding at the ends alone, or {side.positions} beside it."
+            )
+
+
+def _cut(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: ModelArguments) -> list[dict[str, Any]]:
+    """The samples, each cut to its real positions; all together where they are equally long."""
+    count = len(sides[0].real)
+    if any(len(side.real) != count for side in sides):
+        sizes = ", ".join(f"{side.mask} {len(side.real)}" for side in sides)
+        raise CalibrationError(f"Masks are of different numbers of samples: {sizes}. Possible: one for each sample.")
+    kept = [row for row in range(count) if all(bool(side.real[row].any()) for side in sides if side.is_main)]
+    alike = all(bool((side.real == side.real[:1]).all()) for side in sides)
+    if not kept or alike:
+        return [_sample(named, sides, 0)] if kept else []
+    apart = _rows(named, sides, count, arguments)
+    return [_sample({name: values[row] for name, values in apart.items()}, sides, row) for row in kept]
+
+
+def _sample(named: Mapping[str, Any], sides: Sequence[PaddedAxis], row: int) -> dict[str, Any]:
+    """Arguments at the real positions of a sample; without those of which nothing is real."""
+    sample = dict(named)
+    for side in sides:
+        is_there = bool(side.real[row].any())
+        for name in side.axes.keys() & sample.keys():
+            if is_there:
+                sample[name] = _at(sample[name], side.real[row], side.axes[name])
+            else:
+                del sample[name]
+    return sample
+
+
+def _at(x: torch.Tensor, real: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
+    """A tensor at real positions along some axes; a view where they follow each other."""
+    places = real.nonzero()[:, 0]
+    first, last = int(places[0]), int(places[-1])
+    for axis in axes:
+        if last - first + 1 == len(places):
+            x = x.narrow(axis, first, len(places))
+        else:
+            x = x.index_select(axis, places.to(x.device))
+    return x
+
+
+def _rows(
+    named: Mapping[str, Any], sides: Sequence[PaddedAxis], count: int, arguments: ModelArguments
+) -> dict[str, Sequence[Any]]:
+    """Name of an argument -> that of each sample.
+
+    Raises:
+        CalibrationError: A tensor has no row for each of them.
+    """
+    cut = {name for side in sides for name in side.axes}
+    apart: dict[str, Sequence[Any]] = dict(items_of_rows(named, count, arguments.placeholders))
+    for name, value in named.items():
+        if name in apart:
+            continue
+        apart[name] = [value] * count
+        if isinstance(value, torch.Tensor) and value.ndim:
+            axis = 1 if name in cut and name.endswith("position_ids") and value.ndim == 3 else 0
+            if value.shape[axis] == count:
+                apart[name] = [value.narrow(axis, row, 1) for row in range(count)]
+            elif name not in cut or (value.ndim > 1 and value.shape[axis] != 1):  # else it is shared
+                raise CalibrationError(
+                    f"The samples of a batch are of unequal length, and {name} {tuple(value.shape)} has no row for "
+                    f"each of its {count}, so they cannot be told apart. Possible: batches of one sample."
+                )
+        elif isinstance(value, (list, tuple)) and len(value) == count:
+            apart[name] = [type(value)([item]) for item in value]
+    return {name: apart[name] for name in named}
