@@ -19,8 +19,8 @@ from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
 from quark.torch.config.selectors import patterns_of, required_patterns, routers, selected_names
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
-from quark.torch.layers.attention import attention_modules
-from quark.torch.layers.kv_cache import require_cache_patterns, with_cache
+from quark.torch.layers.attention.cache_rules import cache_feeding, require_cache_patterns, with_cache
+from quark.torch.layers.attention.probabilities import attention_modules
 from quark.torch.model.passes import unconverted
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 
@@ -104,6 +104,7 @@ class Choice:
     config: QConfig
     patterns: tuple[str, ...]
     selected: frozenset[str]
+    feeding: frozenset[str]
 
     def excludes(self, name: str) -> bool:
         """Whether the exclude list names the layer."""
@@ -114,7 +115,7 @@ class Choice:
         linear, only_when_named = issubclass(kind, nn.Linear), issubclass(kind, ONLY_WHEN_NAMED)
         chosen = None if self.excludes(name) else layer_config(self.config, name, kind, only_when_named)
         spec = lower_layer(chosen, per_token=linear)
-        return with_cache(spec, self.config, name) if linear else spec
+        return with_cache(spec, self.config, name, self.feeding) if linear else spec
 
     def wanted(self, name: str) -> bool:
         """Whether a linear layer of this name is to be quantized."""
@@ -136,7 +137,8 @@ def layer_config(
 
 def chooser(config: QConfig, model: nn.Module) -> Choice:
     """The choices that a config makes on a model."""
-    return Choice(config, tuple(patterns_of(config.exclude)), frozenset(selected_names(config.exclude, model)))
+    selected = frozenset(selected_names(config.exclude, model))
+    return Choice(config, tuple(patterns_of(config.exclude)), selected, cache_feeding(config, model))
 
 
 def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsewhere: Collection[str] = ()) -> Plan:
@@ -219,7 +221,7 @@ def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str,
     require_matches(required_patterns(config.exclude), names, "exclude")
     require_layers(required_patterns(config.exclude), names, candidates)
     require_matches(config.layer_quant_config, candidates, "layer_quant_config")
-    require_cache_patterns(config, candidates)
+    require_cache_patterns(config, model, candidates)
     require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
 
 

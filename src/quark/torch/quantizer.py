@@ -26,8 +26,8 @@ from quark.torch.flows.file2file import quantize_files
 from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
-from quark.torch.layers.kv_cache import check_cache_config
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import Offloaded, has_device_map, onloaded
 from quark.torch.model.calibration_data import calibration_data

@@ -10,8 +10,8 @@ from torch import nn
 from quark.errors import ConfigError
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.attention import quantize_attention
-from quark.torch.layers.kv_cache import cached_after_rope
+from quark.torch.layers.attention.cache_rules import cached_layers
+from quark.torch.layers.attention.probabilities import quantize_attention
 from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.online_rotation import undo_input_rotation
 from quark.torch.layers.replace import replace_layer, set_submodule
@@ -53,7 +53,7 @@ def attention_quantized(
     model: nn.Module, config: QConfig, plan: Plan, layers: Mapping[str, QuantLayer]
 ) -> Iterator[None]:
     """Add what acts inside attention; take it away again if the body fails."""
-    undo_attention = quantize_attention(model, cached_after_rope(config, layers), plan.probabilities)
+    undo_attention = quantize_attention(model, cached_layers(config, layers), plan.probabilities)
     try:
         yield
     except BaseException:

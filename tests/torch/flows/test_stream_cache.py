@@ -30,8 +30,8 @@ from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Uint
 from quark.torch.flows import per_block as per_block_flow
 from quark.torch.flows.from_disk import FromDisk, stream
 from quark.torch.flows.resume import Manifest
+from quark.torch.layers.attention.cache_view import CacheQuantize
 from quark.torch.layers.fake_quant import Mode
-from quark.torch.layers.kv_cache import CacheQuantize
 from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
 from tests.models.torch_zoo import token_batches
@@ -82,16 +82,16 @@ def alike(config: QConfig, source: Path, folder: Path) -> None:
 
 SCHEMES_TRIED = ("uint4_wo_32", "fp8", "int8", "mxfp4", "nvfp4")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "fp8": {"kv_cache_group": []},
-    "int8": {"cache": "int8", "kv_cache_group": []},
-    "grouped": {},
-    "after RoPE": {"kv_cache_post_rope": True},
+    "fp8": {},
+    "int8": {"cache": "int8"},
+    "grouped": {"kv_cache_group": ["*k_proj", "*v_proj"]},
+    "before RoPE": {"kv_cache_post_rope": False},
     "attention": {"attention": "fp8"},
     "attention alone": {"attention": "fp8", "cache": None},
     "probabilities with a zero point": {"softmax_quant_spec": Uint8PerTensorSpec()},
     "least scale": {"min_kv_scale": 0.01},
     "excluded projections": {"exclude_layers": ["*k_proj", "*layers.0.self_attn.*", "lm_head"]},
-    "all": {"cache": "int8", "kv_cache_post_rope": True, "attention": "fp8", "min_kv_scale": 0.003},
+    "all": {"cache": "int8", "attention": "fp8", "min_kv_scale": 0.003},
 }
 
 
@@ -107,7 +107,7 @@ def test_bytes_are_those_of_the_model_in_memory(options: str, scheme: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["grouped", "after RoPE", "attention", "all"])
+@pytest.mark.parametrize("options", ["fp8", "before RoPE", "attention", "all"])
 @pytest.mark.parametrize("name", ["phi3", "gpt_neox", "mixtral", "deepseek_v3", "qwen3", "gemma2", "opt"])
 def test_other_families(name: str, options: str, tmp_path: Path) -> None:
     excluded = {"exclude_layers": ["lm_head"]} if name == "deepseek_v3" else {}  # all attention, by its template
@@ -225,7 +225,7 @@ def test_what_has_no_meaning_is_refused_before_any_work(tmp_path: Path) -> None:
     source = save(tmp_path / "float", num_hidden_layers=1)
     plain = config("llama", cache=None)
     refused: list[tuple[QConfig, type[Exception], str]] = [
-        (replace(plain, kv_cache_post_rope=True), ConfigError, "kv_cache_post_rope has no meaning without"),
+        (replace(plain, min_kv_scale=0.5), ConfigError, "min_kv_scale has no meaning without"),
         (replace(plain, kv_cache_quant_config={"*key": FP8}), ConfigError, "kv_cache_quant_config: the pattern"),
         (
             replace(plain, softmax_quant_spec=FP8E4M3PerTensorSpec(is_dynamic=True)),
@@ -242,7 +242,7 @@ def test_what_has_no_meaning_is_refused_before_any_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [("bloom", "attention"), ("bloom", "after RoPE"), ("deepseek_v3", "all")])
+@pytest.mark.parametrize(("name", "options"), [("bloom", "attention"), ("deepseek_v3", "all")])
 def test_what_the_model_in_memory_refuses_is_refused_in_its_words(name: str, options: str, tmp_path: Path) -> None:
     """Also beside an algorithm that would learn for long."""
     made = config(name, algorithms=[QronosConfig(fisher=True)], **OPTIONS[options])

@@ -25,9 +25,9 @@ from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.attention import attention_quantizers
+from quark.torch.layers.attention.cache_rules import floor_cache_scales, share_cache_ranges
+from quark.torch.layers.attention.probabilities import attention_quantizers
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
-from quark.torch.layers.kv_cache import floor_cache_scales, share_cache_ranges
 from quark.torch.layers.modes import layer_quantizers, observing
 from quark.torch.model.batches import run_batches
 

@@ -26,9 +26,9 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import CodedLayout, Layout, Tensors
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.attention import attention_quantizers, quantize_attention
+from quark.torch.layers.attention.cache_rules import cached_layers
+from quark.torch.layers.attention.probabilities import attention_quantizers, quantize_attention
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
-from quark.torch.layers.kv_cache import cached_after_rope
 from quark.torch.layers.low_rank import hold_branches
 from quark.torch.layers.online_rotation import hold_rotations
 from quark.torch.layers.replace import quantized_layers, replace_layer
@@ -147,7 +147,7 @@ def map_to_stored(
         plan = make_plan(config, model, strict=False)
         model.quant_plan = plan  # type: ignore[assignment]
         _hold_layers(model, plan, form, pack_method, real, originals)
-        quantize_attention(model, cached_after_rope(config, quantized_layers(model)), plan.probabilities)
+        quantize_attention(model, cached_layers(config, quantized_layers(model)), plan.probabilities)
         _hold_attention(model, form)
         rotation = config.get_rotation_config()
         if rotation is not None:

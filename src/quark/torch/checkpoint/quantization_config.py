@@ -12,7 +12,7 @@ from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder
-from quark.torch.layers.kv_cache import feeds_cache
+from quark.torch.layers.attention.cache_rules import feeds_cache
 from quark.torch.layers.low_rank import branches, record_branches
 from quark.torch.layers.online_rotation import record_rotations, rotated_inputs
 from quark.torch.model.published_names import published_names

@@ -24,7 +24,7 @@ from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, creat
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import ROLES, QuantLayer
-from quark.torch.layers.attention import attention_quantizers
+from quark.torch.layers.attention.probabilities import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix

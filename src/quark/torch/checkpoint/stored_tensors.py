@@ -18,7 +18,7 @@ from quark.torch.checkpoint.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import ROLES
-from quark.torch.layers.attention import attention_quantizers
+from quark.torch.layers.attention.probabilities import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.online_rotation import BUFFER

@@ -84,7 +84,8 @@ class QConfig:
         kv_cache_quant_config: Pattern of k/v projections -> config; its `output_tensors` is the cache.
         kv_cache_group: Patterns whose members share the largest scale.
         min_kv_scale: Smallest scale of the cache.
-        kv_cache_post_rope: Quantize in the cache instead of at the projections.
+        kv_cache_post_rope: Quantize what the cache holds: keys after their norm and rotary embedding. False: what the
+            projections give, as the documented system does by default.
         shared_scale_groups: Names of sibling layers that share one global scale (NVFP4).
         softmax_quant_spec: For attention probabilities.
         quant_mode: Modules or a graph.
@@ -108,7 +109,7 @@ class QConfig:
     kv_cache_quant_config: dict[str, QLayerConfig] = field(default_factory=dict)
     kv_cache_group: list[str] = field(default_factory=list)
     min_kv_scale: float = 0.0
-    kv_cache_post_rope: bool = False
+    kv_cache_post_rope: bool = True
     shared_scale_groups: list[list[str]] = field(default_factory=list)
     softmax_quant_spec: QTensorConfig | None = None
     quant_mode: QuantizationMode = QuantizationMode.eager_mode
@@ -190,6 +191,7 @@ class QConfig:
             **{k: export[k] for k in ("kv_cache_group", "min_kv_scale", "weight_format") if export.get(k)},
             **values,
         }
+        values.setdefault("kv_cache_post_rope", False)  # who does not write it quantizes at the projections
         values["global_quant_config"] = QLayerConfig.from_dict(values.get("global_quant_config", {}))
         for name in ("layer_quant_config", "kv_cache_quant_config"):
             layers = as_dict(values.get(name, {}), name)

@@ -218,7 +218,6 @@ class LLMTemplate:
             layer_type_quant_config={kind: self.scheme(name) for kind, name in layer_type_config.items()},
             layer_quant_config=layers,
             kv_cache_quant_config=cache,
-            kv_cache_group=list(cache),
             min_kv_scale=min_kv_scale,
             softmax_quant_spec=softmax,
             shared_scale_groups=shared_scale_groups,

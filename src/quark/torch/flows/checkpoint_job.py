@@ -31,7 +31,7 @@ from quark.torch.checkpoint.shards import (
 )
 from quark.torch.checkpoint.source import Source, quantization_of
 from quark.torch.config.config import QConfig
-from quark.torch.layers.kv_cache import check_cache_config
+from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import read_config

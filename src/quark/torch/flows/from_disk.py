@@ -36,7 +36,7 @@ from quark.torch.flows.per_block import observed_tensors, quantize_blocks, refus
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
-from quark.torch.layers.attention import forget_ranges
+from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers

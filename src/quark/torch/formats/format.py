@@ -64,7 +64,8 @@ class Folder:
     def export_block(self) -> dict[str, Any]:
         """The `export` entry of a `quantization_config`: options of the export that a loader may need."""
         return {
-            "kv_cache_group": list(self.config.kv_cache_group),
+            # Runtimes take a cache as quantized where these are the patterns of kv_cache_quant_config.
+            "kv_cache_group": list(self.config.kv_cache_group or self.config.kv_cache_quant_config),
             "min_kv_scale": self.config.min_kv_scale,
             "pack_method": self.pack_method,
             "weight_format": self.weight_format,
@@ -273,11 +274,13 @@ POST_ROPE = "kv_cache_post_rope"
 
 
 def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any]) -> QConfig:
-    """A config whose KV cache is quantized by `cache`; our `export` entry says where, if there is one."""
+    """A config whose KV cache is quantized by `cache`; our `export` entry says where, if there is one. Other programs
+    scale what they store.
+    """
     if cache is None:
         return config
     layer = config_of_layer(LayerSpec(output=cache))
-    post_rope = bool((stored.get("export") or {}).get(POST_ROPE, False))
+    post_rope = bool((stored.get("export") or {}).get(POST_ROPE, True))
     return replace(config, kv_cache_quant_config={f"*{n}": layer for n in KV_SCALES}, kv_cache_post_rope=post_rope)
 
 

@@ -1,16 +1,16 @@
-"""Quantization inside attention: keys and values after RoPE, and the probabilities.
+"""The probabilities of attention, quantized.
 
-    y = Q(softmax(q K^T)) V    with K, V = Q(K), Q(V) where the cache is quantized after RoPE
+    y = Q(softmax(q K^T)) V
 
-transformers lets a model name the function that its attention modules call. A model that needs one of these calls
-"quark_eager", "quark_sdpa", ...: a function registered beside the others that quantizes what the quantizers of the
-module say and leaves the rest to the function it wraps. Nothing global is replaced.
+transformers lets a model name the function that its attention modules call. A model that needs this one calls
+"quark_eager": a function registered beside the others that quantizes what the quantizer of the module says, and leaves
+the rest to the function it wraps. Nothing global is replaced.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,45 +20,43 @@ from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.selectors import NON_TEXT
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.attention.cache_view import quantize_caches
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
-from quark.torch.layers.kv_cache import CacheQuantize, holds
 
-PREFIX = "quark_"
+NAME = "quark_eager"
+"""Of our function among those of transformers: probabilities exist in eager attention only."""
 PROBABILITIES = "prob_output_quantizer"
 """Child of an attention module; its scale is stored as `self_attn.prob_output_scale`."""
 
 
 def quantize_attention(
-    model: nn.Module, after_rope: Mapping[str, QuantLayer], probabilities: Mapping[str, TensorSpec]
+    model: nn.Module, cached: Sequence[str], probabilities: Mapping[str, TensorSpec]
 ) -> Callable[[], None]:
-    """Make the model's attention modules quantize keys and values after RoPE, and probabilities.
+    """Make the model's attention modules quantize what they store in a cache, and probabilities.
 
     Args:
         model: A transformers model, on any device.
-        after_rope: The quantized layers whose outputs are quantized as the cache holds them, by name.
+        cached: Names of the quantized layers whose outputs are quantized as a cache holds them.
         probabilities: Name of an attention module -> spec of its probabilities.
 
     Returns:
         The function that undoes it.
 
     Raises:
-        NotSupportedError: An attention module that calls no attention function by name, or none at all.
+        NotSupportedError: An attention module that calls no attention function by name, or takes no cache.
     """
-    parents = {name.rpartition(".")[0] for name in after_rope}
-    modules = {name: model.get_submodule(name) for name in [*probabilities, *sorted(parents)]}
+    modules = {name: model.get_submodule(name) for name in probabilities}
     _require_interface(modules)
-    for layer in after_rope.values():
-        quantizer = layer.quantizer("output")
-        assert isinstance(quantizer, FakeQuantize)
-        quantizer.__class__ = CacheQuantize
+    forget_caches = quantize_caches(model, cached)
     for name, spec in probabilities.items():
         quantizer = FakeQuantize(spec)
         quantizer.mode = Mode.off  # until it has a scale
         modules[name].add_module(PROBABILITIES, quantizer)
-    restore = _call_ours(modules, eager=bool(probabilities))
+    restore = _call_ours(modules)
 
     def undo() -> None:
         restore()
+        forget_caches()
         for name in probabilities:
             modules[name]._modules.pop(PROBABILITIES, None)
 
@@ -103,18 +101,16 @@ def _require_interface(modules: dict[str, nn.Module]) -> None:
         if not named or not hasattr(sys.modules[type(module).__module__], "eager_attention_forward"):
             raise NotSupportedError(
                 f"{name or 'The model'} ({type(module).__name__}) does not call transformers' attention functions, in "
-                "which keys after RoPE and probabilities are quantized. Possible: kv_cache_post_rope=False, "
-                "softmax_quant_spec=None."
+                "which probabilities are quantized. Possible: softmax_quant_spec=None."
             )
 
 
-def _call_ours(modules: dict[str, nn.Module], eager: bool) -> Callable[[], None]:
+def _call_ours(modules: dict[str, nn.Module]) -> Callable[[], None]:
     """Let the configs of the modules name our function; return what undoes it."""
     configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     before = [(config, config._attn_implementation) for config in configs.values()]
-    for config, name in before:
-        base = "eager" if eager else (name or "eager").removeprefix(PREFIX)
-        config._attn_implementation = _registered(base)
+    for config, _ in before:
+        config._attn_implementation = _registered()
 
     def restore() -> None:
         for config, name in before:
@@ -123,44 +119,30 @@ def _call_ours(modules: dict[str, nn.Module], eager: bool) -> Callable[[], None]
     return restore
 
 
-def _registered(base: str) -> str:
-    """The name of our function around the attention function `base`."""
+def _registered() -> str:
+    """The name of our function, which transformers knows from now on."""
     modeling, masking = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
     functions, masks = modeling.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
-    name = PREFIX + base
-    if name not in functions:
-        functions.register(name, _attention_function(base, functions))
-        masks.register(name, masks[base])
-    return name
+    if NAME not in functions:
+        functions.register(NAME, _attention)
+        masks.register(NAME, masks["eager"])
+    return NAME
 
 
-def _attention_function(base: str, functions: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    def attention(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        key, value = _cached(module, key, value)
-        # Every modeling file has an eager function of its own: a soft cap or a sink may be part of it.
-        function = functions[base] if base != "eager" else sys.modules[type(module).__module__].eager_attention_forward
-        output, weights = function(module, query, key, value, *args, **kwargs)
-        quantizer = module._modules.get(PROBABILITIES)
-        if not isinstance(quantizer, FakeQuantize) or quantizer.mode is Mode.off:
-            return output, weights
-        if quantizer.mode is Mode.observe:
-            _prove(module, weights, value, output)
-        quantized = quantizer(weights)
-        return _mixed(quantized, value), quantized
-
-    return attention
-
-
-def _cached(module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as a quantized cache holds them; a static scale makes twice quantized once quantized."""
-    for name, layer in module.named_children():
-        quantizer = layer.quantizer("output") if isinstance(layer, QuantLayer) else None
-        if isinstance(quantizer, CacheQuantize):
-            key = quantizer.cached(key) if "k" in holds(name) else key
-            value = quantizer.cached(value) if "v" in holds(name) else value
-    return key, value
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An attention function as transformers calls it."""
+    # Every modeling file has an eager function of its own: a soft cap or a sink may be part of it.
+    function = sys.modules[type(module).__module__].eager_attention_forward
+    output, weights = function(module, query, key, value, *args, **kwargs)
+    quantizer = module._modules.get(PROBABILITIES)
+    if not isinstance(quantizer, FakeQuantize) or quantizer.mode is Mode.off:
+        return output, weights
+    if quantizer.mode is Mode.observe:
+        _prove(module, weights, value, output)
+    quantized = quantizer(weights)
+    return _mixed(quantized, value), quantized
 
 
 def _mixed(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

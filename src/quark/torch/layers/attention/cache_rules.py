@@ -4,47 +4,35 @@
     scale   = max(scale, min_kv_scale)
 
 The quantizer is the output quantizer of the layer that makes keys or values, so that its scale is stored as
-`k_proj.output_scale`, which runtimes read. Before RoPE it acts there; with kv_cache_post_rope it acts in the attention
-function instead (quark.torch.layers.attention), on what a cache holds.
+`k_proj.output_scale`, which runtimes read. It acts on what a cache holds (`cache_view`); with kv_cache_post_rope=False,
+on what the layer gives.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from quark.core.granularity import PerTensor
-from quark.core.patterns import first_match, matches_any, require_matches
+from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_tensor
+from quark.torch.layers.attention.cache_view import ARGUMENTS, cache_owner, feeding_layers
 from quark.torch.layers.base import QuantLayer
-from quark.torch.layers.fake_quant import Extras, FakeQuantize
+from quark.torch.layers.fake_quant import FakeQuantize
 
 ELEMENTS = ("fp8_e4m3", "int8")
 """What a cache may hold."""
 
 
-class CacheQuantize(FakeQuantize):
-    """The quantizer of keys or values that acts in the attention function: its layer's output passes as it is."""
-
-    def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
-        return x
-
-    def cached(self, x: torch.Tensor) -> torch.Tensor:
-        """What the cache gives back for x."""
-        return super().forward(x)
-
-
 def check_cache_config(config: QConfig) -> None:
     """Raise ConfigError for options of a cache that is not quantized, NotSupportedError for other kinds of specs."""
     if not config.kv_cache_quant_config:
-        for name in ("kv_cache_group", "kv_cache_post_rope", "min_kv_scale"):
+        for name in ("kv_cache_group", "min_kv_scale"):
             if getattr(config, name):
                 raise ConfigError(
                     f"QConfig.{name} has no meaning without kv_cache_quant_config: no cache is quantized."
@@ -72,29 +60,74 @@ def require_static(spec: TensorSpec, where: str, elements: tuple[str, ...]) -> N
         )
 
 
-def with_cache(spec: LayerSpec, config: QConfig, name: str) -> LayerSpec:
-    """The spec of a linear layer with the output that its place in the cache asks for."""
+def with_cache(spec: LayerSpec, config: QConfig, name: str, feeding: Container[str]) -> LayerSpec:
+    """The spec of a linear layer with the output that its place in the cache asks for.
+
+    Args:
+        spec: What the config says of the layer otherwise.
+        config: Of the model.
+        name: Of the layer.
+        feeding: From `cache_feeding`.
+    """
     cache = first_match(name, config.kv_cache_quant_config)
-    return spec if cache is None else replace(spec, output=lower_tensor(cache.output_tensors))
+    if cache is None:
+        return spec
+    # The patterns of the cache stand among those of layers, too, where readers of checkpoints look for them.
+    return replace(spec, output=lower_tensor(cache.output_tensors) if name in feeding else None)
 
 
 def feeds_cache(config: QConfig, name: str) -> bool:
-    """Whether the layer makes keys or values of a quantized cache."""
+    """Whether the config names the layer as one that makes keys or values of a quantized cache."""
     return matches_any(name, config.kv_cache_quant_config)
 
 
-def cached_after_rope(config: QConfig, layers: Mapping[str, QuantLayer]) -> dict[str, QuantLayer]:
-    """The layers whose keys or values are quantized in the attention function, after RoPE."""
+def cache_feeding(config: QConfig, model: nn.Module) -> frozenset[str]:
+    """The layers whose output quantizers are those of a cache: of those that the config names, the ones whose keys or
+    values a model stores. Before RoPE, all.
+    """
+    if not config.kv_cache_quant_config:
+        return frozenset()
+    named = [name for name, _ in model.named_modules() if feeds_cache(config, name)]
+    return feeding_layers(model, named) if config.kv_cache_post_rope else frozenset(named)
+
+
+def cached_layers(config: QConfig, layers: Mapping[str, QuantLayer]) -> list[str]:
+    """The quantized layers whose quantizer acts on the way into a cache."""
     if not config.kv_cache_post_rope:
-        return {}
-    return {name: layer for name, layer in layers.items() if feeds_cache(config, name)}
+        return []
+    return [name for name, layer in layers.items() if feeds_cache(config, name) and layer.quantizer("output")]
 
 
-def require_cache_patterns(config: QConfig, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError for a pattern of the cache that matches no linear layer, or a group outside the cache."""
+def require_cache_patterns(config: QConfig, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise for a pattern of the cache that stands for no layer of a cache.
+
+    Args:
+        config: Of the model.
+        model: The model.
+        layers: Its layers that can be quantized, by their names.
+
+    Raises:
+        ConfigError: It matches no linear layer or none whose keys or values are stored, or a group lies outside.
+        NotSupportedError: It matches layers only whose modules take no cache.
+    """
     linear = [name for name, module in layers.items() if isinstance(module, nn.Linear)]
     require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
     require_matches(config.kv_cache_group, [name for name in linear if feeds_cache(config, name)], "kv_cache_group")
+    feeding, modules = cache_feeding(config, model), dict(model.named_modules())
+    for pattern in config.kv_cache_quant_config:
+        matched = [name for name in linear if matches(name, pattern)]
+        if any(name in feeding for name in matched):
+            continue
+        if all(cache_owner(modules, name) is None for name in matched):
+            parent = type(modules[matched[0].rpartition(".")[0]]).__name__
+            raise NotSupportedError(
+                f"kv_cache_quant_config: {matched[0]} is in a {parent}, whose forward takes no cache "
+                f"({', '.join(ARGUMENTS)}). Possible: kv_cache_post_rope=False, which quantizes what the layer gives."
+            )
+        raise ConfigError(
+            f"kv_cache_quant_config: {pattern!r} matches layers of encoders only ({matched[0]}), whose keys and values "
+            "are in no cache. Possible: the names of a decoder's layers."
+        )
 
 
 def share_cache_ranges(config: QConfig, quantizers: Mapping[str, FakeQuantize]) -> None:
@@ -119,10 +152,3 @@ def floor_cache_scales(config: QConfig, quantizers: Mapping[str, FakeQuantize]) 
         layer, _, role = name.rpartition(".")
         if role == "output" and feeds_cache(config, layer) and quantizer.scale is not None:
             quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
-
-
-def holds(name: str) -> str:
-    """What a layer of this name makes for the cache: "k", "v", or "kv" where one layer makes both."""
-    leaf = re.sub(r"proj|query", "", name.rpartition(".")[2].lower())
-    key, value = "k" in leaf, "v" in leaf
-    return "kv" if key == value else "k" if key else "v"

@@ -1,0 +1,124 @@
+"""Every family that caches keys and values: its scales are those of what the cache of transformers holds.
+
+What a runtime with a quantized cache computes is shown by transformers itself: the float model, with a cache that
+rounds what it is given to torch's own float8 under the scales.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quark.core.metrics import sqnr
+from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec
+
+FP8 = QLayerConfig(output_tensors=FP8E4M3PerTensorSpec())
+LARGEST = 448.0
+NORM = 20.0
+"""Weights of the norms of keys: 1 in a fresh model, and as large as this in trained ones."""
+NORMED = re.compile(r"(k|key)_?(layer)?norm\.weight$")
+Pair = tuple[float, float]
+EVERYDAY = ("qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "bart")
+
+
+def families() -> dict[str, Any]:
+    """model_type -> class, of all families that generate text."""
+    from benchmarks.architectures.__main__ import families
+
+    return families(every=True)
+
+
+def built(name: str) -> tuple[Any, list[Any]]:
+    """A tiny model whose norms of keys have large weights, and its batches."""
+    from benchmarks.architectures.__main__ import build
+
+    model, data = build(name, families()[name])
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if NORMED.search(key):
+                parameter.fill_(NORM)
+    return model, data
+
+
+def stored(cache: Any) -> list[Pair]:
+    """The largest key and value of each attention module, in the order of the model: own, then those of an encoder."""
+    own = getattr(cache, "self_attention_cache", cache)
+    parts = [own] if own is cache else [own, cache.cross_attention_cache]
+    layers = [[x for x in part.layers if getattr(x, "keys", None) is not None and x.keys.numel()] for part in parts]
+    return [(float(x.keys.abs().max()), float(x.values.abs().max())) for row in zip(*layers, strict=True) for x in row]
+
+
+def quantized(model: Any, data: list[Any], **options: Any) -> Any:
+    patterns = LLMTemplate.get(model.config.model_type).kv_layers_name
+    config = QConfig(QLayerConfig(), kv_cache_quant_config=dict.fromkeys(patterns, FP8), **options)
+    return ModelQuantizer(config).quantize_model(model, data)
+
+
+def scales(model: nn.Module) -> list[Pair]:
+    """The scales of keys and values of each attention module, in the order of the model."""
+    found: dict[str, dict[str, float]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".output_quantizer"):
+            parent, _, leaf = name.removesuffix(".output_quantizer").rpartition(".")
+            found.setdefault(parent, {})[leaf] = float(module.scale)  # type: ignore[arg-type]
+    made = []
+    for own in found.values():
+        first = next(iter(own.values()))  # of a layer that makes both
+        k, v = (next((s for leaf, s in own.items() if part in re.sub("proj|query", "", leaf)), first) for part in "kv")
+        made.append((k, v))
+    return made
+
+
+def check(name: str) -> tuple[float, float]:
+    """Raise AssertionError unless the scales are right; the SQNR of a runtime with them, and with the former ones."""
+    from transformers.cache_utils import Cache
+
+    model, data = built(name)
+    largest: list[Pair] = []
+    with torch.no_grad():
+        for batch in data:
+            new = stored(model(**batch, use_cache=True).past_key_values)
+            largest = [(max(a, c), max(b, d)) for (a, b), (c, d) in zip(largest or new, new, strict=True)]
+        expected = model(**data[0], use_cache=True).logits
+    made = {late: scales(quantized(built(name)[0], data, kv_cache_post_rope=late)) for late in (True, False)}
+    one_scale = [k == v for k, v in made[True]]
+    for (k, v), (key, value), one in zip(made[True], largest, one_scale, strict=True):
+        covered = (max(key, value),) * 2 if one else (key, value)
+        assert LARGEST * k == pytest.approx(covered[0], rel=0.05), name
+        assert LARGEST * v == pytest.approx(covered[1], rel=0.05), name
+    figures = []
+    for late in (True, False):
+        order = iter(made[late])
+        update = Cache.update
+
+        def rounding(self: Any, keys: Any, values: Any, *args: Any, order: Any = order, update: Any = update) -> Any:
+            k, v = next(order)
+            return update(self, fp8(keys, k), fp8(values, v), *args)
+
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(Cache, "update", rounding)
+            figures.append(sqnr(expected, model(**data[0], use_cache=True).logits))
+    with torch.no_grad():  # what is quantized computes what that runtime does
+        again = quantized(model, data)
+        for use_cache in (True, False):
+            assert sqnr(expected, again(**data[0], use_cache=use_cache).logits) == pytest.approx(figures[0], abs=1), (
+                name
+            )
+    return figures[0], figures[1]
+
+
+def fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x through torch's own float8."""
+    return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_scales_cover_what_the_cache_holds(name: str) -> None:
+    now, before = check(name)
+    assert now > before + 10 if name != "bart" else abs(now - before) < 1
