@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
@@ -51,6 +52,29 @@ def test_a_scheme_is_read_back_or_refused(form: str, scheme: str, tmp_path: Path
     loaded = import_model_from_safetensors(tiny_llama(seed=9, dtype=dtype), tmp_path / "out")
     assert quantized_layers(loaded).keys() == quantized_layers(model).keys()
     assert torch.equal(logits(loaded), logits(model))
+
+
+STATIC = [name for name, spec in SCHEMES.items() if spec.input is not None and not spec.input.dynamic]
+FROM_TO = [(form, scheme) for scheme in STATIC for form in FORMATS if FORMATS[form].refusal(SCHEMES[scheme]) is None]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [pytest.param(*p, marks=() if p == ("compressed-tensors", "fp8") else pytest.mark.slow) for p in FROM_TO],
+)
+def test_one_scale_is_read_in_every_shape_and_written_in_that_of_the_format(
+    form: str, scheme: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Programs write the one scale of a tensor as a scalar, a vector or a matrix of one value."""
+    model = frozen(scheme, torch.float32, powers_of_two=True)
+    file = export_safetensors(model, tmp_path / "source", form) / "model.safetensors"
+    tensors = {n: x.reshape(shape) if x.numel() == 1 and "_scale" in n else x for n, x in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    for target in (name for name in FORMATS if FORMATS[name].refusal(SCHEMES[scheme]) is None):
+        loaded = import_model_from_safetensors(tiny_llama(seed=9), tmp_path / "source")
+        again = import_model_from_safetensors(tiny_llama(seed=8), export_safetensors(loaded, tmp_path / target, target))
+        assert torch.equal(logits(again), logits(model))
 
 
 @pytest.mark.parametrize(("form", "scheme"), sorted(RECIPROCAL))

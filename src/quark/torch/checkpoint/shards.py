@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from quark.core.scales import QParams
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
@@ -150,8 +152,18 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
             tensors = empty_activation(layer, role, layout)
         else:
             assert quantizer.params is not None
-            tensors = layout.store_params(quantizer.params)
+            tensors = _stored_as(empty_activation(layer, role, layout), layout, quantizer.params)
         yield _entry(f"{name}.{role}", tensors)
+
+
+def _stored_as(wanted: Tensors, layout: Layout, params: QParams) -> Tensors:
+    """The parameters of an activation in the shapes of a format, whatever the format that they were loaded from.
+
+    Some formats store no zero points for symmetric types, which others do.
+    """
+    if params.zero_point is None and "zero_point" in wanted:
+        params = replace(params, zero_point=torch.zeros_like(params.scale))
+    return {suffix: x.reshape(wanted[suffix].shape) for suffix, x in layout.store_params(params).items()}
 
 
 def predicted_bytes(model: nn.Module, plan: Plan | None, form: Format = FORMATS["quark"]) -> int:

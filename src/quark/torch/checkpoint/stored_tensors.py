@@ -65,8 +65,9 @@ def stored_tensors(
             continue
         if name in loaded:
             raise FormatError(f"{stored} comes twice in the checkpoint, under two names.")
-        _check_tensor(stored, received[1], own[name], dtype)
-        loaded[name] = received[1]
+        tensor = _as_wanted(name, received[1], own[name])
+        _check_tensor(stored, tensor, own[name], dtype)
+        loaded[name] = tensor
     _refuse_missing(model, own, loaded, partial)
     _refuse_left(model, left, partial)
     for tensor, wrong in _flaws(model, loaded):
@@ -99,6 +100,15 @@ def _module_name(stored: str, names: Mapping[str, str]) -> str | None:
             if found and not rest and candidate in names:
                 return names[candidate]
     return None
+
+
+def _as_wanted(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """A stored tensor; one scale or zero point in the shape that the model has for it.
+
+    Programs write the one scale of a tensor as a scalar, as a vector or as a matrix of one value.
+    """
+    leaf = name.rpartition(".")[2]
+    return stored.reshape(wanted.shape) if "weight" != leaf and stored.numel() == wanted.numel() == 1 else stored
 
 
 def _check_tensor(name: str, stored: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype | None) -> None:
