@@ -17,6 +17,7 @@ from quark.onnx.operators.targets import TARGETS
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config.algo_configs import GPTQConfig
 from quark.torch.config.block_mixes import MIXES
+from quark.torch.config.llm_template import CACHE_SCHEMES, cache_element
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.formats import FORMATS
 from quark.torch.writers.gguf.blocks import GgufFormat
@@ -133,6 +134,38 @@ def test_awq_is_served_in_float16(name: str) -> None:
     """The AWQ kernels refuse bfloat16, which most models say in their config.json."""
     assert choose(name, False).command("out").endswith("out --dtype float16")
     assert "dtype" not in choose(name, False, bits=8).command("out")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "glm4"])
+def test_what_vllm_refuses_in_float16_is_served_in_its_own_type(kind: str) -> None:
+    assert choose("vllm", False).for_type(kind).command("out") == "vllm serve out"
+    assert choose("vllm", False).for_type("llama").command("out") == "vllm serve out --dtype float16"
+    cached = choose("vllm", False, cache="fp8", holding={"compressed-tensors"})
+    assert cached.for_type(kind).command("out") == cached.command("out") == "vllm serve out --kv-cache-dtype fp8"
+
+
+@pytest.mark.parametrize("cache", CACHE_SCHEMES)
+@pytest.mark.parametrize("name", GOALS)
+def test_a_cache_is_written_where_the_format_holds_it_and_the_program_reads_it(name: str, cache: str) -> None:
+    goal, element = GOALS[name], cache_element(cache)
+    if goal.folder is None:
+        return
+    holding = {form for form, row in FORMATS.items() if element in row.cache}
+    if cache not in goal.cache:
+        with pytest.raises(NotSupportedError, match=f"{goal.program} is not known to read a cache .* in {cache}"):
+            choose(name, False, cache=cache, holding=holding)
+        return
+    for bits in (None, *goal.folder.bits):
+        chosen = choose(name, False, bits=bits, cache=cache, holding=holding)
+        assert chosen.form in holding
+        assert (chosen.form, chosen.scheme) in {(fact.form, fact.scheme) for fact in goal.loaded(False)}
+    with pytest.raises(NotSupportedError, match="awq format has no place for a KV cache"):
+        choose(name, False, form="awq", cache=cache, holding=holding)
+
+
+def test_a_scheme_without_a_form_for_a_cache_is_refused() -> None:
+    with pytest.raises(NotSupportedError, match=r"uint4_wo_128 as awq only.*Possible beside one: .*int4_wo_128"):
+        choose("sglang", False, scheme="uint4_wo_128", cache="fp8", holding={"quark", "compressed-tensors"})
 
 
 def test_a_target_of_another_program_is_refused_beside_a_goal() -> None:

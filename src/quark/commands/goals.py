@@ -48,6 +48,7 @@ def asked_choice(
     trust_remote_code: bool = False,
     candidates: Sequence[str] | None = None,
     sensitivity: Path | None = None,
+    kv_cache: str | None = None,
 ) -> GoalChoice | None:
     """What --for chooses; None without it. Raises as `choose` does, and for --effort alone."""
     if goal is None:
@@ -68,7 +69,18 @@ def asked_choice(
     return choose(
         goal, onnx, scheme=scheme, bits=bits, form=form, effort=effort, algorithms=algorithms, has_data=has_data,
         budget=measured or (size is not None and scheme is None), candidates=named_candidates(candidates),
+        cache=kv_cache, holding=_holding(kv_cache) if kv_cache is not None else None,
     )  # fmt: skip
+
+
+def _holding(cache: str) -> set[str]:
+    """The formats that have a place for a cache of a scheme."""
+    # They import torch: after the arguments are parsed, and where a cache is asked for.
+    from quark.torch.config.llm_template import cache_element
+    from quark.torch.formats import FORMATS
+
+    element = cache_element(cache)
+    return {name for name, form in FORMATS.items() if element in form.cache}
 
 
 def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:
@@ -121,6 +133,7 @@ def fitted_choice(
     # The flow imports torch: after the goal is known.
     from quark.commands.folders.models import load_meta_model
     from quark.commands.folders.quantize import config_of
+    from quark.torch.model.model_folder import read_config
     from quark.torch.model.passes import prepare
     from quark.torch.plan import chooser, divides
 
@@ -133,6 +146,7 @@ def fitted_choice(
         except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
             return True
 
+    choice = choice.for_type(read_config(model)["model_type"])
     found = choice.fitted(fits)
     if found is not choice:
         logger.info("%s in the place of %s: its groups divide this model.", found.scheme, choice.scheme)

@@ -217,7 +217,7 @@ def quantize(
         choice = asked_choice(
             goal, effort, model, onnx, scheme=scheme or config, bits=bits, size=size, form=export_format,
             algorithms=algorithm, has_data=calib is not None, trust_remote_code=trust_remote_code,
-            candidates=candidates, sensitivity=sensitivity,
+            candidates=candidates, sensitivity=sensitivity, kv_cache=kv_cache,
         )  # fmt: skip
     if choice is not None:
         with usage():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from quark.core.scheme_families import family_of, named_in, suggestion
@@ -94,6 +94,12 @@ class GoalChoice:
             )
         return asked or self.target
 
+    def for_type(self, model_type: str) -> GoalChoice:
+        """The choice for models of a type, by their config.json: a program may refuse to run some in float16."""
+        if model_type not in self.goal.bfloat16 or self.goal.folder is None:
+            return self
+        return replace(self, serve=self.serve.removesuffix(self.goal.folder.serve_options.get(self.form, "")))
+
     def command(self, output: str) -> str:
         """The command that runs the result.
 
@@ -115,6 +121,8 @@ def choose(
     has_data: bool = False,
     budget: bool = False,
     candidates: Sequence[str] = (),
+    cache: str | None = None,
+    holding: Collection[str] | None = None,
 ) -> GoalChoice:
     """What is done for a goal.
 
@@ -128,6 +136,8 @@ def choose(
         has_data: Whether calibration data are given.
         budget: Whether layers get schemes of their own, within bits or a size.
         candidates: What a budget chooses from, in place of the goal's schemes.
+        cache: Scheme of a cache of keys and values that is quantized beside the weights.
+        holding: The forms that have a place for it; None: all that there are.
 
     Raises:
         ConfigError: No such goal, effort or number of bits; the program takes no such kind of model.
@@ -136,32 +146,38 @@ def choose(
     """
     goal = GOALS[name]
     offer = _offer(goal, name, onnx)
+    if cache is not None:
+        offer = _with_cache(goal, offer, cache, holding or (), form)
     mixed = None
     if budget or (bits is not None and bits not in offer.bits and scheme is None):
         chosen_form, mixed, why = _mixed(goal, offer, onnx, bits, form, candidates)
         chosen = offer.default[1]
     else:
-        chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data)
+        chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data, holding)
     level = effort_of(effort, has_data)
     if effort is not None and algorithms is None:
         require_data(level, has_data, onnx)
     known = mixed[0] if mixed else chosen
-    reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, known))}
-    if algorithms is not None:
-        steps: tuple[str, ...] = tuple(algorithms)
-        reasons["algorithms"] = "asked for"
-    elif onnx:
-        steps = ()
-        reasons["effort"] = ONNX_EFFORTS[level]
-    else:
-        found = steps_for(chosen, level)
-        steps = found.algorithms
-        reasons["algorithms"] = found.why
+    steps, because = _steps(onnx, algorithms, chosen, level)
+    reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, known)), **because}
     return GoalChoice(
-        goal, chosen if mixed is None else MIX, chosen_form, level, steps, reasons, offer.serve_as(chosen_form),
+        goal, chosen if mixed is None else MIX, chosen_form, level, steps, reasons,
+        offer.serve_as(chosen_form) + (offer.serve_cache if cache else ""),
         offer.target, given=scheme is not None or bits is not None, targets=offer.targets, mixed=mixed,
         named=scheme == chosen,
     )  # fmt: skip
+
+
+def _steps(
+    onnx: bool, algorithms: Sequence[str] | None, scheme: str, level: str
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The algorithms, and the reason: those that are asked for, or those of an effort."""
+    if algorithms is not None:
+        return tuple(algorithms), {"algorithms": "asked for"}
+    if onnx:
+        return (), {"effort": ONNX_EFFORTS[level]}
+    found = steps_for(scheme, level)
+    return found.algorithms, {"algorithms": found.why}
 
 
 MIX = "mix"
@@ -184,6 +200,28 @@ def _offer(goal: RuntimeGoal, name: str, onnx: bool) -> Offer:
         others = ", ".join(other for other, row in GOALS.items() if row.offer(onnx) is not None)
         raise ConfigError(f"--for {name} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
     return offer
+
+
+def _with_cache(goal: RuntimeGoal, offer: Offer, cache: str, holding: Collection[str], form: str | None) -> Offer:
+    """What a goal makes of a model whose cache of keys and values is quantized, too.
+
+    Raises:
+        NotSupportedError: The program reads no such cache, or the form has no place for it.
+    """
+    if cache not in goal.cache:
+        others = ", ".join(name for name, row in GOALS.items() if cache in row.cache)
+        own = f"a cache in {', '.join(goal.cache)}" if goal.cache else f"--for {others}"
+        raise NotSupportedError(
+            f"{goal.program} is not known to read a cache of keys and values in {cache}. Possible: {own}. Without "
+            "--for it is written."
+        )
+    if form is not None and form not in holding:
+        raise NotSupportedError(
+            f"The {form} format has no place for a KV cache in {cache}. Possible: {', '.join(sorted(holding))}."
+        )
+    if not offer.cached:
+        return offer
+    return replace(offer, default=next(iter(offer.cached.values())), bits=offer.cached, without_data=None)
 
 
 def _mixed(
@@ -228,6 +266,7 @@ def _scheme(
     bits: float | None,
     form: str | None,
     has_data: bool,
+    holding: Collection[str] | None,
 ) -> tuple[str, str, str]:
     """Form, scheme, and the reason."""
     if scheme is not None and bits is not None:
@@ -237,10 +276,10 @@ def _scheme(
             known = ", ".join(map(str, offer.bits))
             raise ConfigError(f"--bits {bits:g} is not known of {goal.program}. Possible for {goal.name}: {known}.")
         made, name = offer.bits[int(bits)]
-        return _in_form(goal, onnx, name, form, made), name, f"{bits:g} bits"
+        return _in_form(goal, onnx, name, form, made, holding), name, f"{bits:g} bits"
     if scheme is None:
         made, name = offer.default if has_data or offer.without_data is None else offer.without_data
-        return _in_form(goal, onnx, name, form, made), name, offer.why
+        return _in_form(goal, onnx, name, form, made, holding), name, offer.why
     names = {fact.scheme for fact in goal.facts(onnx)}
     rows = [offer.default, *offer.bits.values()]
     found = scheme if scheme in names else named_in(scheme, [name for _, name in rows])
@@ -250,18 +289,32 @@ def _scheme(
         raise _unknown(goal, onnx, scheme, form)
     preferred = next((row[0] for row in rows if row[1] == found), None)
     why = "asked for" if found == scheme else f"{scheme}: here it is {found}"
-    return _in_form(goal, onnx, found, form, preferred), found, why
+    return _in_form(goal, onnx, found, form, preferred, holding), found, why
 
 
-def _in_form(goal: RuntimeGoal, onnx: bool, scheme: str, form: str | None, preferred: str | None) -> str:
+def _in_form(
+    goal: RuntimeGoal,
+    onnx: bool,
+    scheme: str,
+    form: str | None,
+    preferred: str | None,
+    holding: Collection[str] | None = None,
+) -> str:
     """The form in which the program loads a scheme: the one asked for, the preferred one, or the best known.
 
     Raises:
-        NotSupportedError: There is none.
+        NotSupportedError: There is none, or none of those that hold a cache.
     """
-    usable = [fact for fact in goal.loaded(onnx) if fact.scheme == scheme and form in (None, fact.form)]
-    if not usable:
+    known = [fact for fact in goal.loaded(onnx) if fact.scheme == scheme and form in (None, fact.form)]
+    if not known:
         raise _unknown(goal, onnx, scheme, form)
+    usable = [fact for fact in known if holding is None or fact.form in holding]
+    if not usable:
+        others = sorted({fact.scheme for fact in goal.loaded(onnx) if fact.form in (holding or ())})
+        raise NotSupportedError(
+            f"{goal.program} is known to load {scheme} as {', '.join(fact.form for fact in known)} only, which has no "
+            f"place for a KV cache. Possible beside one: {', '.join(others)}."
+        )
     usable.sort(key=lambda fact: (fact.form != preferred, fact.answer is not Answer.RIGHT))
     return usable[0].form
 

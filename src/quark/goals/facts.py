@@ -82,10 +82,11 @@ _TABLE: tuple[tuple[str, str, str, Answer, Evidence, str], ...] = (
     ),
     # Of its AWQ kernels: groups that divide the inputs, 32, 64 and 128 in the one for newer GPUs.
     ("vLLM", "of 2026", "awq", LOADS, SOURCE, "uint4_wo_32 uint4_wo_64"),
+    ("vLLM", "of 2026", "compressed-tensors", LOADS, SOURCE, "int4_wo_32 int4_wo_64"),
     # Of awq and compressed-tensors it was read only that there are loaders, and of its kernel the sizes of groups.
     ("SGLang", "of 2026", "quark", LOADS, SOURCE, "fp8 ptpc_fp8 mxfp4"),
     ("SGLang", "of 2026", "awq", LOADS, SOURCE, "uint4_wo_32 uint4_wo_64 uint4_wo_128 int4_wo_128"),
-    ("SGLang", "of 2026", "compressed-tensors", LOADS, SOURCE, "int4_wo_128 int8_dynamic fp8"),
+    ("SGLang", "of 2026", "compressed-tensors", LOADS, SOURCE, "int4_wo_32 int4_wo_64 int4_wo_128 int8_dynamic fp8"),
     # Its loader of quark folders knows two forms, and ends with an error for all others.
     (
         "SGLang", "of 2026", "quark", REFUSED, SOURCE,

@@ -18,12 +18,15 @@ class Offer:
         bits: Bits of a weight -> form and scheme.
         why: The reason for the default, a clause.
         serve: The command that runs the result; `{out}` is its path.
-        serve_options: Form -> words that the command needs behind it.
+        serve_options: Form -> words that the command needs behind it, to run in float16.
         without_data: The same as `default` where there are no calibration data; None: the same.
         mixed: Form and schemes of a budget, in which layers differ; no schemes: what the form chooses from by itself.
             None: the program takes one scheme for all layers, or no other was tried.
         target: Of an ONNX file: a value of --target; None as the configuration says.
         targets: Values of --target that may be given beside the goal.
+        cached: Bits of a weight -> form and scheme where a cache of keys and values is quantized beside it, the first
+            where nothing is said; none: those of `bits`.
+        serve_cache: Words that the command needs behind it for such a cache.
     """
 
     default: tuple[str, str]
@@ -40,6 +43,8 @@ class Offer:
 
     without_data: tuple[str, str] | None = None
     mixed: tuple[str, tuple[str, ...]] | None = None
+    cached: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    serve_cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class RuntimeGoal:
         folder: Of a model folder; None where the program takes none.
         onnx: Of an ONNX file; None where the program takes none.
         extra: Pip packages that the program needs to read such a file.
+        cache: Schemes of a cache of keys and values whose scales it reads.
+        bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one matrix of layers that read one tensor (query, key and value; gate and up), so that
             a mix must have one scheme for them.
     """
@@ -61,6 +68,8 @@ class RuntimeGoal:
     folder: Offer | None = None
     onnx: Offer | None = None
     extra: tuple[str, ...] = field(default=())
+    cache: tuple[str, ...] = ()
+    bfloat16: tuple[str, ...] = ()
     fuses: bool = False
 
     def offer(self, onnx: bool) -> Offer | None:

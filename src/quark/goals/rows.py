@@ -19,7 +19,13 @@ GOALS.register("vllm", RuntimeGoal(
         "vllm serve {out}",
         serve_options=_AWQ,
         mixed=("quark", ("uint4_wo_128", "int8_dynamic")),
+        cached={4: ("compressed-tensors", "int4_wo_128"), 8: ("quark", "int8_dynamic")},
+        serve_cache=" --kv-cache-dtype fp8",
     ),
+    # Its loaders of a cache raise an error for other types ("Currently supported kv cache quantization is ...").
+    cache=("fp8",),
+    # What it calls numerically unstable: --dtype float16 is an error there, and AWQ runs in the dtype of the model.
+    bfloat16=("gemma2", "gemma3", "gemma3_text", "plamo2", "glm4"),
     # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.
     fuses=True,
 ))  # fmt: skip
@@ -32,7 +38,10 @@ GOALS.register("sglang", RuntimeGoal(
         "python -m sglang.launch_server --model-path {out}",
         serve_options=_AWQ,
         mixed=("compressed-tensors", ("int4_wo_128", "int8_dynamic")),
+        cached={4: ("compressed-tensors", "int4_wo_128"), 8: ("quark", "ptpc_fp8")},
+        serve_cache=" --kv-cache-dtype fp8_e4m3",
     ),
+    cache=("fp8",),
     fuses=True,  # as vLLM, in its copies of the same loaders
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(
@@ -45,6 +54,7 @@ GOALS.register("transformers", RuntimeGoal(
         "python -c \"import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('Once'))\" {out}",
         mixed=("quark", ()),
     ),
+    cache=("fp8", "int8"),
 ))  # fmt: skip
 GOALS.register("llama.cpp", RuntimeGoal(
     "llama.cpp", "llama.cpp",

@@ -259,6 +259,11 @@ def _strings(value: str | list[str] | None, default: list[str]) -> list[str]:
     return default if value is None else [value] if isinstance(value, str) else list(value)
 
 
+def cache_element(scheme: str) -> str:
+    """What a cache of a scheme holds: the name of its element type. Raises ConfigError for another name."""
+    return _tensor_scheme("kv_cache_scheme", scheme, CACHE_SCHEMES).dtype.name
+
+
 def _tensor_scheme(option: str, name: str, known: Iterable[str]) -> QTensorConfig:
     if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{option}: unknown scheme {name!r}. Possible: {', '.join(map(repr, known))}.")

@@ -23,6 +23,7 @@ class QuarkFormat(FolderFormat):
     name = "quark"
     layout = QuarkLayout
     options = True
+    cache = ("fp8_e4m3", "int8")
     own_loader = True
 
     def refusal(self, spec: LayerSpec) -> str | None:
