@@ -116,6 +116,16 @@ def test_arrays_are_rows_by_the_names_of_arguments(folders: dict[str, Path], tmp
     assert rows[0]["pixel_values"].dtype == torch.float16
 
 
+def test_arrays_with_padding_are_cut(folders: dict[str, Path], tmp_path: Path) -> None:
+    ids, mask = np.arange(12).reshape(3, 4), np.array([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    np.savez(tmp_path / "rows.npz", input_ids=ids, attention_mask=mask)
+    rows = inputs(folders["classifier"]).read(tmp_path / "rows.npz", 3, 8)
+    assert [row["input_ids"].tolist() for row in rows] == [[[0, 1]], [[4, 5, 6, 7]]]
+    np.savez(tmp_path / "rows.npz", input_ids=ids, attention_mask=np.zeros_like(mask))
+    with pytest.raises(CalibrationError, match="masked positions only"):
+        inputs(folders["classifier"]).read(tmp_path / "rows.npz", 3, 8)
+
+
 def _pickled(folder: Path) -> Path:
     np.savez(folder / "a.npz", pixel_values=np.array([{"a": 1}], dtype=object))
     return folder / "a.npz"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
 from quark.torch import LLMTemplate, ModelQuantizer, QConfig
 from quark.torch.algorithms import ALGORITHMS
@@ -17,6 +20,7 @@ from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES
 from quark.torch.writers.gguf.imatrix import collect_imatrix
 from tests.contracts.test_torch_algorithms import row_of
 from tests.models.families import family
+from tests.models.model_folders import KINDS, model_folder
 from tests.models.padded import FORMS, bare, loud_padding, padded, texts
 from tests.models.torch_zoo import tiny_llama
 
@@ -109,3 +113,50 @@ def test_elsewhere(collect: Callable[[Any], Result]) -> None:
     expected = collect(bare(TEXTS))
     for form in FORMS[:2]:
         assert_same(collect(padded(TEXTS, form)), expected)
+
+
+def along(xs: Sequence[torch.Tensor], value: float) -> torch.Tensor:
+    """Tensors padded at the right to the longest, as rows."""
+    return nn.utils.rnn.pad_sequence(list(xs), batch_first=True, padding_value=value)
+
+
+def pairs() -> tuple[Any, Any]:
+    """Texts and labels of other lengths, whose last ones are -100 where they are padded."""
+    labels = texts((5, 8, 3, 8, 6, 4), seed=1)
+    one_by_one = [{**text, "labels": label[None]} for text, label in zip(bare(TEXTS), labels, strict=True)]
+    return [{**padded(TEXTS, rows=6)[0], "labels": along(labels, -100)}], one_by_one
+
+
+def waves() -> tuple[Any, Any]:
+    """Recordings, of which the model makes fewer frames."""
+    found = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (4000, 2500, 6000)]
+    mask = along([torch.ones(len(wave), dtype=torch.long) for wave in found], 0)
+    return [{"input_values": along(found, 0.0), "attention_mask": mask}], [{"input_values": x[None]} for x in found]
+
+
+def texts_with_images() -> tuple[Any, Any]:
+    """Texts of which one has no image and one has two; sixteen tokens stand for an image."""
+    counts, images = (1, 2, 0), torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found = [torch.cat([torch.full((16 * count,), 2047), text]) for count, text in zip(counts, TEXTS[:3], strict=True)]
+    alone = [
+        {**text, **({"pixel_values": part} if len(part) else {})}
+        for text, part in zip(bare(found), images.split(counts), strict=True)
+    ]
+    return [{**padded(found, length=50)[0], "pixel_values": images}], alone
+
+
+FAMILIES = {"t5": pairs, "bart": pairs, "wav2vec2": waves, "llava": texts_with_images}
+
+
+@pytest.mark.parametrize("name", ["t5", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "t5")])
+def test_in_families_with_other_inputs(name: str, tmp_path: Path) -> None:
+    model_folder(name, tmp_path)
+    kind = getattr(transformers, KINDS[name][0])
+
+    def solved(data: Any) -> Result:
+        config = LLMTemplate.get("auto").get_config("int8", algorithm="gptq")
+        state: Result = ModelQuantizer(config).quantize_model(kind.from_pretrained(tmp_path), data).state_dict()
+        return state
+
+    together, alone = FAMILIES[name]()
+    assert_same(solved(together), solved(alone))

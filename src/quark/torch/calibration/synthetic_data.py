@@ -48,7 +48,7 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
             f"{type(model).__name__} does not go on writing a text, as a causal language model of transformers does. "
             "Possible: data of your own alone."
         )
-    arguments = ModelArguments.of(model.forward, config)
+    arguments = ModelArguments.of(model)
     rows = [row for batch in data for part in unpadded(batch, arguments) for row in _rows(part) if len(row) > PROMPT]
     if not rows:
         raise CalibrationError(f"Synthetic data begin with tokens of the data, of which no sample has over {PROMPT}.")

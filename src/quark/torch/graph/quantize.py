@@ -18,6 +18,7 @@ from quark.torch.graph.inplace import remove_inplace
 from quark.torch.graph.insert_quantizers import QuantizerInserter
 from quark.torch.graph.operators import DEQUANT_STUB, QUANT_STUB, is_call
 from quark.torch.graph.plan import make_graph_plan
+from quark.torch.graph.real_rows import observing_real_rows
 from quark.torch.graph.training import PRESERVED, allow_training, drop_counters, keep, set_training
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 
@@ -39,7 +40,8 @@ def quantize_graph(model: nn.Module, config: QConfig, dataloader: Iterable[Any] 
         everything = [*inserter.activations.values(), *(q for _, q in inserter.parameters.values())]
         names = {path.removesuffix("_quantizer"): q for path, q in inserter.activations.items()}
         allow_training(graph)
-        calibrate_tensors(graph, names, everything, dataloader, config)
+        with observing_real_rows(graph, names.values()):
+            calibrate_tensors(graph, names, everything, dataloader, config)
         keep(graph, "quant_config", config)
         keep(graph, "quark_quantized", True)
     return graph

@@ -13,6 +13,12 @@ from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.progress import progress
 from quark.torch.model.half_products import half_products
 
+ONE_LENGTH = (
+    ". Batches are cut to the positions that their masks say are real, and numbered behind that. Possible, for a model "
+    "that takes one length alone: masks of ones, with which all positions count"
+)
+"""Said where a batch with a mask fails."""
+
 
 def main_inputs(kind: Any) -> tuple[str, ...]:
     """The arguments that a class of transformers calls its main ones: one, or several (OneFormer)."""
@@ -39,9 +45,11 @@ def calibration_step(model: nn.Module, batch: Any, device: torch.device, index: 
         # An exported graph asserts the shapes that it was exported with. Memory that is short is no fault of a batch.
         if isinstance(error, (QuarkError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
             raise
+        masked = isinstance(batch, Mapping) and any(str(key).endswith("mask") for key in batch)
         raise CalibrationError(
             f"The model does not take calibration batch {index}, {_described(batch)}: "
             f"{type(error).__name__}: {one_line(error)}"
+            f"{ONE_LENGTH if masked else ''}"
         ) from error
 
 

@@ -2,6 +2,6 @@
 
 from quark.torch.model.calibration_data.batches import calibration_data
 from quark.torch.model.calibration_data.model_arguments import ModelArguments, placeholders_of
-from quark.torch.model.calibration_data.unpadding import unpadded
+from quark.torch.model.calibration_data.unpadding import real_positions, unpadded
 
-__all__ = ["ModelArguments", "calibration_data", "placeholders_of", "unpadded"]
+__all__ = ["ModelArguments", "calibration_data", "placeholders_of", "real_positions", "unpadded"]

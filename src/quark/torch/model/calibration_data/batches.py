@@ -63,7 +63,7 @@ class Batches:
     def __init__(self, model: nn.Module, data: Iterable[Any]) -> None:
         self.data = data
         self._forward = positional_parameters(model.forward)
-        self._arguments = ModelArguments.of(model.forward, getattr(model, "config", None))
+        self._arguments = ModelArguments.of(model)
         self._dropped = False
         self._count: int | None = None
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx, nn
+
 
 @dataclass(frozen=True)
 class ModelArguments:
@@ -16,18 +18,31 @@ class ModelArguments:
         names: Of its positional arguments; None where it takes any number, or does not say.
         has_decoder: Whether it has an encoder and a decoder.
         placeholders: "image", "video" or "audio" -> the token that stands in its texts for what it makes of one.
+        fixed: Name of an argument -> its axes that have one length, which an exported graph takes alone.
     """
 
     names: Sequence[str] | None = None
     has_decoder: bool = False
     placeholders: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, forward: Callable[..., Any], config: Any) -> ModelArguments:
-        """Those of a forward of a model, and of its config; None where it has none."""
-        parameters = positional_parameters(forward)
+    def of(cls, model: nn.Module) -> ModelArguments:
+        """Those of a model, from its forward and its config."""
+        config, parameters = getattr(model, "config", None), positional_parameters(model.forward)
         names = None if parameters is None else [parameter.name for parameter in parameters]
-        return cls(names, bool(getattr(config, "is_encoder_decoder", False)), placeholders_of(config))
+        fixed = _fixed(model) if isinstance(model, fx.GraphModule) else {}
+        return cls(names, bool(getattr(config, "is_encoder_decoder", False)), placeholders_of(config), fixed)
+
+
+def _fixed(graph: fx.GraphModule) -> dict[str, frozenset[int]]:
+    """The axes of the inputs of an exported graph that are no symbols."""
+    shapes = {
+        str(n.target): getattr(n.meta.get("val"), "shape", ()) for n in graph.graph.nodes if n.op == "placeholder"
+    }
+    return {
+        name: frozenset(axis for axis, n in enumerate(shape) if isinstance(n, int)) for name, shape in shapes.items()
+    }
 
 
 def placeholders_of(config: Any) -> dict[str, int]:

@@ -65,7 +65,7 @@ def unpadded(batch: Any, arguments: ModelArguments) -> list[Any]:
 
     Returns:
         Batches of the same form. Samples stay together where all are of one length; samples of which nothing is real
-        are left out.
+        are left out. A batch stays whole where the model is a graph that takes no other length: see `real_positions`.
 
     Raises:
         CalibrationError: The mask of a text is of another length, has a gap, or the samples cannot be told apart.
@@ -76,9 +76,31 @@ def unpadded(batch: Any, arguments: ModelArguments) -> list[Any]:
     sides = _masked(_sides(named, arguments.has_decoder))
     if not sides:
         return [batch]
+    if _is_fixed(named, sides, arguments):
+        return [batch]
     _refuse_gaps(named, sides)
     found = _cut(named, sides, arguments)
     return found if _is_mapping(batch) else [type(batch)(one[name] for name in named) for one in found]
+
+
+def real_positions(batch: Any, arguments: ModelArguments) -> list[torch.Tensor]:
+    """Which positions of the samples are real, of each part of a batch that stays whole: (batch, length) bool, CPU."""
+    named = _named(batch, arguments.names) if arguments.fixed else {}
+    sides = _masked([side for side in _sides(named, arguments.has_decoder) if side.is_main])
+    return [side.real for side in sides] if sides and _is_fixed(named, sides, arguments) else []
+
+
+def _is_fixed(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: ModelArguments) -> bool:
+    """Whether the batch would have to be cut along an axis that the model takes one length of."""
+    axes = {(name, axis) for side in sides for name, own in side.axes.items() for axis in own}
+    if not _alike(sides):
+        axes |= {(name, 0) for name in named}
+    return any(axis in arguments.fixed.get(name, ()) for name, axis in axes)
+
+
+def _alike(sides: Sequence[PaddedAxis]) -> bool:
+    """Whether the same positions are real in all samples."""
+    return all(bool((side.real == side.real[:1]).all()) for side in sides)
 
 
 def nothing_masked(batch: Any, arguments: ModelArguments) -> torch.Tensor | None:
@@ -225,8 +247,7 @@ def _cut(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: Model
         sizes = ", ".join(f"{side.mask} {len(side.real)}" for side in sides)
         raise CalibrationError(f"Masks are of different numbers of samples: {sizes}. Possible: one for each sample.")
     kept = [row for row in range(count) if all(bool(side.real[row].any()) for side in sides if side.is_main)]
-    alike = all(bool((side.real == side.real[:1]).all()) for side in sides)
-    if not kept or alike:
+    if not kept or _alike(sides):
         return [_sample(named, sides, 0)] if kept else []
     apart = _rows(named, sides, count, arguments)
     return [_sample({name: values[row] for name, values in apart.items()}, sides, row) for row in kept]
