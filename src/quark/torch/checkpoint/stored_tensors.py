@@ -65,9 +65,8 @@ def stored_tensors(
             continue
         if name in loaded:
             raise FormatError(f"{stored} comes twice in the checkpoint, under two names.")
-        tensor = _as_wanted(name, received[1], own[name])
-        _check_tensor(stored, tensor, own[name], dtype)
-        loaded[name] = tensor
+        loaded[name] = _as_wanted(name, received[1], own[name])
+        _check_tensor(stored, loaded[name], own[name], dtype)
     _refuse_missing(model, own, loaded, partial)
     _refuse_left(model, left, partial)
     for tensor, wrong in _flaws(model, loaded):
@@ -108,7 +107,7 @@ def _as_wanted(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> torch.T
     Programs write the one scale of a tensor as a scalar, as a vector or as a matrix of one value.
     """
     leaf = name.rpartition(".")[2]
-    return stored.reshape(wanted.shape) if "weight" != leaf and stored.numel() == wanted.numel() == 1 else stored
+    return stored.reshape(wanted.shape) if leaf != "weight" and stored.numel() == wanted.numel() == 1 else stored
 
 
 def _check_tensor(name: str, stored: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype | None) -> None:
