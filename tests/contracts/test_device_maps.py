@@ -141,7 +141,8 @@ def scheme_of(algorithm: str | None) -> str:
 
 
 OFTEN = {(None, "two devices and the CPU"), ("quarot", "two devices"), ("gptq", "all on the CPU")}
-EVERY = [(name, place) for place in PLACES for name in (None, *BY_NAME)]
+FEW = (None, "gptq", "awq", "quarot", "distillation")
+EVERY = [(n, place) for place in PLACES for n in ((None, *BY_NAME) if "two devices" in place else FEW)]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +152,17 @@ def test_every_algorithm_where_the_model_lies(name: str | None, place: str, in_p
     in_place(PLACES[place], run_of(scheme_of(name), *([name] if name else [])))
 
 
+AT_FILES = [
+    (n, p) for p in ON_DISK for n in (None, *BY_NAME) if n in FEW[:2] or (p == "all on disk" and n not in WHOLE)
+]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "gptq" else pytest.mark.slow) for n in (None, *BY_NAME) if n not in WHOLE]
-)
-@pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=() if p == "the CPU and the disk" else pytest.mark.slow) for p in ON_DISK]
+    "name, place",
+    [
+        case if case == ("gptq", "the CPU and the disk") else pytest.param(*case, marks=pytest.mark.slow)
+        for case in AT_FILES
+    ],
 )
 def test_every_algorithm_that_works_block_by_block_from_disk(name: str | None, place: str, in_place: Any) -> None:
     in_place(ON_DISK[place], run_of("int8", *([name] if name else [])))
@@ -174,14 +181,12 @@ def test_what_needs_all_weights_at_once_is_refused_for_a_model_on_disk(name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(scheme: str, in_place: Any) -> None:
-    for place in ("two devices and the CPU", "all on the CPU"):
-        in_place(PLACES[place], run_of(scheme))
+    in_place(PLACES["two devices and the CPU"], run_of(scheme))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [whole_on_cpu, whole_on_disk])
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt2", "bert", "phi3", "falcon", "gemma2", "opt"])
-@pytest.mark.parametrize("scheme, name", [("int8", None), ("uint4_wo_32", "gptq"), ("int8", "smooth")])
+@pytest.mark.parametrize("scheme, name, place", [("int8", None, whole_on_disk), ("uint4_wo_32", "gptq", whole_on_cpu)])
 def test_architectures(architecture: str, scheme: str, name: str | None, place: Any, in_place: Any) -> None:
     in_place(place, run_of(scheme, *([name] if name else [])), architecture)
 
@@ -192,10 +197,20 @@ def test_block_by_block(place: str, in_place: Any) -> None:
     in_place(PLACES[place], run_of("int8", "gptq", quant_flow=QuantFlow.per_block))
 
 
+LEARNED = {"trainable": True, "train_steps": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("options", [{"r3": True}, {"r4": True}, {"r1": False, "trainable": True}, {"trainable": True}])
-def test_rotations_of_all_kinds(place: str, options: dict[str, bool], in_place: Any) -> None:
+@pytest.mark.parametrize(
+    "place, options",
+    [
+        ("its ends on the CPU", {"r3": True}),
+        ("all on the CPU", {"r4": True}),
+        ("two devices and the CPU", LEARNED | {"r1": False}),
+        ("two devices", LEARNED),
+    ],
+)
+def test_rotations_of_all_kinds(place: str, options: dict[str, Any], in_place: Any) -> None:
     def work(model: Any) -> Any:
         config = config_of("int8")
         config.algo_config = [QuaRotConfig(**options)]
@@ -345,3 +360,25 @@ def test_a_damaged_offload_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"model\.norm\.weight\.dat does not hold"):
         ModelQuantizer(config_of("int8")).quantize_model(model, batches())
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_a_folder_loaded_by_transformers_with_a_device_map(architecture: str, tmp_path: Path) -> None:
+    """Its weights on disk are those of the folder itself, but for fused experts, which transformers copies."""
+    from transformers import AutoModelForCausalLM
+
+    build(architecture).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    blocks = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    inner = blocks.partition(".")[0]
+    places = {f"{inner}.{name}": "cpu" for name, _ in getattr(model, inner).named_children()} | {"lm_head": "cpu"}
+    places = {name: place for name, place in places.items() if name != blocks}
+    places |= {f"{blocks}.0": "cpu", f"{blocks}.1": "disk"}
+    expected = result_of(run_of("int8", "gptq")(model))
+    folder, before = tmp_path / "offload", files_in(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=folder)
+    kept = elsewhere(model)
+    require_same(expected, result_of(run_of("int8", "gptq")(model)))
+    assert kept <= elsewhere(model) | {name for name in kept if "experts" in name}
+    assert files_in(tmp_path / "model") == before

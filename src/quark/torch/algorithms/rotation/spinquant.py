@@ -131,12 +131,13 @@ def _is_better(after: float, before: float) -> bool:
 
 @dataclass
 class _Change:
-    """What a matrix does to a parameter: to its last axis, or to its rows."""
+    """What a matrix does to a parameter, on the device of that: to its last axis, or to its rows."""
 
     matrix: str
     rows: torch.Tensor | slice | None = None
 
     def apply(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        matrix = matrix.to(x.device)
         if self.rows is None:
             return in_blocks(x, matrix)
         if isinstance(self.rows, slice):
@@ -177,8 +178,9 @@ class _Turned:
             for index, (path, heads, rotation) in enumerate(plan.heads):
                 name = head_name(block, index)
                 self._add(name, rotation.size)  # type: ignore[attr-defined]
+                value: Any = self.model.get_submodule(f"{block}.{path.value}")
                 self._change(
-                    f"{block}.{path.value}", _Change(name, torch.cat(heads).to(self.device, non_blocking=True))
+                    f"{block}.{path.value}", _Change(name, torch.cat(heads).to(value.weight.device, non_blocking=True))
                 )
                 self._change(f"{block}.{path.output}", _Change(name), bias=False)
         found = self.model.named_parameters(remove_duplicate=False)

@@ -38,8 +38,8 @@ class OffloadedPart:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its device."""
-        if self.depth == 0 and (self.stays or torch.is_grad_enabled()):
-            # Gradients want the weights until long after the forward: it runs where they lie.
+        if self.depth == 0 and (self.stays or torch.is_grad_enabled() or self._has_others()):
+            # Gradients want the weights until long after the forward, and others are not ours: it runs where they lie.
             move(self.tensors(), CPU, [])
             return _moved(self._run(CPU, args, kwargs), self.device)
         self.bring()
@@ -47,6 +47,11 @@ class OffloadedPart:
             return self._run(self.device, args, kwargs)
         finally:
             self.leave()
+
+    def _has_others(self) -> bool:
+        """Whether somebody put tensors in the place of parameters, as functional calls do."""
+        found = (x for module in self.modules() for x in module._parameters.values())
+        return any(x is not None and not isinstance(x, nn.Parameter) for x in found)
 
     def _run(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = self.inner or type(self.module).forward.__get__(self.module)
