@@ -96,7 +96,8 @@ class SlicedSession:
             with failing_on(feed):
                 # The runtime says itself what lacks, or is too much.
                 given = values if len(self.slices) == 1 else {name: values[name] for name in part.reads}
-                made = dict(zip(part.gives, part.session.run(part.gives, given), strict=True))
+                # Asked for nothing, it would give its outputs.
+                made = dict(zip(part.gives, part.session.run(part.gives, given), strict=True)) if part.gives else {}
             values |= made
             for name in part.last:
                 values.pop(name, None)
