@@ -18,11 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from quark.core.array import Array, NumpyArray, astype, namespace, to_numpy
 from quark.errors import ConfigError, did_you_mean
+
+Key = TypeVar("Key")
 
 UNITS = {"sqnr": "dB", "psnr": "dB", "cosine": "", "l2": ""}
 """Properties of `Comparison` that are metrics, and the unit of each."""
@@ -141,7 +144,7 @@ class Metric:
         """Whether one value is better than another."""
         return one < other if self.falls else one > other
 
-    def worst_of(self, values: Mapping[str, float]) -> str:
+    def worst_of(self, values: Mapping[Key, float]) -> Key:
         """The name whose value is worst; of equal ones the first."""
         return (max if self.falls else min)(values, key=values.__getitem__)
 

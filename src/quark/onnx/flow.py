@@ -14,6 +14,7 @@ from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certai
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable, run_random
+from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
@@ -52,6 +53,7 @@ def convert(
         identity: Fingerprint of the model before it was prepared, for the statistics file.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
     """
+    settings, reader = leave_joined_ends(model, settings, reader)
     if reader is not None and (settings.algorithms or settings.equalize_if_better):
         reader = repeatable(reader, model, settings)
         check_data(model, settings, reader)

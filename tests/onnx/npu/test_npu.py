@@ -171,7 +171,7 @@ def gated_beside_wide(b: Builder) -> None:
     """An aligned Concat makes the output of the gated product far coarser than the product."""
     product = b.node("Mul", ["x", b.node("Sigmoid", ["x"], "gate")], "product")
     wide = b.node("Mul", ["x", b.constant("c", np.full((1, 4, 1, 1), 2.0**13))], "wide")
-    b.node("Concat", [product, wide], "y", axis=1)
+    b.node("Relu", [b.node("Concat", [product, wide], "both", axis=1)], "y")
 
 
 def leaky(b: Builder) -> None:

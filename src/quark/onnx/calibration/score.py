@@ -12,6 +12,7 @@ from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.settings import Settings
+from quark.onnx.parts.output_parts import OutputPart, output_parts
 
 FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
 LOST, SCORES_LOST = 25.0, 30.0
@@ -41,17 +42,17 @@ def same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
 
 
 class Scorer:
-    """Scores models by what they give beside what the float model gives.
+    """Scores models by what they give beside what the float model gives; each part of an output for itself.
 
     Args:
         reference: The float model, run once.
         data: The samples.
-        metric: Of each float output over all samples; the worst output counts.
+        metric: Of each part of a float output (`parts/output_parts.py`) over all samples; the worst counts.
         settings: The execution providers.
-        by_scores: Judge an output that is a distribution by its scores: see `core/metrics.py`.
+        by_scores: Judge a part that is a distribution by its scores: see `core/metrics.py`.
 
     Attributes:
-        distributions: Outputs that were judged so.
+        distributions: Parts that were judged so.
 
     Raises:
         NotSupportedError: The model has no float output.
@@ -60,32 +61,34 @@ class Scorer:
     def __init__(
         self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings, by_scores: bool = False
     ) -> None:
-        self.metric, self._by_scores, self.distributions = metric, by_scores, set[str]()
-        names = float_outputs(reference)
+        self.metric, self._by_scores, self.distributions = metric, by_scores, set[OutputPart]()
+        names, parts = float_outputs(reference), output_parts(reference)
+        self._parts = [parts[name] for name in names]
         self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
 
-    def score(self, model: ir.Model) -> tuple[float, str]:
-        """The metric and the name of the worst output.
+    def score(self, model: ir.Model) -> tuple[float, OutputPart]:
+        """The metric and the worst part of an output.
 
         Raises:
             NotSupportedError: The shape of an output follows from values.
         """
-        comparisons = {name: Comparison() for name in self.expected.names}
+        comparisons = {part: Comparison() for parts in self._parts for part in parts}
         for outputs in self.expected.beside(model):
-            for (name, comparison), (expected, array) in zip(comparisons.items(), outputs, strict=True):
-                same_shape(name, expected, array)
-                with np.errstate(invalid="ignore", over="ignore"):
-                    comparison.update(*self._judged(name, expected, array))
-        values = {name: self.metric.of(comparison) for name, comparison in comparisons.items()}
+            for parts, (expected, array) in zip(self._parts, outputs, strict=True):
+                same_shape(parts[0].tensor, expected, array)
+                for part in parts:
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        comparisons[part].update(*self._judged(part, part.of(expected), part.of(array)))
+        values = {part: self.metric.of(comparison) for part, comparison in comparisons.items()}
         worst = self.metric.worst_of(values)
         return values[worst], worst
 
-    def is_lost(self, score: float, output: str) -> bool:
+    def is_lost(self, score: float, part: OutputPart) -> bool:
         """Whether a score tells that the task suffers; only the SQNR in dB does."""
-        return self.metric.name == "sqnr" and score < (SCORES_LOST if output in self.distributions else LOST)
+        return self.metric.name == "sqnr" and score < (SCORES_LOST if part in self.distributions else LOST)
 
-    def _judged(self, name: str, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+    def _judged(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
         if not self._by_scores or not is_distribution(expected):
             return expected, array
-        self.distributions.add(name)
+        self.distributions.add(part)
         return scores_of(expected, array)

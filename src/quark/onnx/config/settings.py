@@ -250,10 +250,12 @@ class Settings:
         measurement: Whether kernels are timed.
         equalization: A CLEConfig that runs before the algorithms, silent where nothing qualifies; None for none.
         equalize_if_better: Only if the outputs are then no further from the float ones, on calibration samples.
+        joined_ends: Leave in float what joins parts of other ranges (`calibration/joined_ends.py`).
         algorithms: Algorithm configs in their order.
         correct_biases: Correct the biases, where there are samples enough (`algorithms/rescaling/bias_correction.py`).
         allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
         least_sqnr: In dB, what the outputs must keep on calibration samples; None: it is logged only.
+        tries_advice: Where they keep less, try which nodes in float would help before the error names them.
         external_data: Write weights beside the model, in `<name>.onnx.data`.
         custom_libraries: Libraries of the model's own operators.
         crypto: Keep everything about the model in memory, and out of the log.
@@ -274,10 +276,12 @@ class Settings:
     measurement: MeasurementSettings = MeasurementSettings()
     equalization: object = None
     equalize_if_better: bool = False
+    joined_ends: bool = True
     algorithms: tuple[object, ...] = ()
     correct_biases: bool = False
     allow_noop: bool = True
     least_sqnr: float | None = None
+    tries_advice: bool = True
     external_data: bool = False
     custom_libraries: tuple[str, ...] = ()
     crypto: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.readers import samples
+from quark.onnx.graph.model_file import read
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.parts.output_parts import OutputPart, output_parts, parts_of
 from quark.progress import progress
 
 DECODED = "_DequantizeLinear_Output"
@@ -84,7 +86,7 @@ class Report:
 
     Attributes:
         samples: How many samples were read.
-        outputs: Name of an output of the model -> its comparison.
+        outputs: An output of the model, or a part of it (`parts/output_parts.py`), as text -> its comparison.
         layers: Worst first.
         latency: Seconds for the first sample, median: of the float and of the quantized model.
         unlike: Outputs that cannot be compared: their shapes follow from the values (NonMaxSuppression), and differ.
@@ -122,12 +124,14 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     tensors = ([a for a, _, _ in layers], [b for _, b, _ in layers])
     places = (float_model.parent, quantized.parent)
     inner = [instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
-    outputs, found = {name: Comparison() for name in names}, [layer for _, _, layer in layers]
+    parts = parts_of(names, output_parts(read(float_model)))
+    outputs, found = {part: Comparison() for part in parts}, [layer for _, _, layer in layers]
     count, latency = 0, (0.0, 0.0)
     unlike: set[int] = set()
     for feed in progress(samples(data, model_inputs(models[0]), limit), "evaluation"):
         latency = latency if count else _latency(plain, feed)
-        _update(outputs.values(), *(run_sample(session, names, feed) for session in plain), unlike=unlike)
+        arrays = [dict(zip(names, run_sample(session, names, feed), strict=True)) for session in plain]
+        _update(outputs.values(), *([_of(part, each) for part in parts] for each in arrays), unlike=unlike)
         if layers:
             _update(
                 found,
@@ -139,9 +143,15 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         raise CalibrationError("There is no data: at least one sample is needed.")
     seen = [layer for layer in found if layer.damage.count and math.isfinite(layer.damage.signal)]
     seen = [layer for layer in seen if id(layer) not in unlike]
-    alike = {name: found for name, found in outputs.items() if id(found) not in unlike}
-    others = tuple(name for name in outputs if name not in alike)
+    others = tuple(dict.fromkeys(part.tensor for part, found in outputs.items() if id(found) in unlike))
+    alike = {str(part): found for part, found in outputs.items() if part.tensor not in others}
     return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
+
+
+def _of(part: OutputPart, arrays: Mapping[str, Any]) -> Any:
+    """A part of an output; what is no array, or has fewer axes, as it is."""
+    array = arrays[part.tensor]
+    return part.of(array) if isinstance(array, np.ndarray) and array.ndim > (part.axis or 0) else array
 
 
 def damaged_layers(

@@ -4,6 +4,8 @@ With n_i the noise where tensor i stands (`sources.py`), and a group g of tensor
 
     power(g) = mean over samples of sum over float outputs o of |f_o(x + sum_(i in g) c_i n_i) - f_o(x)|^2 / |f_o(x)|^2
 
+An output that a Concat joins counts once for each of its parts (`parts/output_parts.py`).
+
 The signs keep noises that would cancel, or add up, from doing so: in the mean over signs the power of a group is the
 sum of those of its tensors, as far as f is linear. So loud tensors are found by halving: the loudest group is split, in
 the order of the graph, and both halves are run, until as many runs are made as were allowed. What is left in groups
@@ -31,6 +33,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
+from quark.onnx.parts.output_parts import OutputPart, output_parts
 
 SIGNS_SEED = 0
 FIRST_GROUPS = 8
@@ -119,10 +122,10 @@ def sensitivity(
     """
     if count < 1 or (runs is not None and runs < 1):
         raise ConfigError(f"sensitivity: runs={runs}, count={count}: possible: at least 1 of each.")
-    copy = model.clone()
+    copy, parts = model.clone(), tuple(output_parts(model).values())
     noise = NoiseModel(decide(copy, settings, data, statistics=statistics or Statistics(""), fold=False))
     with noise.open() as run:
-        probes = (Probe(run, data, sample) for sample in range(min(count, len(data))))
+        probes = (Probe(run, data, sample, parts) for sample in range(min(count, len(data))))
         powers = halved(len(noise.sources), runs, probes)
     return OutputNoise(dict(zip(noise.sources, powers, strict=True)))
 
@@ -134,10 +137,11 @@ class Probe:
         run: The sessions.
         data: Samples, whose time may end: then the next run raises TimeUpError.
         sample: Which of them.
+        parts: Of each output of the model.
     """
 
-    def __init__(self, run: NoiseRun, data: Samples, sample: int) -> None:
-        self._run, self._data, self._feed = run, data, data[sample]
+    def __init__(self, run: NoiseRun, data: Samples, sample: int, parts: Sequence[Sequence[OutputPart]]) -> None:
+        self._run, self._data, self._feed, self._parts = run, data, data[sample], parts
         self._noises = run.look(self._feed)
         self._signs = np.random.default_rng(SIGNS_SEED).choice((-1.0, 1.0), len(self._noises))
         self._expected = run.outputs(self._feed, [], [])
@@ -161,14 +165,17 @@ class Probe:
         """The power of a sum of noises."""
         self._data.check_time()
         found = self._run.outputs(self._feed, noises, factors)
-        pairs = zip(self._expected, found, strict=True)
-        return sum(_relative(x, y) for x, y in pairs if x.dtype.kind == "f")
+        joined = zip(self._parts, self._expected, found, strict=True)
+        return sum(_relative_of(parts, x, y) for parts, x, y in joined if x.dtype.kind == "f")
+
+
+def _relative_of(parts: Sequence[OutputPart], x: NumpyArray, y: NumpyArray) -> float:
+    """The sum of what each part of an output lost; infinite where the output has another shape."""
+    return sum(_relative(part.of(x), part.of(y)) for part in parts) if x.shape == y.shape else math.inf
 
 
 def _relative(x: NumpyArray, y: NumpyArray) -> float:
     """Power of y - x over that of x, of the finite x; 0 where x is all zero."""
-    if x.shape != y.shape:
-        return math.inf
     finite = np.isfinite(x)
     x, y = x[finite].astype(np.float64), y[finite].astype(np.float64)
     signal = float(x @ x)

@@ -27,6 +27,7 @@ from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision, decide
+from quark.onnx.parts.output_parts import output_parts
 from quark.onnx.placement.dual_pairs import source_name
 
 GAIN = 0.9
@@ -80,7 +81,7 @@ def choose_ranges(
     placement = decision.placement
     classes = _classes(decision)
     roots = {source_name(value): placement.root(value).name or "" for value in placement.activations}
-    noise = NoiseModel(decision)
+    noise, parts = NoiseModel(decision), tuple(output_parts(model).values())
     members: dict[str, list[int]] = {}
     for index, source in enumerate(noise.sources):
         root = None if source.node else roots.get(source.name)
@@ -88,7 +89,7 @@ def choose_ranges(
             members.setdefault(root, []).append(index)
     chosen: dict[str, tuple[float, float]] = {}
     with noise.open() as run:
-        probes = [Probe(run, samples, i) for i in range(min(config.samples, len(samples)))]
+        probes = [Probe(run, samples, i, parts) for i in range(min(config.samples, len(samples)))]
         powers = halved(len(noise.sources), config.runs, probes)
         loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
         least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}

@@ -28,6 +28,7 @@ from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_bette
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.score import Scorer
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
@@ -36,6 +37,7 @@ from quark.onnx.evaluation.recovery.steps import PLENTY, STEPS, Step
 from quark.onnx.evaluation.recovery.types import element_types
 from quark.onnx.flow import convert
 from quark.onnx.latency.measure import leave_slower_in_float
+from quark.onnx.parts.output_parts import OutputPart
 from quark.onnx.prepare import prepare
 from quark.progress import seconds_text, write_event
 
@@ -80,15 +82,15 @@ class ScoredModel:
     Attributes:
         settings: What it was made by.
         model: The model.
-        score: The metric of its worst output.
-        output: The name of that.
+        score: The metric of the worst part of its outputs.
+        output: That part.
         seconds: What quantizing and measuring took.
     """
 
     settings: Settings
     model: ir.Model
     score: float
-    output: str
+    output: OutputPart
     seconds: float
 
 
@@ -181,6 +183,7 @@ def recover(
     settings = prepare(model, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
+    settings, _ = leave_joined_ends(model, settings, fit)
     if settings.measurement.enabled:
         # Once: what every step then changes has no effect on which kernels there are.
         settings = leave_slower_in_float(model, settings, fit)
@@ -370,7 +373,7 @@ class _Search:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
         share = 1.0 if work <= left else left / work
         outputs = [value.name for value in self.model.graph.outputs]
-        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output))
+        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output.tensor))
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
             self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost, self._noises,

@@ -1,0 +1,156 @@
+"""joined_ends: a Concat at the end of a model stays in float where one scale would cost one of its parts its values.
+
+    boxes, 0 ... 640 --+
+                       Concat --> output        one scale of 8 bits: a step of 2.5, and every score is 0 or 2.5
+    scores, 0 ... 1  --+
+
+What joins, and what moves the joined tensor on to the outputs or takes parts of it, computes nothing: in float it takes
+no time that integers would save, and each part keeps the scale that it has before. A tensor that something computes
+with as a whole is left as it is: there the integer kernel needs one scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.errors import NothingToQuantizeError
+from quark.log import logger
+from quark.onnx.calibration.calibrate import model_session, repeatable
+from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.graph.sessions import run_sample
+from quark.onnx.placement.place import place
+from quark.onnx.placement.placement import Placement
+
+SAMPLES = 4
+"""What ranges of parts are compared on: they differ by hundreds where they differ in kind."""
+FEWEST_CODES = 64
+"""Codes that a part needs of those of the joined tensor: with 6 bits of 8 it loses 12 dB."""
+PASSES_ON = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Concat")
+TAKES_PARTS = ("Slice", "Split", "Gather")
+
+
+@dataclass(frozen=True)
+class JoinedEnd:
+    """A Concat whose tensor is not computed with as a whole.
+
+    Attributes:
+        node: The Concat.
+        behind: It, what passes its tensor on, and what takes parts of that.
+        codes: How many codes the joined tensor has.
+    """
+
+    node: ir.Node
+    behind: frozenset[ir.Node]
+    codes: int
+
+
+def leave_joined_ends(model: ir.Model, settings: Settings, reader: Any) -> tuple[Settings, Any]:
+    """The settings without the nodes that join parts of other ranges, and the data to go on with.
+
+    Args:
+        model: The float model, prepared; not changed.
+        settings: With static activations; others have no scales to share.
+        reader: Calibration data, of which the first few samples are run; they are kept where there is such an end.
+    """
+    if not settings.joined_ends:
+        return settings, reader
+    settings = replace(settings, joined_ends=False)
+    ends = list(joined_ends(model, settings))
+    data = repeatable(reader, model, settings) if ends else None
+    if data is None:
+        return settings, reader
+    return _without_mixed(model, ends, list(itertools.islice(data, SAMPLES)), settings), data
+
+
+def _without_mixed(model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[Feed], settings: Settings) -> Settings:
+    ranges = _ranges(model, ends, feeds, settings)
+    names = {node.name or "" for end in ends if _costs_a_part(end, ranges) for node in end.behind}
+    if not names:
+        return settings
+    logger.info(
+        "In float, as they join tensors of other ranges and nothing computes with the whole: %s.",
+        ", ".join(sorted(names)),
+    )
+    specs = settings.specs
+    return replace(settings, specs=replace(specs, exclude=(*specs.exclude, frozenset(names))))
+
+
+def joined_ends(model: ir.Model, settings: Settings) -> Iterator[JoinedEnd]:
+    """The quantized Concats of a model whose tensor only outputs and takers of parts read."""
+    if settings.specs.weights_apart or not any(is_op(node, "Concat") for node in model.graph):
+        return
+    copied = model.clone()
+    try:
+        placement = place(copied, settings)
+    except NothingToQuantizeError:
+        return
+    named = {*settings.specs.nodes, *(name for name, _ in settings.specs.overrides)}
+    for node in placement.nodes:
+        value = node.outputs[0]
+        live = [x for x in node.inputs if x is not None and not is_constant(x)]
+        if not is_op(node, "Concat") or len(live) < 2 or {node.name, value.name} & named:
+            continue
+        behind = _behind(node, placement)
+        spec = next((placement.activations[v] for n in behind for v in n.outputs if v in placement.activations), None)
+        if behind and spec is not None and spec.needs_calibration:
+            yield JoinedEnd(node, frozenset(behind), 2**spec.dtype.bits)
+
+
+def _behind(node: ir.Node, placement: Placement) -> set[ir.Node]:
+    """A Concat and what passes its tensor on or takes parts of it; empty where something computes with the whole."""
+    quantized, found, waiting = set(placement.nodes), {node}, [node]
+    ends = False
+    while waiting:
+        for value in waiting.pop().outputs:
+            ends = ends or value.is_graph_output()
+            for reader in (use.node for use in value.uses()):
+                if is_op(reader, *TAKES_PARTS):
+                    ends = True
+                    found.add(reader)
+                elif is_op(reader, *PASSES_ON):
+                    if reader not in found:
+                        found.add(reader)
+                        waiting.append(reader)
+                elif reader in quantized:
+                    return set()
+    return found if ends else set()
+
+
+def _ranges(
+    model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[Feed], settings: Settings
+) -> Mapping[str, tuple[float, float]]:
+    """The smallest and the largest value of each tensor that is joined, and 0."""
+    joined = [value for end in ends for value in end.node.inputs if value is not None]
+    found = {value.name or "": _range(constant(value)) for value in joined if is_constant(value)}
+    names = list(dict.fromkeys(value.name or "" for value in joined if value.name not in found))
+    with model_session(model, names, settings) as session:
+        for feed in feeds:
+            made = [name for name in names if name not in feed]
+            values = dict(zip(made, run_sample(session, made, feed), strict=True)) | feed
+            for name in names:
+                low, high = _range(np.asarray(values[name]))
+                known = found.get(name, (0.0, 0.0))
+                found[name] = min(low, known[0]), max(high, known[1])
+    return found
+
+
+def _range(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> tuple[float, float]:
+    finite = array[np.isfinite(array)]
+    return min(0.0, float(finite.min(initial=0))), max(0.0, float(finite.max(initial=0)))
+
+
+def _costs_a_part(end: JoinedEnd, ranges: Mapping[str, tuple[float, float]]) -> bool:
+    """Whether one scale would leave a part that holds anything too few codes."""
+    parts = [ranges[value.name or ""] for value in end.node.inputs if value is not None]
+    step = (max(high for _, high in parts) - min(low for low, _ in parts)) / end.codes
+    live = [ranges[value.name or ""] for value in end.node.inputs if value is not None and not is_constant(value)]
+    return any(0 < high - low < FEWEST_CODES * step for low, high in live)
