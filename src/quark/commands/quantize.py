@@ -111,7 +111,7 @@ AllowNoop = Annotated[
 ]
 AllowDamage = Annotated[
     bool,
-    onnx_option("--allow-damage", help="Write a model whose outputs keep less than 10 dB on calibration samples."),
+    onnx_option("--allow-damage", help="Write a model that lost its outputs on calibration samples."),
 ]
 Recover = Annotated[
     bool,

@@ -29,7 +29,9 @@ from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
-from quark.onnx.evaluation.damage import Damage, SpreadSamples, damage, refuse_damage
+from quark.onnx.evaluation.lost_outputs.damage import SpreadSamples, damage, refuse_damage
+from quark.onnx.evaluation.lost_outputs.retry import Retrying
+from quark.onnx.evaluation.lost_outputs.verdict import Damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
@@ -216,8 +218,9 @@ class ModelQuantizer:
             return
         model, feeds = read(source), [] if kept is None else kept.feeds()
         if kept is not None:
-            self.damage = damage(model, quantized, feeds, self.settings)
-            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, feeds)
+            self.damage = damage(model, quantized, feeds, self.settings, kept)
+            retry = Retrying(source, self.settings, kept.feeds()) if self.settings.tries_advice else None
+            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), retry)
         if self.settings.measurement.whole_file:
             refuse_slower(model, quantized, feeds, self.settings)
 

@@ -23,7 +23,7 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import MeasurementSettings, Settings
-from quark.onnx.evaluation.damage import LEAST
+from quark.onnx.evaluation.lost_outputs.verdict import LEAST
 from quark.onnx.evaluation.recovery.search import Recovery
 from quark.onnx.operators.targets import TARGETS
 
@@ -140,6 +140,8 @@ def _or_weights(
     Returns:
         What `_quantized` does, and whether it is weights alone.
     """
+    if weights is not None:
+        quantizer.settings = replace(quantizer.settings, tries_advice=False)  # of what is lost, weights alone are next
     try:
         written, found = _quantized(quantizer, model, output, reader, recovery, weights)
         return written, found, bool(weights and found and found.settings.specs.weights_only)

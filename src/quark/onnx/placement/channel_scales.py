@@ -32,7 +32,7 @@ from quark.onnx.placement.stored_weights import stored_spec
 from quark.onnx.placement.weight_spec import weight_spec
 
 MOST_NOISE = 1e-4
-"""40 dB, what one weight of normally distributed values loses at 8 bits: 30 more than `evaluation/damage.py` asks of
+"""40 dB, what one weight of normally distributed values loses at 8 bits: 30 more than `lost_outputs/verdict.py` asks of
 outputs, for what later layers amplify and activations lose. PP-OCR's text recognition needs 28 of them."""
 
 
