@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from tests.pretended_gpu import tensor
-from tests.pretended_gpu.meter import Meter
+from tests.pretended_gpu.meter import Meter, is_pinned, pin
 from tests.pretended_gpu.tensor import DeviceTensor, point_at
 
 MEMORY = 80 << 30
@@ -314,16 +314,11 @@ class _Words(TorchFunctionMode):
         return _pinned_copy(args[0])
 
     def call_is_pinned(self, f: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        return not isinstance(args[0], DeviceTensor) and args[0].untyped_storage()._cdata in _pinned
-
-
-_pinned: set[int] = set()
+        return not isinstance(args[0], DeviceTensor) and is_pinned(args[0])
 
 
 def _pinned_copy(x: torch.Tensor) -> torch.Tensor:
-    copied = x.clone()
-    _pinned.add(copied.untyped_storage()._cdata)
-    return copied
+    return pin(x.clone())
 
 
 def _index(index: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 VIEWS = frozenset({
     "view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "expand", "unsqueeze", "squeeze",
@@ -38,22 +39,46 @@ class Life:
         _alive[index] += nbytes
         _peak[index] = max(_peak[index], _alive[index])
 
+    def resize(self, nbytes: int) -> None:
+        """The memory is another size now."""
+        _alive[self.index] += nbytes - self.nbytes
+        self.nbytes = nbytes
+        _peak[self.index] = max(_peak[self.index], _alive[self.index])
+
     def __del__(self) -> None:
         _alive[self.index] -= self.nbytes
 
 
 _alive: Counter[int] = Counter()
 _peak: Counter[int] = Counter()
-_lives: weakref.WeakValueDictionary[tuple[int, int], Life] = weakref.WeakValueDictionary()
+lives: weakref.WeakValueDictionary[tuple[int, int], Life] = weakref.WeakValueDictionary()
 
 
 def life_of(data: torch.Tensor, index: int) -> Life:
     """The memory that the host tensor behind a device tensor lies in."""
     storage = data.untyped_storage()
-    life = _lives.get((storage._cdata, index))
+    life = lives.get((storage._cdata, index))
     if life is None:
-        life = _lives[storage._cdata, index] = Life(index, storage.nbytes())
+        life = lives[storage._cdata, index] = Life(index, storage.nbytes())
     return life
+
+
+_pinned: dict[int, StorageWeakRef] = {}
+"""Memory of the host that the device copies by itself."""
+
+
+def pin(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host, from now on in pinned memory."""
+    for key in [key for key, storage in _pinned.items() if storage.expired()]:
+        del _pinned[key]
+    _pinned[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+    return x
+
+
+def is_pinned(x: torch.Tensor) -> bool:
+    """Whether a tensor of the host lies in pinned memory."""
+    storage = _pinned.get(x.untyped_storage()._cdata)
+    return storage is not None and not storage.expired()
 
 
 class Meter:
@@ -62,7 +87,9 @@ class Meter:
     Attributes:
         launches: Name of an operator that starts a kernel -> how often it ran.
         waits: Name of what made the CPU wait for the device -> how often.
-        uploads: The same of tensors that came from the host; one that does not say `non_blocking` waits, too.
+        uploads: The same of tensors that came from the host and waited: all that do not say `non_blocking`, and all
+            that do not lie in pinned memory.
+        queued: The same of tensors that went from the host to the device or back, and nobody waited.
         bytes_across: That went from the host to the device, or back.
         launched_at, waited_at, uploaded_at: "file:line name", of the innermost line of quark -> how often.
     """
@@ -76,6 +103,7 @@ class Meter:
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
+        self.queued: Counter[str] = Counter()
         self.launched_at: Counter[str] = Counter()
         self.waited_at: Counter[str] = Counter()
         self.uploaded_at: Counter[str] = Counter()
@@ -107,6 +135,10 @@ class Meter:
         self.bytes_across += nbytes
         if self.where:
             self.uploaded_at[f"{line_of_quark()} {name}"] += 1
+
+    def queue(self, name: str, nbytes: int) -> None:
+        self.queued[name] += 1
+        self.bytes_across += nbytes
 
     @staticmethod
     def alive(index: int = 0) -> int:

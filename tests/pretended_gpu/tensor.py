@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.pretended_gpu.meter import WAITS, Meter, life_of
+from tests.pretended_gpu.meter import VIEWS, WAITS, Meter, is_pinned, life_of, lives, pin
 
 ADDRESSES = 1 << 46
 """Added to an address: it tells tensors apart, and is none of the host's."""
@@ -142,6 +142,13 @@ class DeviceStorage:
 
     size = __len__ = nbytes
 
+    def resize_(self, nbytes: int) -> None:
+        """Free the memory that is there, or give some to all tensors that lie here."""
+        self.host.resize_(nbytes)
+        life = lives.get((self._cdata, self.device.index))
+        if life is not None:
+            life.resize(nbytes)
+
     def __hash__(self) -> int:
         return hash(self._cdata)
 
@@ -192,6 +199,8 @@ def run(f: Any, args: Any, kwargs: Any) -> Any:
     if any(x.is_meta and x.device.index is not None for x in tensors):
         raise NotImplementedError(f"{f}: PyTorch made a tensor of the pretended device from Python numbers, unseen.")
     _check(f, name, args, kwargs, tensors, ours)
+    if name not in VIEWS and any(x.numel() and x.host.untyped_storage().nbytes() == 0 for x in ours):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage was resized to 0)")
     if asked is None and ours:
         target = args[0].index if name == "copy_" and isinstance(args[0], DeviceTensor) else ours[0].index
         if name == "copy_" and not isinstance(args[0], DeviceTensor):
@@ -205,6 +214,8 @@ def run(f: Any, args: Any, kwargs: Any) -> Any:
     if host_kwargs.get("pin_memory"):
         host_kwargs["pin_memory"] = False
     made = f(*host_args, **host_kwargs)
+    if name == "_to_copy" and ours and target is None and kwargs.get("non_blocking"):
+        pin(made)  # PyTorch makes what a device copies to the host without a wait in pinned memory
     if name == "_to_copy" and made is host_args[0]:
         made = made.clone()
     return _wrapped(f, made, args, kwargs, target)
@@ -292,16 +303,16 @@ def _count(name: str, args: Any, kwargs: Any, ours: Sequence[DeviceTensor], targ
         blocking = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         nbytes = source.numel() * source.element_size()
         if isinstance(source, DeviceTensor) and target is None:
-            if blocking:
+            if blocking or (name == "copy_" and not is_pinned(args[0])):
                 meter.wait("to cpu", nbytes)
             else:
-                meter.bytes_across += nbytes
+                meter.queue("to cpu", nbytes)
             return
         if not isinstance(source, DeviceTensor):
-            if blocking:
+            if blocking or not is_pinned(source):
                 meter.upload("to device", nbytes)
             else:
-                meter.bytes_across += nbytes
+                meter.queue("to device", nbytes)
             return
     if name in WAITS or (name in INDEXES and _by_mask(name, args)):
         meter.wait(name)

@@ -196,6 +196,43 @@ def test_launches_waits_and_bytes_are_counted() -> None:
         assert gpu.meter.alive() == before
 
 
+def test_copies_wait_unless_the_host_memory_is_pinned() -> None:
+    with PretendedGpu() as gpu:
+        meter, x, there = gpu.meter, torch.randn(8, 8), torch.randn(8, 8, device="cuda")
+        pinned = x.pin_memory()
+        for queued in (
+            lambda: pinned.to("cuda", non_blocking=True),
+            lambda: pinned[2:].to("cuda", non_blocking=True),
+            lambda: pinned.copy_(there, non_blocking=True),
+        ):
+            meter.reset()
+            queued()
+            assert not meter.waits and not meter.uploads and meter.queued.total() == 1
+        back = there.to("cpu", non_blocking=True)
+        assert pinned.is_pinned() and back.is_pinned() and torch.empty(2, pin_memory=True).is_pinned()
+        assert not x.is_pinned() and not there.is_pinned() and not (pinned + 1).is_pinned()
+        meter.reset()
+        x.to("cuda", non_blocking=True)
+        pinned.to("cuda")
+        assert meter.uploads.total() == 2 and not meter.queued
+        meter.reset()
+        x.copy_(there, non_blocking=True)
+        assert meter.waits.total() == 1
+
+
+def test_a_storage_is_freed_and_filled_again() -> None:
+    with PretendedGpu() as gpu:
+        x = torch.arange(1024.0, device="cuda")
+        part, alive = x.view(32, 32)[1:], gpu.meter.alive()
+        x.untyped_storage().resize_(0)
+        assert gpu.meter.alive() == alive - 4096
+        with pytest.raises(RuntimeError):
+            _ = part + 1
+        x.untyped_storage().resize_(4096)
+        x.copy_(torch.arange(1024.0))
+        assert gpu.meter.alive() == alive and torch.equal(on_host(part)[0], torch.arange(32.0) + 32)
+
+
 def test_a_wait_names_the_line_that_waits() -> None:
     from quark.core.checks import check
     from quark.errors import NonFiniteError
