@@ -22,6 +22,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.solvers import columns
 from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch.calibration import place
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from tests.commands.program import quark
@@ -185,20 +186,51 @@ def test_cache_and_attention() -> None:
     compare(run)
 
 
-@pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
-def test_block_by_block(name: str) -> None:
-    """The model stays on the host; on the device is one block, and what its solver needs."""
+BLOCK_BY_BLOCK = [name if name == "gptq" else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
 
-    def run(device: str) -> Result:
-        config = config_of("int8", name)
-        config.quant_flow = QuantFlow.per_block
-        return result_of(quantized(build("llama"), config, batches()))
 
+def visiting(name: str, data: list[torch.Tensor]) -> Any:
+    """A model of the host, quantized block by block on the device."""
+    config = config_of(IN_ALL.get(name, "uint4_wo_64"), name)
+    config.quant_flow = QuantFlow.per_block
+    return quantized(one_block(), config, data)
+
+
+@pytest.mark.parametrize("name", BLOCK_BY_BLOCK)
+def test_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays on the host; on the device are one block, what its solver needs, and some of the batches."""
+    in_memory_on_the_host = in_memory(IN_ALL.get(name, "uint4_wo_64"), name)(CPU)
     gc.collect()
     before = Meter.alive()
-    compare(run)
+    for bound in (place.ON_DEVICE, 1 << 14):  # all batches wait on the device, or a few of them
+        monkeypatch.setattr(place, "ON_DEVICE", bound)
+        with PretendedGpu() as gpu:
+            require_same(in_memory_on_the_host, result_of(visiting(name, batches())))
+        assert gpu.meter.queued["to cpu"] > 0 or bound > 1 << 14
     gc.collect()
     assert Meter.alive() < before + (1 << 14)  # constants of solvers, which are copied to a device once
+
+
+SMALL = 1 << 11
+"""Bytes, at most, of what each batch leaves on the device: tensors that are not worth a copy."""
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCK_BY_BLOCK if name not in ("rotation", "quarot")])
+def test_more_samples_take_no_more_of_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "ON_DEVICE", 1 << 14)
+    few, many = (6, 9) if name == "gptq" else (8, 64)
+    peaks, uploads, waits = [], [], []
+    for count in (few, many):
+        gc.collect()
+        with PretendedGpu(where=name == "gptq") as gpu:
+            gpu.meter.reset()
+            visiting(name, [torch.cat([batch, batch, batch, batch], 1) for batch in batches(count)])
+        peaks.append(gpu.meter.peak())
+        uploads.append(gpu.meter.uploads.total())
+        waits.append(gpu.meter.waits.total())
+    assert peaks[1] - peaks[0] <= SMALL * (many - few), peaks
+    if name == "gptq":
+        assert uploads[1] <= uploads[0] and waits[1] <= waits[0]  # the first run brings constants, too
 
 
 @pytest.mark.slow

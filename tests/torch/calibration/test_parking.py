@@ -9,8 +9,7 @@ import torch
 
 from quark.core.granularity import PerGroup
 from quark.torch import ModelQuantizer
-from quark.torch.algorithms import layer_inputs
-from quark.torch.calibration import parking
+from quark.torch.calibration import parking, place
 from quark.torch.calibration.parking import Parking
 from quark.torch.config.algo_configs import AlgoConfig, AWQConfig, GPTQConfig, QronosConfig, SmoothQuantConfig
 from tests.models.families import family
@@ -114,7 +113,7 @@ def test_solved_weights_are_the_same_to_the_bit(name: str, model: str, monkeypat
         return found
 
     monkeypatch.setattr(Parking, "park", park)
-    monkeypatch.setattr(layer_inputs, "MUCH", 0)
+    monkeypatch.setattr(place, "MUCH", 0)
     monkeypatch.setattr(parking, "LEAST", 1)
     found = solve()
     assert len(moved) > 20

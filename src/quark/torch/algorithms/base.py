@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import Call
@@ -28,6 +30,7 @@ class Block:
         observed_calls: The same with those of the model in which ranges are observed: weights that were solved, all
             else in float. Empty where they come from no loop that observes.
         shared_scale_groups: Leaf names of layers with one second-level weight scale (NVFP4).
+        place: Where it computes and its batches wait.
         groups: Names, relative to the module, of the quantized linear layers that read one tensor, in running order.
     """
 
@@ -37,7 +40,12 @@ class Block:
     float_calls: list[Call] = field(default_factory=list)
     observed_calls: list[Call] = field(default_factory=list)
     shared_scale_groups: Sequence[Sequence[str]] = ()
+    place: WorkPlace = WHERE_IT_IS
     groups: list[tuple[str, ...]] = field(default_factory=list)
+
+    def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
+        """What the block returns for some calls, as it waits."""
+        return [self.place.waiting(call.run(self.module)) for call in calls]
 
     def full(self, leaf: str) -> str:
         """Full name of a layer of the block."""

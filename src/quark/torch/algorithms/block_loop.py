@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from quark.core.checks import gathered
 from quark.progress import progress
@@ -22,9 +22,9 @@ from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import part_of
+from quark.torch.calibration.place import Recorded, WorkPlace, bytes_of, settle
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
-from quark.torch.model.batches import input_device
 from quark.torch.model.blocks import Call, record_calls
 
 Hidden = list[torch.Tensor] | None
@@ -77,13 +77,17 @@ def record_inputs(
         if isinstance(layer, nn.Embedding) and layer.spec.weight and not any(is_inside(name, block) for block in names)
     }
     state = LoopState()
+
+    def recorded(data: Iterable[Any]) -> dict[str, list[Call]]:
+        return record_calls(model, names, part_of(data), Recorded(weights.device))
+
     with weights.around(names), quantizers_off(layers.values()):
         if embeddings and needs_float:
             data = data if isinstance(data, Sequence) else list(data)
-            state.float_hidden = [call.hidden for call in record_calls(model, names, part_of(data))[names[0]]]
+            state.float_hidden = [call.hidden for call in recorded(data)[names[0]]]
         if embeddings:
             calibrate_weights(embeddings)
-        return record_calls(model, names, part_of(data)), state
+        return recorded(data), state
 
 
 def loop_over_blocks(
@@ -114,14 +118,18 @@ def loop_over_blocks(
     state = state or LoopState()
     for name in names[: state.done]:
         calls.pop(name, None)
+    place_of = partial(WorkPlace.of, size=bytes_of(next(iter(calls.values()), [])))  # of the next block
     left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
     for index, name in enumerate(left, state.done):
         weights.bring(name)
         try:
-            own_calls = _beside(model.get_submodule(name), calls.pop(name, []), weights.device)
+            place = place_of(weights.where(model.get_submodule(name)))
+            own_calls = place.calls(calls.pop(name, []))
             # Not bound to a name, so that its inputs are freed when its outputs are there.
             with gathered():
-                state = LoopState(index + 1, *work(_block(model, name, own_calls, state, shared_scale_groups)))
+                state = LoopState(index + 1, *work(_block(model, name, own_calls, place, state, shared_scale_groups)))
+            if place.on_host:
+                settle(place.device)
             if index + 1 == len(names):
                 state = LoopState(index + 1)  # nothing runs on what the last one returns, which may be no tensor
             if finish is not None:
@@ -134,18 +142,20 @@ def _shown(name: str) -> str:
     return name or "the model"
 
 
-def _block(model: nn.Module, name: str, calls: list[Call], state: LoopState, groups: Sequence[Sequence[str]]) -> Block:
+def _block(
+    model: nn.Module, name: str, calls: list[Call], place: WorkPlace, state: LoopState, groups: Sequence[Sequence[str]]
+) -> Block:
     block = model.get_submodule(name)
     moved: dict[int, torch.Tensor] = {}  # what two series share stays shared
 
     def own(hidden: Hidden) -> list[Call]:
         for x in hidden or ():
             if id(x) not in moved:
-                moved[id(x)] = x.to(calls[0].hidden.device) if calls else x
+                moved[id(x)] = place.waiting(x) if calls else x
         return _with_hidden(calls, hidden and [moved[id(x)] for x in hidden])
 
     float_hidden = state.float_hidden or state.hidden
-    return Block(name, block, own(state.hidden), own(float_hidden), own(state.observed), groups)
+    return Block(name, block, own(state.hidden), own(float_hidden), own(state.observed), groups, place)
 
 
 def is_inside(name: str, block: str) -> bool:
@@ -163,19 +173,3 @@ def _with_hidden(calls: Sequence[Call], hidden: Hidden) -> list[Call]:
     if hidden is None:
         return list(calls)
     return [call.with_hidden(x) for call, x in zip(calls, hidden, strict=True)]
-
-
-def _beside(block: nn.Module, calls: Sequence[Call], device: torch.device | None) -> list[Call]:
-    """Calls of a block on the device where it runs: of a model that is spread over several, its own."""
-    return [on_device(call, device or input_device(block)) for call in calls]
-
-
-def on_device(call: Call, device: torch.device | None) -> Call:
-    """The call with its tensors on a device."""
-    if device is None:
-        return call
-
-    def moved(x: Any) -> Any:
-        return x.to(device) if isinstance(x, torch.Tensor) else x
-
-    return Call(tree_map(moved, call.args), tree_map(moved, dict(call.kwargs)), call.key)

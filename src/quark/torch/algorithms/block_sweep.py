@@ -123,7 +123,7 @@ class Behind:
         """Note what the last block gives."""
         call = short_call(block.module, block.calls[0])
         self.around = around_hidden(block.module(*call.args, **call.kwargs))
-        self.hidden, self.float_hidden = hidden or [], float_hidden or hidden or []
+        self.hidden, self.float_hidden, self.place = hidden or [], float_hidden or hidden or [], block.place
 
     def sweep(self, data: Iterable[Any], sync_experts: bool) -> None:
         """Run the algorithms on the layers behind the blocks. Where a model does not run without them, a line says so.
@@ -140,11 +140,14 @@ class Behind:
             return
         layers = {name: self.candidates[name] for name in found if name in self.candidates}
         if layers:
-            block = Block("", without, self._calls(self.hidden, batches), self._calls(self.float_hidden, batches))
+            calls, float_calls = (self._calls(hidden, batches) for hidden in (self.hidden, self.float_hidden))
+            block = Block("", without, calls, float_calls, place=self.place)
             sweep_block(block, layers, self.stages, sync_experts)
 
     def _calls(self, hidden: Sequence[torch.Tensor], batches: Sequence[Any]) -> list[Any]:
-        return [CallBehind((x,), {}, None, batch, self.around) for x, batch in zip(hidden, batches, strict=True)]
+        device = self.place.device if self.place.on_host else None
+        pairs = zip(hidden, batches, strict=True)
+        return [CallBehind((x,), {}, None, batch, self.around, device=device) for x, batch in pairs]
 
 
 def _with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:
@@ -229,7 +232,7 @@ def sweep_block(
             # What was observed, and what the next block reads, came from weights that are gone.
             rounded = judge.rounded_weights() if stage.rounds else nullcontext()
             with rounded, _observing_inputs(block, layers, sync_experts):
-                hidden = [call.run(block.module) for call in block.calls]
+                hidden = block.run(block.calls)
     return hidden, float_hidden
 
 
@@ -253,6 +256,7 @@ def _run(
             block.float_calls if original is not None else (),
             (lambda groups: stage.on_expert_inputs(groups, block)) if stage.batches_experts else None,
             float_once,
+            block.place,
         )
     stage.leave(block)
     broadcast_from_first(block.module)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch import nn
 
+from quark.torch.model.batches import input_device
 from quark.torch.model.blocks.offloading import Offloaded
 
 
@@ -20,6 +22,10 @@ class BlockWeights:
 
     device: torch.device | None = None
     whole = True
+
+    def where(self, block: nn.Module) -> torch.device:
+        """Where a block runs, whose weights are there."""
+        return self.device or input_device(block)
 
     def bring(self, name: str) -> None:
         """Make the weights of a block usable, on `device`."""

@@ -18,6 +18,7 @@ from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
 from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
+from quark.torch.calibration.parking import Waiting
 
 TILE = 512
 """Channels of a tile of second moments."""
@@ -30,10 +31,10 @@ class InputGroup:
 
     Attributes:
         layers: Full name -> layer; all have the same in_features.
-        inputs: One tensor for each batch, shape (..., in_features).
+        inputs: One tensor for each batch, shape (..., in_features), as it waits: `waiting.load` has its values.
         float_inputs: The same in the float model, where an algorithm asked for it, else empty.
         go_on: Lets the float batches run on, which wait for nothing but the others.
-        load: Brings an input to memory, which may lie in a file until then.
+        waiting: Where inputs are, which may lie in a file or in the memory of the host.
     """
 
     def __init__(
@@ -42,13 +43,27 @@ class InputGroup:
         inputs: list[torch.Tensor],
         float_inputs: list[torch.Tensor],
         go_on: Callable[[], None] = lambda: None,
-        load: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        waiting: Waiting | None = None,
     ) -> None:
         self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
-        self.go_on, self.load = go_on, load
+        self.go_on, self.waiting = go_on, waiting or Waiting()
 
     def __str__(self) -> str:
         return ", ".join(self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers compute."""
+        return next(iter(self.layers.values())).weight.device
+
+    def in_turn(self, inputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Inputs of all processes where the layers compute, one at a time, in the order of the data."""
+        return in_order(inputs, self.waiting.load, self.device)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> InputGroup:
+        """The group with each input changed."""
+        inputs = [self.waiting.leave(change(self.waiting.load(x))) for x in self.inputs]
+        return InputGroup(self.layers, inputs, self.float_inputs, self.go_on, self.waiting)
 
     @cached_property
     def count(self) -> int:
@@ -73,10 +88,10 @@ class InputGroup:
         Raises: As `gram` does.
         """
         self._require_tokens()
-        total = self.inputs[0].new_zeros(self.inputs[0].shape[-1], dtype=torch.float32)
+        total = torch.zeros(self.inputs[0].shape[-1], dtype=torch.float32, device=self.device)
         squares = (
             torch.stack([tokens.float().square().sum(0) for tokens in torch.split(flat(x), TILE)])
-            for x in map(self.load, self.inputs)
+            for x in map(self.waiting.load, self.inputs)
         )
         for of_batch in in_order(squares):
             for of_tokens in of_batch:
@@ -108,8 +123,8 @@ class InputGroup:
     def max_abs(self) -> torch.Tensor:
         """Largest magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        none = self.inputs[0].new_zeros(self.inputs[0].shape[-1])
-        largest_here = (flat(x).abs().amax(0) for x in map(self.load, self.inputs) if x.numel())
+        none = torch.zeros(self.inputs[0].shape[-1], dtype=self.inputs[0].dtype, device=self.device)
+        largest_here = (flat(x).abs().amax(0) for x in map(self.waiting.load, self.inputs) if x.numel())
         seen_here = torch.stack([none, *largest_here]).amax(0)
         return largest(seen_here.float())
 
@@ -117,12 +132,12 @@ class InputGroup:
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
-        magnitudes = (flat(x).abs().sum(0, dtype=torch.float32) for x in map(self.load, self.inputs))
+        magnitudes = (flat(x).abs().sum(0, dtype=torch.float32) for x in map(self.waiting.load, self.inputs))
         return torch.stack(list(in_order(magnitudes))).sum(0) / self.count
 
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
-        self.inputs = [x / scale.to(x) for x in map(self.load, self.inputs)]
+        self.inputs = self.changed(lambda x: x / scale.to(x)).inputs
         self.forget("gram", "mean_square", "cross", "max_abs", "mean_abs")
 
     def forget(self, *names: str) -> None:
@@ -144,7 +159,7 @@ class InputGroup:
         self._require_tokens()
         width = left[0].shape[-1]
         channels = range(width)[band or slice(width)]
-        total = torch.zeros(len(channels), width, dtype=torch.float32, device=left[0].device)
+        total = torch.zeros(len(channels), width, dtype=torch.float32, device=self.device)
         rows, others = (sum(x.numel() // width for x in side) for side in (left, right))
         if [x.shape for x in left] != [y.shape for y in right]:
             raise StructureError(
@@ -153,7 +168,7 @@ class InputGroup:
                 "not compare (GPTQ)."
             )
         tiles, same = rows_of_ranks(range(0, len(channels), TILE)), left is right
-        loaded, others_loaded = (in_order(side, self.load) for side in (left, right))
+        loaded, others_loaded = (self.in_turn(side) for side in (left, right))
         for x, y in ((x, x) for x in loaded) if same else zip(loaded, others_loaded, strict=True):
             with exact_in_bfloat16(x, y):
                 for some, other in zip(torch.split(flat(x), TOKENS), torch.split(flat(y), TOKENS), strict=True):

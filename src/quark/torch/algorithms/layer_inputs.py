@@ -19,21 +19,18 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from quark.errors import StructureError
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import reached_together
-from quark.torch.calibration.parking import Parked, Parking, tensors_of
+from quark.torch.calibration.parking import Waiting, tensors_of
+from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
 from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
 
 Groups = Sequence[Sequence[str]]
 """Names of the layers (relative to the block) that read one tensor, in running order; a group goes by its index."""
-
-MUCH = 1 << 26
-"""Bytes of inputs of a block from which on its halted batches are parked: they hold several times as much."""
 
 OnInputs = Callable[[InputGroup], None]
 OnExpertInputs = Callable[[list[InputGroup]], None]
@@ -69,6 +66,7 @@ def lockstep(
     float_calls: Sequence[Call] = (),
     on_expert_inputs: OnExpertInputs | None = None,
     float_once: bool = False,
+    place: WorkPlace = WHERE_IT_IS,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, halting at each group.
 
@@ -81,19 +79,22 @@ def lockstep(
         float_block, float_calls: The float block and its calls, run beside for `InputGroup.float_inputs`.
         on_expert_inputs: Gets the groups of several experts at once; None: `on_inputs` gets one after the other.
         float_once: Whether the float block runs for the last time: its layers then lose their weights as they have run.
+        place: Where the block computes, and where its batches wait.
 
     Returns:
-        The outputs of the block, and of the float block, one for each batch.
+        The outputs of the block, and of the float block, one for each batch, as they wait.
 
     Raises:
         StructureError: Layers do not run in the same order, once, for all batches.
     """
-    parking = _parking([block, float_block], [*calls, *float_calls])
-    runs = [_BatchRun(block, call, None, parking) for call in calls]
+    blocks = [one for one in (block, float_block) if one is not None]
+    own = (x for one in blocks for x in (*one.parameters(), *one.buffers()))
+    waiting = place.halted(own, [*calls, *float_calls])
+    runs = [_BatchRun(block, call, place, waiting) for call in calls]
     float_runs: list[_BatchRun] = []
     if float_block is not None:
         pairs = zip(float_calls, runs, strict=True)
-        float_runs = [_BatchRun(float_block, call, pair, parking) for call, pair in pairs]
+        float_runs = [_BatchRun(float_block, call, place, waiting, pair) for call, pair in pairs]
     expert_groups = groups if on_expert_inputs is not None else ()
     with (
         _halting(block, groups),
@@ -154,7 +155,7 @@ def _meet(
             [run.inputs[index] for run in runs],
             [run.inputs[index] for run in float_runs],
             go_on,
-            halted[0].load,
+            halted[0].waiting,
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
     if on_expert_inputs is not None and len(reached) > 1:
@@ -181,19 +182,19 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         inputs: Group -> its input, of those that it has reached while it halts: one, or several experts.
         held: Group -> what its layers get. A block whose attention and MLP read one norm side by side runs other
             groups in between.
-        output: What the block returned, in the end.
+        output: What the block returned, in the end, as it waits.
+        waiting: Where the tensors that it holds are while it halts.
         pair: For the float block: the run of the same batch through the other one.
-        parking: Where the tensors that it holds are while it halts; None: where they were.
         routes: Name of a mixture of experts -> the experts that its router chose for each token.
         passing: Whether layers are run without a halt.
     """
 
     def __init__(
-        self, block: nn.Module, call: Call, pair: _BatchRun | None = None, parking: Parking | None = None
+        self, block: nn.Module, call: Call, place: WorkPlace, waiting: Waiting, pair: _BatchRun | None = None
     ) -> None:
         super().__init__()
-        self.block, self.call, self.pair, self.parking = block, call, pair, parking
-        self.parked: list[Parked] = []
+        self.block, self.call, self.place, self.waiting, self.pair = block, call, place, waiting, pair
+        self.parked: list[Any] = []
         self.routes: dict[str, torch.Tensor] = {}
         self.passing = False
         self.group = -1
@@ -202,26 +203,26 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.output: Any = None
 
     def run(self) -> None:
-        self.output = self.call.run(self.block)
+        self.output = self.place.waiting(self.call.run(self.block))
 
     def advance(self) -> None:
         """Run to the next group or to the end."""
         before = self.group
-        if self.parking is not None:
-            for parked in self.parked:
-                self.parking.bring_back(parked)
+        while self.parked:  # no name keeps what the batch itself lets go
+            self.waiting.bring_back(self.parked.pop())
         self.switch()
-        if self.parking is not None:
-            self.parked = self.parking.park(tensors_of(self.gr_frame))
+        self.parked = self.waiting.park(self._tensors())
         if not self.dead and self.group <= before:
             raise StructureError(
                 f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more "
                 "than once, or not in the same order for all batches, so it cannot be solved in one sweep."
             )
 
-    def load(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor of a halted batch, in memory."""
-        return x if self.parking is None else self.parking.load(x)
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """What it holds while it halts."""
+        yield from tensors_of(self.gr_frame)
+        yield from self.inputs.values()
+        yield from (held.x for held in self.held.values())
 
     def read_input(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
         """What a layer of a group of `size` layers gets for x: halts at the first, holds it for the rest."""
@@ -238,17 +239,8 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.group, self.inputs = min(inputs), inputs
         del inputs  # what is replaced while this batch waits must be free for the batches that go on before it
         self.parent.switch()
-        self.held |= {group: _HeldInput(x) for group, x in self.inputs.items()}
+        self.held |= {group: _HeldInput(self.waiting.load(x)) for group, x in self.inputs.items()}
         self.inputs = {}
-
-
-def _parking(blocks: Sequence[nn.Module | None], calls: Sequence[Call]) -> Parking | None:
-    """Where halted batches leave what they hold; None where that is little."""
-    given = [x for call in calls for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, torch.Tensor)]
-    if sum(x.numel() * x.element_size() for x in {id(x): x for x in given}.values()) < MUCH:
-        return None
-    own = [x for block in blocks if block is not None for x in (*block.parameters(), *block.buffers())]
-    return Parking([*own, *given])
 
 
 def _current() -> _BatchRun | None:

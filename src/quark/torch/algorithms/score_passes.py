@@ -25,16 +25,16 @@ from quark.torch.algorithms.block_loop import (
     Hidden,
     LoopState,
     loop_over_blocks,
-    on_device,
     record_inputs,
 )
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.distributed import part_of, rank, summed, world
 from quark.torch.calibration.drawn_labels import drawn_likelihood
+from quark.torch.calibration.place import WorkPlace, bytes_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
-from quark.torch.model.batches import calibration_step, evaluating, input_device
+from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device, to_host
 from quark.torch.model.blocks import BlockOutput, Call, passing_through
 
 SEED = 0
@@ -115,7 +115,7 @@ class ScorePasses:
         def work(block: Block) -> tuple[Hidden, Hidden]:
             index = self.names.index(block.name)
             with torch.no_grad(), _in_float(block.module):
-                outputs = [call.run(block.module) for call in block.calls]
+                outputs = block.run(block.calls)
             if index == 0:
                 self.tape.keep(self.inputs_of(0), [call.hidden for call in block.calls])
             self.tape.keep(self.inputs_of(index + 1), outputs)
@@ -129,23 +129,23 @@ class ScorePasses:
         output, scores, positions = BlockOutput(), [], 0
         block = self.model.get_submodule(self.names[0])
         with self.weights.around(self.names), _in_float(self.model), torch.no_grad():
-            device = input_device(self.model)
-            here = first if self.weights.device is None else on_device(first, device)
-            output.see(self.names[0], here, block)
+            device, finite = input_device(self.model), []
+            output.see(self.names[0], first.to(input_device(block)), block)
             output.fix()
             with torch.enable_grad(), self.watching(None) as count_batch:
                 outputs = self.tape.read(self.inputs_of(len(self.names)))
                 for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
-                    leaf = hidden.to(device).requires_grad_()
+                    leaf = to_device(hidden, device).detach().requires_grad_()
                     generator = torch.Generator().manual_seed(SEED + index * world() + rank())
                     likelihood, count = self._likelihood(batch, leaf, output, device, generator)
                     likelihood.backward()  # type: ignore[no-untyped-call]
                     assert leaf.grad is not None
-                    scores.append(leaf.grad)
+                    scores.append(to_host(leaf.grad))
+                    finite.append(torch.isfinite(leaf.grad).all())
                     positions += count
                     count_batch()
             positions = int(summed(torch.tensor(positions)))
-            _require_finite("the outputs of the model", scores)
+            _require_finite("the outputs of the model", finite)
             result = self.result(None, None, positions)
         self.tape.keep(self.scores_of(len(self.names)), scores)
         self.tape.keep_result(TAIL, {"positions": positions, **result})
@@ -170,21 +170,24 @@ class ScorePasses:
         name = self.names[index]
         inputs, scores = self.tape.read(self.inputs_of(index)), self.tape.read(self.scores_of(index + 1))
         below: list[torch.Tensor] = []
+        finite: list[torch.Tensor] = []
         self.weights.bring(name)
         try:
             block = self.model.get_submodule(name)
-            where = self.weights.device or input_device(block)
-            here = [on_device(call.with_hidden(x), where) for call, x in zip(calls, inputs, strict=True)]
+            place = WorkPlace.of(self.weights.where(block), bytes_of(calls))
+            here = place.calls(call.with_hidden(x) for call, x in zip(calls, inputs, strict=True))
             with torch.enable_grad(), _in_float(block), self.watching(name) as count_batch:
                 for call, score in zip(here, scores, strict=True):
+                    call = call.loaded()
                     leaf = call.hidden.detach().requires_grad_()
                     given = call.with_hidden(leaf).run(block)
-                    given.backward(score.to(given.device))  # type: ignore[no-untyped-call]
+                    given.backward(to_device(score, given.device))  # type: ignore[no-untyped-call]
                     assert leaf.grad is not None
-                    below.append(leaf.grad.cpu() if self.weights.device is not None else leaf.grad)
+                    below.append(to_host(leaf.grad))
+                    finite.append(torch.isfinite(leaf.grad).all())
                     count_batch()
-            _require_finite(f"the block {name!r}", below)
-            result = self.result(name, here[0], self.tape.result(TAIL)["positions"])
+            _require_finite(f"the block {name!r}", finite)
+            result = self.result(name, here[0].loaded(), self.tape.result(TAIL)["positions"])
         finally:
             self.weights.take(name)
         self.tape.keep(self.scores_of(index), below)
@@ -212,9 +215,10 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _require_finite(what: str, scores: Sequence[torch.Tensor]) -> None:
-    finite = all(torch.stack([torch.isfinite(x).all() for x in scores]).tolist()) if scores else True
-    if int(summed(torch.tensor(int(not finite)))):  # so that all processes end
+def _require_finite(what: str, finite: Sequence[torch.Tensor]) -> None:
+    """Raise NonFiniteError unless the scores of all batches are finite, of which there is one flag each."""
+    all_are = all(torch.stack(list(finite)).tolist()) if finite else True
+    if int(summed(torch.tensor(int(not all_are)))):  # so that all processes end
         raise NonFiniteError(
             f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
             "overflow, and calibration data that it gives finite outputs for."

@@ -1,4 +1,5 @@
-"""What a pass leaves for the next one: tensors by name, in memory or in a folder, where a killed run finds them.
+"""What a pass leaves for the next one: tensors by name, in the host's memory or in a folder, where a killed run finds
+them.
 
 settings.json               what the run is of; another one does not go on here
 <name>.safetensors          a series of tensors, one for each batch
@@ -17,7 +18,9 @@ import torch
 from quark.errors import ConfigError, FormatError
 from quark.files import atomic_file
 from quark.json_objects import differences
+from quark.torch.calibration.place import settle
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
+from quark.torch.model.batches import to_host
 
 SETTINGS = "settings"
 
@@ -56,14 +59,17 @@ class Tape:
     def keep(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Keep a series of tensors, whole or not at all."""
         if self.folder is None:
-            self._tensors[name] = [x.detach() for x in tensors]
+            self._tensors[name] = [to_host(x.detach()) for x in tensors]
             return
+        found = [to_host(x.detach()) for x in tensors]
+        settle()
         with atomic_file(self._file(name, "safetensors")) as path:
-            save_tensors({str(index): x.detach().contiguous() for index, x in enumerate(tensors)}, path)
+            save_tensors({str(index): x.contiguous() for index, x in enumerate(found)}, path)
 
     def read(self, name: str) -> list[torch.Tensor]:
         """A series that was kept. Raises FormatError where its file is absent or damaged."""
         if self.folder is None:
+            settle()
             return self._tensors[name]
         file = self._file(name, "safetensors")
         if not file.is_file():

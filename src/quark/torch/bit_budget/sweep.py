@@ -22,7 +22,7 @@ from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.groups import alike_experts, alike_in_block
 from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
 from quark.torch.calibration.distributed import from_first, part_of, shared_work, world
-from quark.torch.model.batches import calibration_step, evaluating, input_device
+from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
 
 Losses = dict[str, list[float | None]]
@@ -123,7 +123,7 @@ class Sweep(ScorePasses):
                 with collecting(embeddings, []) as moments, _all_batches(moments, self.data) as add:
                     for batch, score in zip(part_of(self.data), scores, strict=True):
                         hidden = self._first_hidden(batch, device)
-                        hidden.backward(score.to(hidden.device))  # type: ignore[no-untyped-call]
+                        hidden.backward(to_device(score, hidden.device))  # type: ignore[no-untyped-call]
                         add()
                 losses = self._losses(moments, self.tape.result(TAIL)["positions"])
         self.tape.keep_result("front", {"losses": losses, "groups": [[name] for name in embeddings]})

@@ -214,12 +214,19 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(
-    own: Iterable[torch.Tensor], load: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    own: Iterable[torch.Tensor],
+    load: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    device: torch.device | None = None,
 ) -> Iterator[torch.Tensor]:
     """What all ranks have, one tensor for each of their batches, in the order of the data; on each of them.
 
     One tensor is in memory beside the rank's own, which `load` brings there. Batch i is that of rank i modulo
     `world()`, see `part_of`.
+
+    Args:
+        own: Those of this rank.
+        load: Brings one to memory.
+        device: Where it comes; default: where they are.
     """
     if world() == 1:
         yield from map(load, own)
@@ -230,7 +237,7 @@ def in_order(
     for index in range(sum(map(len, shapes))):
         turn, owner = divmod(index, world())
         mine = owner == rank()
-        x = load(here[turn]).contiguous() if mine else here[0].new_empty(shapes[owner][turn])
+        x = load(here[turn]).contiguous() if mine else here[0].new_empty(shapes[owner][turn], device=device)
         if x.numel():
             collective(partial(dist.broadcast, x, owner))
         yield x

@@ -1,7 +1,7 @@
 """What halted batches hold lies in a file until they go on: one batch at a time is in memory, not all.
 
 Only the bytes move: a tensor keeps its place in the forward that halts. While it is parked it is a view of the file, so
-that whoever reads it all the same finds its values.
+that whoever reads it all the same finds its values. Those of a GPU: see `place.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,26 @@ class Parked:
     place: Slot
 
 
-class Parking:
+class Waiting:
+    """What batches hold while they wait stays where it is."""
+
+    def park(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """Move what a batch holds elsewhere; gives what `bring_back` takes, one after the other."""
+        return []
+
+    def bring_back(self, parked: Any) -> None:
+        """Move it to where the block computes again."""
+
+    def load(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor where the block computes, with the values of x: x itself, unless it waits elsewhere."""
+        return x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """What takes the place of a tensor that a batch holds, where it may wait."""
+        return x
+
+
+class Parking(Waiting):
     """A file without a name, which is gone with the process, however that ends.
 
     Args:
@@ -81,14 +100,12 @@ class Parking:
         return [parked for parked in moved if parked is not None]
 
     def bring_back(self, parked: Parked) -> None:
-        """Move tensors to memory again."""
         _point(parked.tensors, self._read(parked.place))
         for x in parked.tensors:
             del self._parked[id(x)]
         self._free[parked.place.mapped.size].append(parked.place)
 
     def load(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor in memory with the values of x: x itself, unless it is parked."""
         parked = self._parked.get(id(x))
         return x if parked is None else _view(x, self._read(parked.place))
 
@@ -148,7 +165,7 @@ def tensors_of(frame: FrameType | None) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     while frame is not None:
         for value in frame.f_locals.values():
-            parts = value if isinstance(value, (tuple, list)) else (value,)
+            parts = value if isinstance(value, (tuple, list)) else value.values() if type(value) is dict else (value,)
             found += [x for x in parts if isinstance(x, torch.Tensor)]
         frame = frame.f_back
     return found

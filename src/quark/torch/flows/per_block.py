@@ -178,7 +178,7 @@ def _quantize_block(
     if observes:
         waiting = waiting_ranges(block.module, layers, block.name)
         with observing(layer_quantizers(layers.values()), waiting):
-            observed = [call.run(block.module) for call in block.observed_calls]
+            observed = block.run(block.observed_calls)
         finish_ranges(waiting, config)
     return hidden, float_hidden, observed
 

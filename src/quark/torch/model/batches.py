@@ -66,13 +66,13 @@ def _described(batch: Any) -> str:
 def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
     """Call the model on a tensor, a mapping (dict, BatchEncoding) or a tuple or list of arguments."""
     if isinstance(batch, torch.Tensor):
-        return model(batch.to(device))
+        return model(to_device(batch, device))
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return model(**{key: _to(batch[key], device) for key in batch.keys()})  # noqa: SIM118 (BatchEncoding)
+        return model(**{key: to_device(batch[key], device) for key in batch.keys()})  # noqa: SIM118 (BatchEncoding)
     if isinstance(batch, (tuple, list)) and batch:
         if len(batch) == 1 and isinstance(batch[0], Mapping):
             return forward_batch(model, batch[0], device)
-        return model(*(_to(item, device) for item in batch))
+        return model(*(to_device(item, device) for item in batch))
     raise CalibrationError(
         f"A calibration batch is a {type(batch).__name__}; possible: a torch.Tensor, a dict or BatchEncoding of "
         "keyword arguments, or a tuple or list of positional arguments."
@@ -115,8 +115,26 @@ def named_device(name: str) -> torch.device:
     return device
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def to_device(value: Any, device: torch.device) -> Any:
+    """A tensor on a device, anything else as it is. Python does not wait for what goes from the host to a GPU."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if device.type == "cuda" and value.device.type == "cpu":
+        return pinned(value).to(device, non_blocking=True)
+    return value.to(device)
+
+
+def pinned(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host in memory from which a GPU copies by itself."""
+    return x if x.is_pinned() else torch.empty_like(x, pin_memory=True).copy_(x)
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of a GPU in pinned host memory, which has its values when all that the GPU was told before is done.
+
+    Another copy from there to the same device comes behind that. Python has to wait for the device before it reads.
+    """
+    return x.contiguous().to("cpu", non_blocking=True) if x.device.type == "cuda" else x.cpu()
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from quark.errors import ConfigError, NotSupportedError, StructureError
 from quark.log import logger
 from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
-from quark.torch.algorithms.block_loop import on_device
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.rotation.block import R1_SEED, BlockPlan, plan_block, prove_block
 from quark.torch.algorithms.rotation.cayley import MatrixRotation
@@ -122,7 +121,7 @@ class ModelRotation:
         for name, plan in plans.items():
             with naming(name):
                 block = self.model.get_submodule(name)
-                prove_block(block, on_device(self.frame.calls[name][0], input_device(block)), plan)
+                prove_block(block, self.frame.calls[name][0].to(input_device(block)), plan)
         self._apply(plans)
 
     def _apply(self, plans: Mapping[str, BlockPlan]) -> None:
@@ -154,7 +153,7 @@ class ModelRotation:
         """What is to be done to a block, proved on a float64 copy of it."""
         block = self.model.get_submodule(name)
         few, many = self.frame.calls[name]
-        calls = on_device(few, input_device(block)), on_device(many, input_device(block))
+        calls = few.to(input_device(block)), many.to(input_device(block))
         inside = None
         if self.targets is not None:
             inside = [target[len(name) + 1 :] for target in self.targets if target.startswith(f"{name}.")]

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from quark.torch.algorithms.rounding.learned_rounding import in_matrices, reader
 from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
-from quark.torch.model.batches import hidden_width, tokens_in
+from quark.torch.model.batches import hidden_width, to_device, tokens_in
 from quark.torch.model.blocks import Call, JoinedCalls, Unchanged, takes_joined
 
 REPORTED = 8
@@ -89,7 +89,7 @@ class AutoRound(ByScores):
     def _learn(self, block: Block, layers: Mapping[str, QuantLayer]) -> None:
         config, order = self.config, torch.Generator().manual_seed(0)
         with reached(layers):
-            targets = [call.run(block.module) for call in block.float_calls]
+            targets = block.run(block.float_calls)
         if not all(isinstance(target, torch.Tensor) for target in targets):
             kind = type(targets[0]).__name__
             raise StructureError(f"{block.name or 'The model'} returns a {kind}; AutoRound learns from one tensor.")
@@ -146,7 +146,7 @@ class BlockLoss:
     Attributes:
         module: The block.
         calls: Its arguments, one for each batch.
-        targets: What it should give.
+        targets: What it should give; they wait where the calls do.
         moments: G, (channels, channels), of any size; None: the identity.
     """
 
@@ -183,7 +183,7 @@ class BlockLoss:
     def mean(self, picked: Sequence[int]) -> torch.Tensor:
         """The mean loss of the picked batches, on their device."""
         with torch.no_grad():
-            errors = [self._error(self.calls[index].run(self.module), self.targets[index]) for index in picked]
+            errors = [self._error(self.calls[index].run(self.module), self._target(index)) for index in picked]
             return torch.stack([(error * self._weighed(error, 1.0)).mean() for error in errors]).mean()
 
     def _together(self, picked: Sequence[int]) -> Iterator[tuple[Sequence[int], Call, torch.Tensor]]:
@@ -193,9 +193,13 @@ class BlockLoss:
             some = picked[first : first + several]
             joined = self.joined.of(some) if self.joined and len(some) > 1 else None
             if joined is None:
-                yield from (([index], self.calls[index], self.targets[index]) for index in some)
+                yield from (([index], self.calls[index].loaded(), self._target(index)) for index in some)
             else:
-                yield some, joined, torch.cat([self.targets[index] for index in some])
+                yield some, joined, torch.cat([self._target(index) for index in some])
+
+    def _target(self, index: int) -> torch.Tensor:
+        target, device = self.targets[index], self.calls[index].device
+        return target if device is None else cast(torch.Tensor, to_device(target, device))
 
     def _error(self, given: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """E, (tokens, channels), float32."""

@@ -99,8 +99,7 @@ def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
     spec = next(iter(specs))
     if len(specs) > 1 or spec is None or not spec.dynamic or spec.scale_spec is not None:
         return group
-    inputs = [fake_quantize(x.contiguous(), None, spec) if x.numel() else x for x in group.inputs]
-    return InputGroup(group.layers, inputs, group.float_inputs, group.go_on)
+    return group.changed(lambda x: fake_quantize(x.contiguous(), None, spec) if x.numel() else x)
 
 
 @contextmanager

@@ -265,7 +265,7 @@ def _fit(readers: Sequence[Readers], block: Block) -> bool:
     """Whether a block runs where layers give parts of one tensor: not if it writes on such a part, or reshapes it
     without a copy.
     """
-    call = block.calls[0]
+    call = block.calls[0].loaded()
     for some in readers:
         forwards = [layer.forward for layer in some.layers]
         some.take_forwards(partial(_beside, forwards))

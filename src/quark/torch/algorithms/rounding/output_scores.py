@@ -31,7 +31,7 @@ from quark.torch.algorithms.score_passes import ScorePasses, without_gradients
 from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.distributed import from_first, in_order, world
 from quark.torch.layers import QuantLayer
-from quark.torch.model.batches import hidden_width, tokens_in
+from quark.torch.model.batches import hidden_width, to_device, tokens_in
 from quark.torch.model.blocks import WHOLE
 
 SHARE = 0.5
@@ -69,9 +69,9 @@ class OutputScores(ScorePasses):
         index = self.names.index(block.name)
         self.tape.drop(self.scores_of(index))
         scores = self.tape.read(self.scores_of(index + 1))
-        sums = _Sums(scores[0].shape[-1], block.calls[0].hidden.device)
+        sums = _Sums(scores[0].shape[-1], block.place.device)
         for own in scores:
-            sums.add([own.to(sums.products.device)])
+            sums.add([block.place.loaded(own)])
         return _shrunk([sums])[0]
 
     def of_layers(self, block: Block) -> dict[str, torch.Tensor]:
@@ -95,9 +95,9 @@ class OutputScores(ScorePasses):
                 hooks.enter_context(block.layer(leaf).register_forward_hook(hook))
             for turn in range(-(-len(self.data) // world())):
                 if turn < len(calls):  # another process may have one more
-                    call = calls[turn]
+                    call = calls[turn].loaded()
                     given = call.with_hidden(call.hidden.detach().requires_grad_()).run(block.module)
-                    given.backward(scores[turn].to(given.device))  # type: ignore[no-untyped-call]
+                    given.backward(to_device(scores[turn], given.device))  # type: ignore[no-untyped-call]
                 for name, own in of_batch.items():
                     found[name].add(own)
                     own.clear()
@@ -114,7 +114,7 @@ class _Sums:
         any: Whether any is not 0; known when they are shrunk.
     """
 
-    def __init__(self, channels: int, device: torch.device) -> None:
+    def __init__(self, channels: int, device: torch.device | None) -> None:
         self.products = torch.zeros(channels, channels, device=device)
         self.spread = torch.zeros(2, dtype=torch.float64, device=device)
         self.any = True

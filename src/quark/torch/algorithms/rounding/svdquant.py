@@ -80,14 +80,16 @@ class SVDQuant(Algorithm):
         layers = {n: cast(QuantLayer, m) for n, m in group.layers.items() if self._takes(n, cast(QuantLayer, m))}
         if not layers:
             return
-        some = InputGroup(group.layers, group.inputs[: self.config.alpha_search_max_samples], [])
+        first = group.inputs[: self.config.alpha_search_max_samples]
+        some = InputGroup(group.layers, first, [], waiting=group.waiting)
         inputs = _Inputs.of(some, as_read(some, layers))
         for name, layer in layers.items():
             if weight_quantizer(layer).mode is Mode.frozen:
                 raise ConfigError(f"{name} was solved before SVDQuant; name SVDQuant first in algo_config.")
         self._split([_Problem.of(name, layer) for name, layer in layers.items()], group.max_abs, inputs)
         if self.solver is not None:
-            self.solver.on_inputs(InputGroup(layers, group.inputs, []), block)  # type: ignore[arg-type]
+            chosen = InputGroup(layers, group.inputs, [], waiting=group.waiting)  # type: ignore[arg-type]
+            self.solver.on_inputs(chosen, block)
 
     def _takes(self, name: str, layer: QuantLayer) -> bool:
         listed = self.config.correction_layers
@@ -229,9 +231,11 @@ class _Inputs:
         root = root.float()
         if rounded is group:
             return cls(group.gram, None, None, root)
-        changes = [x - y for x, y in zip(group.inputs, rounded.inputs, strict=True)]
-        both = InputGroup(group.layers, group.inputs, changes)
-        return cls(group.gram, both.cross, InputGroup(group.layers, changes, []).gram, root)
+        waiting = group.waiting
+        pairs = zip(group.inputs, rounded.inputs, strict=True)
+        changes = [waiting.leave(waiting.load(x) - waiting.load(y)) for x, y in pairs]
+        both = InputGroup(group.layers, group.inputs, changes, waiting=waiting)
+        return cls(group.gram, both.cross, InputGroup(group.layers, changes, [], waiting=waiting).gram, root)
 
     def error(self, rest: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
         """Mean square of X R^T - Q(X) Q(R)^T = X (R - Q(R))^T + D Q(R)^T, summed over outputs."""

@@ -73,7 +73,7 @@ class InputStatistics:
 
 def _sample(group: InputGroup) -> torch.Tensor:
     step = max(1, group.count // SAMPLE)
-    return torch.cat(list(in_order(flat(x)[::step] for x in group.inputs))).float()
+    return torch.cat(list(in_order(flat(x)[::step] for x in map(group.waiting.load, group.inputs)))).float()
 
 
 class Folding(Algorithm):
@@ -166,7 +166,7 @@ class Folding(Algorithm):
                     statistics = InputStatistics.of(group, self.needs)
                     seen[index] = seen[index].merged(statistics) if index in seen else statistics
 
-        lockstep(block.name, block.module, block.calls, block.groups, collect)
+        lockstep(block.name, block.module, block.calls, block.groups, collect, place=block.place)
         for index, statistics in seen.items():
             self._apply(folds[index], block, statistics)
 

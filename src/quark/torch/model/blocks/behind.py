@@ -50,10 +50,11 @@ class CallBehind(Call):
 
     def run(self, module: nn.Module) -> torch.Tensor:
         """Some tokens of the largest tensor that the model returns: the logits of all would fill the memory."""
+        hidden = self.loaded().hidden
         for part in module.modules():
             if given := _given(part):
-                given.output = self.around(self.hidden)
-        result = forward_batch(module, self.batch, self.hidden.device)
+                given.output = self.around(hidden)
+        result = forward_batch(module, self.batch, hidden.device)
         largest = max((x for _, x in named_outputs(result)), key=torch.Tensor.numel)
         return largest[:, :: -(-largest.shape[1] // TOKENS)].clone() if largest.ndim > 2 else largest
 

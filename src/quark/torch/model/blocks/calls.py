@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from quark.core.checks import read
+from quark.torch.model.batches import to_device
 
 SHORT = 16
 """Tokens of one batch on which folds are found and proved."""
@@ -27,11 +28,13 @@ class Call:
     Attributes:
         args, kwargs: As the model passed them; the hidden state is the first argument, or `key`.
         key: Name of the hidden state among kwargs; None: it is args[0], or the block is the whole model.
+        device: Where it runs, of a call whose tensors wait on the host until then; None: where its tensors are.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     key: str | None = None
+    device: torch.device | None = field(default=None, kw_only=True)
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -44,9 +47,27 @@ class Call:
             return replace(self, kwargs={**self.kwargs, self.key: hidden})
         return replace(self, args=(hidden, *self.args[1:]))
 
+    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor], device: torch.device | None = None) -> Call:
+        """The same call with its tensors changed, to run on a device; None: where they are then."""
+
+        def changed(x: Any) -> Any:
+            return change(x) if isinstance(x, torch.Tensor) else x
+
+        args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs, device=device)
+
+    def to(self, device: torch.device) -> Call:
+        """The same call with its tensors on a device."""
+        return self.with_tensors(lambda x: to_device(x, device))
+
+    def loaded(self) -> Call:
+        """The same call with its tensors where it runs."""
+        return self if self.device is None else self.to(self.device)
+
     def run(self, module: nn.Module) -> torch.Tensor:
         """The hidden state that `module` returns."""
-        output = module(*self.args, **self.kwargs)
+        here = self.loaded()
+        output = module(*here.args, **here.kwargs)
         return output[0] if isinstance(output, (tuple, list)) else output
 
 
@@ -67,10 +88,10 @@ def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = S
         tokens: How many; None: all.
         rows: How many.
     """
-    found = list(calls)
+    found = [call.loaded() for call in calls]
     left = [*range(len(found))]
     for keep_last in (False, True):
-        tried = {index: _cut(module, calls[index], tokens, rows, keep_last) for index in left}
+        tried = {index: _cut(module, found[index], tokens, rows, keep_last) for index in left}
         ran = {index: short for index, short in tried.items() if short is not None}
         flags = _read([is_finite for _, is_finite in ran.values()])
         fine = {index: shorter for (index, (shorter, _)), flag in zip(ran.items(), flags, strict=True) if flag}
@@ -143,17 +164,22 @@ class JoinedCalls:
         leaves, structure = self.flat[first]
         joined = [self._leaf(first, place, picked) for place in range(len(leaves))]
         args, kwargs = tree_unflatten(joined, structure)
-        return Call(args, kwargs, self.calls[first].key)
+        return Call(args, kwargs, self.calls[first].key, device=self.calls[first].device).loaded()
+
+    def _loaded(self, index: int, place: int) -> Any:
+        """An argument of a call where that runs."""
+        leaf, device = self.flat[index][0][place], self.calls[index].device
+        return leaf if device is None else to_device(leaf, device)
 
     def _leaf(self, first: int, place: int, picked: Sequence[int]) -> Any:
         leaf = self.flat[first][0][place]
         if not self._has_rows(first, leaf):
             return leaf
         if place not in self.same[first]:
-            return torch.cat([self.flat[index][0][place] for index in picked])
+            return torch.cat([self._loaded(index, place) for index in picked])
         key = (first, place, len(picked))
         if key not in self._once:
-            self._once[key] = torch.cat([leaf] * len(picked))
+            self._once[key] = torch.cat([self._loaded(first, place)] * len(picked))
         return self._once[key]
 
     def _has_rows(self, first: int, leaf: Any) -> bool:
@@ -173,7 +199,7 @@ class JoinedCalls:
 
     def _compare(self) -> None:
         """See which tensors are the same in all calls, and set apart calls that differ in one without rows."""
-        compared, flags = [], []
+        compared, flags, firsts = [], [], dict[tuple[int, int], torch.Tensor]()
         self.same = {first: set(range(len(self.flat[first][0]))) for first in self.first}
         for index, first in enumerate(self.first):
             for place, (leaf, other) in enumerate(zip(self.flat[index][0], self.flat[first][0], strict=True)):
@@ -183,7 +209,9 @@ class JoinedCalls:
                 if leaf is other or not isinstance(leaf, torch.Tensor):
                     continue
                 compared.append((index, first, place))
-                flags.append((leaf == other).all())
+                if (first, place) not in firsts:
+                    firsts[first, place] = self._loaded(first, place)
+                flags.append((self._loaded(index, place) == firsts[first, place]).all())
         for (index, first, place), is_same in zip(compared, _read(flags), strict=True):
             if not is_same and self._has_rows(first, self.flat[first][0][place]):
                 self.same[first].discard(place)

@@ -90,13 +90,20 @@ def _is_stack(module: nn.Module) -> bool:
     return all(sum(isinstance(m, nn.Linear) for m in child.modules() if m is not child) > 1 for child in module)
 
 
-def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dict[str, list[Call]]:
+Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""id of a tensor -> that tensor, and what is kept of it."""
+
+
+def record_calls(
+    model: nn.Module, names: list[str], data: Iterable[Any], keep: Callable[[Call, Kept], Call] = lambda call, _: call
+) -> dict[str, list[Call]]:
     """The call of each block for each batch; the hidden states are those of the first block for all of them.
 
     Args:
         model: Its blocks are not run (but for the first, on one batch, to see what a block returns).
         names: From `find_blocks`.
         data: Batches as `quantize_model` takes them.
+        keep: Makes of a call the one that is kept, and notes what is kept of its tensors for the next block.
 
     Raises:
         CalibrationError: No batch, a batch that the model does not take, or blocks that it does not run in this order.
@@ -104,9 +111,10 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
     """
     device = input_device(model)
     calls: dict[str, list[Call]] = {name: [] for name in names}
+    kept: Kept = {}
 
     def note(name: str, call: Call) -> None:
-        calls[name].append(call)
+        calls[name].append(keep(call, kept))
         if name == names[-1]:
             raise _LastBlockReachedError
 
@@ -116,6 +124,7 @@ def record_calls(model: nn.Module, names: list[str], data: Iterable[Any]) -> dic
             with suppress(_LastBlockReachedError):
                 calibration_step(model, batch, device, count)
             count += 1
+            kept.clear()
             for name in names:
                 if len(calls[name]) != count:
                     raise CalibrationError(f"Batch {count - 1} reached the block {name!r} {len(calls[name])} times.")

@@ -35,12 +35,13 @@ class Unchanged:
 
     def __init__(self, module: nn.Module, calls: Sequence[Call], changing: Sequence[nn.Module]) -> None:
         self.given: dict[nn.Module, list[torch.Tensor]] = {}
-        room = MOST_BYTES
+        waits = calls[0].device is not None  # it would have to be carried like the hidden state it follows from
+        room = 0 if waits else MOST_BYTES
         with torch.no_grad():
-            for reader, share in _readers(module, calls[0], {id(layer) for layer in changing}).items():
+            for reader, share in _readers(module, calls[0].loaded(), {id(layer) for layer in changing}).items():
                 room -= int(share * sum(call.hidden.nbytes for call in calls))
                 if room >= 0:
-                    self.given[reader] = [reader(call.hidden) for call in calls]
+                    self.given[reader] = [reader(call.loaded().hidden) for call in calls]
 
     @contextmanager
     def of(self, hidden: torch.Tensor, picked: Sequence[int]) -> Iterator[None]:
