@@ -29,6 +29,7 @@ from quark.torch import (
     save_params,
 )
 from quark.torch.bit_budget.measure import measure_sensitivity
+from quark.torch.checkpoint.dequantize import dequantize_layers
 from quark.torch.config.tensor.enums import QuantFlow
 from quark.torch.model.blocks.offloading import offloading_hooks, onloaded
 from tests.contracts.test_gpu import (
@@ -186,7 +187,7 @@ def test_every_scheme(scheme: str, in_place: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt2", "bert", "phi3", "falcon", "gemma2", "opt"])
-@pytest.mark.parametrize("scheme, name, place", [("int8", None, whole_on_disk), ("uint4_wo_32", "gptq", whole_on_cpu)])
+@pytest.mark.parametrize("scheme, name, place", [("int8", None, whole_on_cpu), ("uint4_wo_32", "gptq", whole_on_disk)])
 def test_architectures(architecture: str, scheme: str, name: str | None, place: Any, in_place: Any) -> None:
     in_place(place, run_of(scheme, *([name] if name else [])), architecture)
 
@@ -298,6 +299,22 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
         hook.weights_map.dataset.save_folder = None
     with pytest.raises(NotSupportedError, match="no folder in which .* Possible: .* offload_folder"):
         ModelQuantizer(config_of("int8")).quantize_model(model, batches())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [*PLACES, *ON_DISK])
+def test_a_quantized_model_becomes_a_float_one(place: str, in_place: Any) -> None:
+    def work(model: Any) -> Any:
+        return dequantize_layers(quantized(model, config_of("int8"), batches()))
+
+    in_place({**PLACES, **ON_DISK}[place], work)
+
+
+def test_one_weight_in_two_places_is_refused() -> None:
+    model = build("gpt2")
+    places = {f"transformer.{name}": "cuda:0" for name, _ in model.transformer.named_children()}
+    with PretendedGpu(), pytest.raises(NotSupportedError, match=r"lm_head\.weight and .*wte\.weight are one weight"):
+        quantized(accelerate.dispatch_model(model, places | {"lm_head": "cpu"}), config_of("int8"), batches())
 
 
 @pytest.mark.parametrize("place", ["all on the CPU", "all on disk"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -62,10 +62,6 @@ class OffloadedBlocks(BlockWeights):
         """Keep what it became where it lies."""
         self.offloaded.take(name)
 
-    @contextmanager
-    def holding(self, names: Iterable[str]) -> Iterator[None]:
+    def holding(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Within: layers outside of blocks are where they run, and what they become is kept."""
-        with ExitStack() as stack:
-            for name in names:
-                stack.enter_context(self.offloaded.visiting(name))
-            yield
+        return self.offloaded.holding(names)

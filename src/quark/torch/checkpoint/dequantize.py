@@ -10,14 +10,16 @@ from torch import nn
 
 from quark.errors import NotSupportedError
 from quark.torch.layers import ROLES
-from quark.torch.layers.base import EXTRA_SUFFIXES
+from quark.torch.layers.base import EXTRA_SUFFIXES, take_over_forward
 from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.replace import quantized_layers, set_submodule
+from quark.torch.model.blocks.offloading import with_weights
 
 NOTED = ("quant_config", "quant_plan", "quark_quantized", "quant_format", "save_pretrained", "hf_quantizer")
 """What loading and quantizing note on a model."""
 
 
+@with_weights
 def dequantize_layers(model: nn.Module) -> nn.Module:
     """Put float layers in the place of quantized ones, in place; inputs are no longer quantized either.
 
@@ -42,6 +44,7 @@ def dequantize_layers(model: nn.Module) -> nn.Module:
             module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
             if bias is not None:
                 module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
+            take_over_forward(module, layer)
             undo_branch(module)
             set_submodule(model, name, module)
     for noted in NOTED:

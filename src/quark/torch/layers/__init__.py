@@ -57,7 +57,7 @@ def _computes_linear(module: nn.Module) -> bool:
     small._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
     try:
         with torch.no_grad():
-            return bool(torch.allclose(small.forward(x), nn.functional.linear(x, weight, bias), rtol=1e-9))
+            return bool(torch.allclose(type(small).forward(small, x), nn.functional.linear(x, weight, bias), rtol=1e-9))
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         return False  # it reads something else
 

@@ -11,8 +11,8 @@ becomes of them lies in files without a name beside them, and the files themselv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -87,12 +87,26 @@ class Offloaded:
         for part in parts_of(self.model.get_submodule(name)):
             part.take()
 
-    @contextmanager
-    def visiting(self, name: str) -> Iterator[None]:
-        """Within: a layer is on its device, whatever else its part holds; what was changed is kept."""
+    def _around(self, name: str) -> OffloadedPart | None:
+        """The part that a layer is or is in."""
         path = name.split(".")
         above = (self.model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
-        part = next((part for part in map(part_on, above) if part is not None), None)
+        return next((part for part in map(part_on, above) if part is not None), None)
+
+    @contextmanager
+    def holding(self, names: Iterable[str]) -> Iterator[None]:
+        """Within: the parts that layers are in are on their devices, also while they run; what was changed is kept."""
+        parts = {id(part): part for part in map(self._around, names) if part is not None}
+        with ExitStack() as stack:
+            for part in parts.values():
+                stack.callback(part.take)
+                part.bring()
+            yield
+
+    @contextmanager
+    def visiting(self, name: str) -> Iterator[None]:
+        """Within: a layer is on its device, alone of its part, and nothing runs; what was changed is kept."""
+        part = self._around(name)
         module = self.model.get_submodule(name)
         if part is None or part.depth or not (part.deep or part.module is module):
             yield
@@ -168,6 +182,7 @@ def _onload(model: nn.Module) -> dict[int, tuple[Any, Path | None]]:
     """Give all modules their weights; id of a module that got some -> where it runs, and the folder of its files."""
     known: dict[Any, nn.Parameter] = {}
     found: dict[int, tuple[Any, Path | None]] = {}
+    _refuse_split_ties(model)
     all_values = [
         (module, hook, {name: host_value(hook.weights_map, name) for name in _names(module, hook)})
         for module in model.modules()
@@ -197,6 +212,32 @@ def _tie(model: nn.Module, found: Mapping[int, object]) -> None:
             continue
         if torch.equal(ours, theirs):
             module._parameters[leaf] = theirs
+
+
+def _refuse_split_ties(model: nn.Module) -> None:
+    """Raise NotSupportedError for one weight that lies in two places: what becomes of one would not be in the other."""
+    modules = dict(model.named_modules())
+    for name, of in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+        ends = [(modules.get(end.rpartition(".")[0]), end.rpartition(".")[2]) for end in (name, of)]
+        if len({bool(module and offloading_hooks(module)) for module, _ in ends}) == 1:
+            continue
+        first, second = (_value(module, leaf) for module, leaf in ends)
+        if first is not None and second is not None and first.shape == second.shape and torch.equal(first, second):
+            raise NotSupportedError(
+                f"{name} and {of} are one weight, of which the device_map keeps one use on a device and the other on "
+                "the CPU or on disk. Possible: a device_map that names one place for both."
+            )
+
+
+def _value(module: nn.Module | None, name: str) -> torch.Tensor | None:
+    """The values of a tensor of a module on the CPU, wherever they lie; None where there are none."""
+    if module is None:
+        return None
+    for hook in offloading_hooks(module):
+        if name in _names(module, hook):
+            return host_value(hook.weights_map, name)[0]
+    tensor = getattr(module, name, None)
+    return tensor.detach().to(CPU) if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module:
