@@ -34,6 +34,7 @@ from quark.torch.graph.operators import (
     source_of,
     target_name,
 )
+from quark.torch.layers.attention.cache_rules import feeds_cache
 from quark.torch.plan import Plan, check_shapes, layer_config, require_layers, require_types
 
 
@@ -110,6 +111,8 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         if name not in selected and not matches_any(name, patterns):
             chosen = layer_config(config, name, operator.kind.module, operator.kind.only_named)
         specs[name] = _lowered(chosen, operator)
+        if feeds_cache(config, name):  # its output is quantized where attention reads it
+            specs[name] = replace(specs[name], output=None)
         if chosen is not config.global_quant_config:
             named.add(name)
     floats = lone_followers(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
@@ -123,7 +126,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         features = weight.shape[1] if weight is not None and operator.kind.name == "linear" else None
         check_shapes(name, operator.kind.name, None if weight is None else tuple(weight.shape), features, spec)
         layers[name] = spec
-    if not layers:
+    if not layers and not config.kv_cache_quant_config:
         kinds = sorted({operator.kind.name for operator in operators.values()})
         raise ConfigError(
             f"Nothing to quantize: of {len(operators)} operators that can be ({', '.join(kinds) or 'none'}), all are "

@@ -15,9 +15,10 @@ from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_tensor
 from quark.torch.config.config import QConfig
 from quark.torch.graph.batch_norm import attribute, fold_batch_norms, put
 from quark.torch.graph.inplace import remove_inplace
-from quark.torch.graph.insert_quantizers import QuantizerInserter
 from quark.torch.graph.operators import DEQUANT_STUB, QUANT_STUB, is_call
 from quark.torch.graph.plan import make_graph_plan
+from quark.torch.graph.quantizers.insert_quantizers import QuantizerInserter
+from quark.torch.graph.quantizers.kv_cache import insert_caches
 from quark.torch.graph.real_rows import observing_real_rows
 from quark.torch.graph.training import PRESERVED, allow_training, drop_counters, keep, set_training
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -32,13 +33,15 @@ def quantize_graph(model: nn.Module, config: QConfig, dataloader: Iterable[Any] 
     with _restored_on_error(graph):
         prepare(graph)
         plan = make_graph_plan(config, graph)
+        caches = insert_caches(graph, plan.operators, config)
         inserter = QuantizerInserter(graph, plan)
         inserter.run()
         _remove_stubs(graph)
         for path, (name, quantizer) in inserter.parameters.items():
             calibrate_tensor(path.removesuffix("_quantizer"), attribute(graph, name).detach(), quantizer)
-        everything = [*inserter.activations.values(), *(q for _, q in inserter.parameters.values())]
-        names = {path.removesuffix("_quantizer"): q for path, q in inserter.activations.items()}
+        live = {**inserter.activations, **caches}
+        everything = [*live.values(), *(q for _, q in inserter.parameters.values())]
+        names = {path.removesuffix("_quantizer"): q for path, q in live.items()}
         allow_training(graph)
         with observing_real_rows(graph, names.values()):
             calibrate_tensors(graph, names, everything, dataloader, config)
@@ -71,10 +74,15 @@ def _is_exported(target: Any) -> bool:
 
 def refuse_unsupported(config: QConfig) -> None:
     """Raise for options of eager mode that a graph does not have."""
-    eager = ("algo_config", "kv_cache_quant_config", "softmax_quant_spec", "shared_scale_groups", "kv_cache_group")
+    eager = ("algo_config", "softmax_quant_spec", "shared_scale_groups")
     for name in (*eager, "sync_moe_expert_input_amax"):
         if getattr(config, name):
             raise NotSupportedError(f"{name} is not part of fx_graph_mode; leave it at its default, or use eager_mode.")
+    if config.kv_cache_quant_config and not config.kv_cache_post_rope:
+        raise NotSupportedError(
+            "kv_cache_post_rope=False is not part of fx_graph_mode, which quantizes keys and values where attention "
+            "reads them. Possible: True, or output_tensors of the layers."
+        )
 
 
 def prepare(model: fx.GraphModule) -> None:

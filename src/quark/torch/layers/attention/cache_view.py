@@ -22,7 +22,7 @@ from torch import nn
 from quark.errors import NotSupportedError
 from quark.torch.layers.fake_quant import Extras, FakeQuantize
 
-ARGUMENTS = ("past_key_values", "layer_past", "past_key_value")
+ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "layer_state")
 """What forwards call the cache that they are given."""
 
 PARTS = ("self_attention_cache", "cross_attention_cache")

@@ -1,0 +1,142 @@
+"""Where a graph quantizes keys and values: at what attention reads, which is what a cache would hold.
+
+A graph has no cache. Keys behind their norm and rotary embedding, and values, are the second and third argument of
+`scaled_dot_product_attention`; in attention that is written out, the second ones of the products before and behind its
+softmax. Repeated for groups of queries they are the same values, so that one scale serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from torch import fx
+
+from quark.core.patterns import first_match, require_matches
+from quark.errors import NotSupportedError
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import lower_tensor
+from quark.torch.graph.operators import SOFTMAX, is_call
+from quark.torch.graph.plan import QuantizableOperator
+from quark.torch.layers.attention.cache_rules import feeds_cache
+from quark.torch.layers.attention.cache_view import holds
+from quark.torch.layers.fake_quant import FakeQuantize
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+PRODUCTS = ("aten.matmul.default", "aten.bmm.default")
+Read = tuple[str, fx.Node, fx.Node]
+"""What is read ("k" or "v"), who reads it, and the tensor."""
+
+
+def insert_caches(
+    model: fx.GraphModule, operators: Mapping[str, QuantizableOperator], config: QConfig
+) -> dict[str, FakeQuantize]:
+    """Quantize the keys and values that the config names, as a cache holds them.
+
+    Args:
+        model: Changed in place.
+        operators: What of it can be quantized, by name.
+        config: Its `kv_cache_quant_config` names the layers that make keys and values.
+
+    Returns:
+        Path of a quantizer, which is that of the output of its layer -> the quantizer.
+
+    Raises:
+        ConfigError: A pattern stands for no linear layer of the graph.
+        NotSupportedError: No attention reads what a layer makes, or latent attention does.
+    """
+    linear = [name for name, operator in operators.items() if operator.kind.name == "linear"]
+    require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
+    made: dict[str, FakeQuantize] = {}
+    for name in linear:
+        if not feeds_cache(config, name):
+            continue
+        cache = first_match(name, config.kv_cache_quant_config)
+        spec = lower_tensor(cache.output_tensors) if cache else None
+        assert spec is not None  # as check_cache_config asks
+        _refuse_latent(name, operators[name])
+        owner, parts = name.rpartition(".")[0], holds(name)
+        alone = parts == "k" and not any(holds(other) == "v" for other in linear if other.rpartition(".")[0] == owner)
+        reads = [read for read in _reads(model.graph, owner) if read[0] in ("kv" if alone else parts)]
+        if not reads:
+            raise NotSupportedError(
+                f"{name} makes keys or values that no attention in {owner or 'the graph'} reads "
+                f"({ATTENTION}, or products around a softmax). Possible: leave kv_cache_quant_config, or eager_mode."
+            )
+        path = f"{name}.output_quantizer"
+        made[path] = FakeQuantize(spec)
+        model.add_submodule(path, made[path])
+        for _, reader, tensor in reads:
+            if tensor in reader.all_input_nodes:  # keys that are the values, too, are quantized already
+                _call(model.graph, path, reader, tensor)
+    return made
+
+
+def _call(graph: fx.Graph, path: str, reader: fx.Node, tensor: fx.Node) -> None:
+    with graph.inserting_before(reader):
+        called = graph.call_module(path, (tensor,))
+    called.meta = {key: tensor.meta[key] for key in ("val", "nn_module_stack") if key in tensor.meta}
+    reader.replace_input_with(tensor, called)
+
+
+def _reads(graph: fx.Graph, owner: str) -> Iterator[Read]:
+    """What the attention of a module reads."""
+    for node in graph.nodes:
+        if _module(node) != owner:
+            continue
+        if is_call(node, ATTENTION):
+            yield "k", node, cast(fx.Node, node.args[1])
+            yield "v", node, cast(fx.Node, node.args[2])
+        elif is_call(node, *SOFTMAX):
+            for part, product in (("k", _product_before(node)), ("v", _product_behind(node))):
+                if product is not None:
+                    yield part, product, cast(fx.Node, product.args[1])
+
+
+def _product_before(softmax: fx.Node) -> fx.Node | None:
+    """The product whose scores a softmax reads, through scaling, soft caps and masks."""
+    node = softmax.args[0]
+    while isinstance(node, fx.Node) and not is_call(node, *PRODUCTS):
+        node = node.args[0] if node.args else None
+    return node if isinstance(node, fx.Node) else None
+
+
+def _product_behind(softmax: fx.Node) -> fx.Node | None:
+    """The product that mixes values by the probabilities."""
+    seen, waiting = set[fx.Node](), [softmax]
+    while waiting:
+        node = waiting.pop(0)
+        for user in node.users:
+            if is_call(user, *PRODUCTS) and user.args[0] is node:
+                return user
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return None
+
+
+def _refuse_latent(name: str, operator: QuantizableOperator) -> None:
+    """Raise NotSupportedError for a layer that reads what another layer of its module makes: latent attention, of which
+    a cache holds what this layer reads, and a rotary part that has no layer.
+    """
+    owner = name.rpartition(".")[0]
+    for node in operator.nodes:
+        waiting, seen = [node.args[0]], set[fx.Node]()
+        while waiting:
+            source = waiting.pop()
+            inside = isinstance(source, fx.Node) and f"{_module(source)}.".startswith(f"{owner}.")
+            if not isinstance(source, fx.Node) or source in seen or not inside:
+                continue
+            seen.add(source)
+            if is_call(source, "aten.linear.default"):
+                raise NotSupportedError(
+                    f"{name} reads what another layer of {owner} makes (latent attention), whose cache holds what it "
+                    "reads. Possible: eager_mode, or to leave kv_cache_quant_config."
+                )
+            waiting += source.all_input_nodes
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module that an operator is called in, "" for the model itself."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
