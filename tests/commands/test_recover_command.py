@@ -132,16 +132,23 @@ def test_where_the_scores_of_a_classifier_are_lost_weights_alone_are_tried(tmp_p
     assert steps["weights alone in integers"] == "kept"
 
 
-def test_where_no_integers_are_faster_weights_alone_are_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", ["INT8_CPU_DYNAMIC", "INT8_CPU_WEIGHTS"])
+def test_where_no_integers_are_faster_the_file_is_made_as_without_samples(
+    preset: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By inputs that are quantized as they come; where these are not faster either, by weights alone."""
+
     def slower(*_: object) -> None:
         raise SlowerThanFloatError("No choice of integer kernels is faster than float on this processor.")
 
     monkeypatch.setattr("quark.onnx.evaluation.recovery.search.leave_slower_in_float", slower)
+    if preset == "INT8_CPU_WEIGHTS":
+        monkeypatch.setattr("quark.onnx.flow.leave_slower_in_float", slower)
     line = "quantize {0}/cnn.onnx --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"
     done = command(folder, "", line)
-    assert done.code == 0 and "INT8_CPU_WEIGHTS: " in done.out and "is faster than float" in done.log
+    assert done.code == 0 and f"{preset}: " in done.out and "is faster than float" in done.log
     kinds = {node.op_type for node in onnx.load(folder / "out.onnx").graph.node}
-    assert "Cast" in kinds and not {"QuantizeLinear", "DequantizeLinear"} & kinds
+    assert not {"QuantizeLinear", "DequantizeLinear"} & kinds
     refused = command(folder, "--config INT8_CPU --recover --measure", line)
     assert refused.code == 1 and "is faster than float" in refused.err
 

@@ -33,6 +33,7 @@ from quark.onnx.evaluation.lost_outputs.damage import SpreadSamples, damage, ref
 from quark.onnx.evaluation.lost_outputs.retry import Retrying
 from quark.onnx.evaluation.lost_outputs.verdict import Damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
+from quark.onnx.evaluation.recovery.rival import Rival
 from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
 from quark.onnx.evaluation.recovery.weights_alone import or_weights_alone
@@ -134,6 +135,7 @@ class ModelQuantizer:
         quick: bool = False,
         allow_wider: bool = False,
         weights_alone: ModelQuantizer | None = None,
+        without_samples: ModelQuantizer | None = None,
     ) -> Recovery:
         """Quantize a model, and better it by other ranges and by algorithms as long as there is time.
 
@@ -143,8 +145,7 @@ class ModelQuantizer:
         Args:
             model_input: As for `quantize_model`.
             model_output: Path to write; None returns the model in `Recovery.model`.
-            calibration_data_reader: As for `quantize_model`.
-            calibration_data_path: The same.
+            calibration_data_reader, calibration_data_path: As for `quantize_model`.
             budget: Seconds, or text like "90s", "10m", "1h"; None for as long as it takes. When it ends, the best
                 model so far is the result; an algorithm that runs ends at its next layer or forward.
             metric: "sqnr", "psnr", "cosine" or "l2", between the outputs of the float model and of the quantized one;
@@ -157,6 +158,7 @@ class ModelQuantizer:
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
                 less than 25 dB, or 30 dB of scores. It gets half of the budget besides.
+            without_samples: Quantizer that needs none: see `evaluation/recovery/rival.py`.
 
         Raises:
             CalibrationError: Fewer than four samples, or none.
@@ -173,6 +175,7 @@ class ModelQuantizer:
                 found, model = recover(
                     model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
+                    rival=_rival(model_input, without_samples),
                 )  # fmt: skip
                 if found.lost and weights_alone is not None:
                     found, model = or_weights_alone(
@@ -223,6 +226,11 @@ class ModelQuantizer:
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), retry)
         if self.settings.measurement.whole_file:
             refuse_slower(model, quantized, feeds, self.settings)
+
+
+def _rival(model: Model, quantizer: ModelQuantizer | None) -> Rival | None:
+    """What is made without samples, if there is a quantizer that makes it."""
+    return None if quantizer is None else Rival(model, quantizer.settings)
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

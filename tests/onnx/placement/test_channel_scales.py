@@ -81,6 +81,19 @@ def test_one_scale_stays_where_it_serves() -> None:
     assert scales(weights_only(model), "w") == ()
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-20])
+@pytest.mark.parametrize("preset", ["INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC"])
+def test_a_weight_of_tiny_values_keeps_them(preset: str, size: float) -> None:
+    """A scale of no less than 1.2e-7 would make all of them 0; what follows scales them up."""
+    b = Builder()
+    small = b.node("MatMul", ["x", b.constant("small", b.random.normal(0, size, (32, 32)))], "h")
+    b.node("Mul", [small, b.constant("up", np.full(32, 1 / size))], "y")
+    model = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+    feed = {"x": b.random.normal(size=(64, 32)).astype(np.float32)}
+    made = ModelQuantizer(preset).quantize_model(model)
+    assert made is not None and sqnr(run(model, feed), run(made, feed)) > 30
+
+
 def test_an_override_keeps_its_weight() -> None:
     """What is said of one tensor by name wins."""
     made = weights_only(UNEVEN, TensorQuantOverrides={"w": [{"scale": 0.25, "zero_point": 0}]})

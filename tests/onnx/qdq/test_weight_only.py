@@ -253,6 +253,7 @@ def test_wrong_parameters_are_refused() -> None:
     for parameters, message in [
         ({"GroupSise": 32}, "Did you mean 'GroupSize'"),
         ({"GroupSize": 24}, "GroupSize=24"),
+        ({"GroupSize": 512}, "GroupSize=512.*Possible: 16, 32, 64, 128, 256"),
         ({"Bits": 5}, "Bits=5"),
     ]:
         with pytest.raises(ConfigError, match=message):

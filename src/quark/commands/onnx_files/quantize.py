@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,12 @@ def quantize_onnx(
         target = target or CPU_TARGET
         name = default_config(reader is not None, target)
         recovery, timing = _by_default(reader, target, recovery, timing, quick)
-    weights = None if config is not None else settings_of(CPU_WEIGHTS, replace(timing, profile=None))
-    written, found, alone = _or_weights(settings_of(name, timing), weights, model, output, reader, recovery)
-    name = CPU_WEIGHTS if alone else name
+    others: dict[str, ModelQuantizer] = {}
+    if config is None:
+        untimed = replace(timing, profile=None)
+        instead = (CPU_DYNAMIC, CPU_WEIGHTS) if name == CPU else (CPU_WEIGHTS,)
+        others = {other: settings_of(other, untimed) for other in instead}
+    name, written, found = _or_others(name, settings_of(name, timing), others, model, output, reader, recovery)
     results().print(size_line(name, before, file_bytes(Path(output)), start, written), highlight=False)
     say_how_to_evaluate(model, output, getattr(reader, "path", None))
     if page is not None and reader is not None:
@@ -127,37 +130,48 @@ def _by_default(
     return recovery or (QUICK if quick else None), timing.by_default(target)
 
 
-def _or_weights(
+def _or_others(
+    name: str,
     quantizer: ModelQuantizer,
-    weights: ModelQuantizer | None,
+    others: dict[str, ModelQuantizer],
     model: Path,
     output: str,
     reader: PathDataReader | None,
     recovery: Recovering | None,
-) -> tuple[str, Recovery | None, bool]:
-    """Quantize and write as `_quantized` does; weights alone, where there is a quantizer for them and they are better.
+) -> tuple[str, str, Recovery | None]:
+    """Quantize and write as `_quantized` does; by what others there are where they are better, or it cannot be.
 
     Returns:
-        What `_quantized` does, and whether it is weights alone.
+        The preset that it was, and what `_quantized` does.
     """
-    if weights is not None:
-        quantizer.settings = replace(quantizer.settings, tries_advice=False)  # of what is lost, weights alone are next
+    if others:
+        quantizer.settings = replace(quantizer.settings, tries_advice=False)  # of what is lost, the others are next
     try:
-        written, found = _quantized(quantizer, model, output, reader, recovery, weights)
-        return written, found, bool(weights and found and found.settings.specs.weights_only)
+        searched = None if name == CPU_DYNAMIC else recovery
+        written, found = _quantized(quantizer, model, output, reader, searched, others)
+        specs = None if found is None else found.settings.specs
+        if specs is not None and specs.weights_apart and others:
+            name = CPU_WEIGHTS if specs.weights_only else CPU_DYNAMIC
+        return name, written, found
     except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
         # Weights alone lose least in spectra, and where all is in bodies, which are not timed, they are not slower.
-        if weights is None:
+        if not others:
             raise
-        logger.info("%s Weights alone are stored as integers.", error)
+        why = error
+    if CPU_DYNAMIC in others:
+        logger.info("%s Inputs are quantized as they come.", why)
+        dynamic = {CPU_WEIGHTS: others[CPU_WEIGHTS]}
+        return _or_others(CPU_DYNAMIC, others[CPU_DYNAMIC], dynamic, model, output, _from_start(reader), recovery)
+    logger.info("%s Weights alone are stored as integers.", why)
+    weights = others[CPU_WEIGHTS]
     try:
-        return *_quantized(weights, model, output, _from_start(reader), recovery), True
+        return CPU_WEIGHTS, *_quantized(weights, model, output, _from_start(reader), recovery)
     except SlowerThanFloatError as error:
         slower = error
     logger.info("%s Only weights that are decoded when the file is loaded are stored as integers.", slower)
     weights.settings = _decoded_once(weights.settings)
     try:
-        return *_quantized(weights, model, output, _from_start(reader), recovery), True
+        return CPU_WEIGHTS, *_quantized(weights, model, output, _from_start(reader), recovery)
     except NothingToQuantizeError:
         raise slower from None
 
@@ -188,14 +202,17 @@ def _quantized(
     output: str,
     reader: PathDataReader | None,
     recovery: Recovering | None,
-    weights_alone: ModelQuantizer | None = None,
+    others: Mapping[str, ModelQuantizer] | None = None,
 ) -> tuple[str, Recovery | None]:
     """Quantize and write; what the last line says of the best that a recovery found, and what it was."""
     if recovery is None:
         quantizer.quantize_model(model, output, reader)
         return "", None
     # The best may have other types than the name of the config says, and nodes in float.
-    types, found = recovery.run(quantizer, model, output, reader, weights_alone)
+    others = others or {}
+    # Which is worth its loss, times say.
+    timed = others.get(CPU_DYNAMIC) if quantizer.settings.measurement.enabled else None
+    types, found = recovery.run(quantizer, model, output, reader, others.get(CPU_WEIGHTS), timed)
     return f"; {types}", found
 
 

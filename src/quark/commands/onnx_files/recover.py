@@ -33,12 +33,13 @@ class Recovering:
         output: str,
         reader: Any,
         weights_alone: ModelQuantizer | None = None,
+        without_samples: ModelQuantizer | None = None,
     ) -> tuple[str, Recovery]:
         """Write the best that is found, and print what each step gave; return what it is in words, and the search."""
         found = quantizer.recover(
             model, output, reader,
             budget=self.budget, metric=self.metric, target=self.target, quick=self.quick,
-            allow_wider=self.allow_wider, weights_alone=weights_alone,
+            allow_wider=self.allow_wider, weights_alone=weights_alone, without_samples=without_samples,
         )  # fmt: skip
         console = results()
         console.print(_table(found))

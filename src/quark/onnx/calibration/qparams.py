@@ -6,6 +6,7 @@ scale = input scale * weight scale, taken when it is written.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.observers.percentile import PercentileObserver
 from quark.core.observers.power_of_two import PowerOfTwoMSEPercentileObserver
 from quark.core.quantize import elementwise, quantize
-from quark.core.scales import TINY, QParams, nearest_fraction
+from quark.core.scales import EPS, TINY, QParams, nearest_fraction
 from quark.core.solvers import hqq
 from quark.core.solvers.kernel_sums import balance_sums
 from quark.core.spec import ScaleType, TensorSpec
@@ -34,6 +35,8 @@ from quark.onnx.graph.model_file import constant
 from quark.onnx.placement.placement import Placement
 
 CHUNK_BYTES = 1 << 22
+LEAST_LIFTED = 2.0**-100
+"""A weight of smaller values would have scales near the smallest normal float32."""
 CAST = QParams(np.ones((), np.float32))
 """Of a plain cast, and in the place of what a block format finds for each block."""
 
@@ -108,16 +111,32 @@ def _weight_qparams(weight: NumpyArray, spec: TensorSpec, settings: Settings, na
         refuse_subnormal(float(abs(array).max(initial=0)), f"The values of {name[0].lower()}{name[1:]}")
         return CAST
     observer = make_observer(spec, settings, weight=True)
-    observer.update(array)
+    lift = _lift(array, spec)
+    observer.update(array if lift == 1 else array * lift)
     try:
-        refuse_subnormal(largest(observer), "its values")
+        amax = largest(observer)
+        refuse_subnormal(None if amax is None else amax / float(lift), "its values")
         found = observer.qparams()
+        if lift != 1:
+            found = replace(found, scale=found.scale / lift)
         # Float zero points are those of MatMulNBits nodes that HQQ solves.
         return hqq.solve(array, found, spec) if spec.float_zero_point else found
     except NonFiniteError:
         raise NonFiniteError(f"{name} holds NaN or Inf.") from None
     except QuarkError as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def _lift(array: NumpyArray, spec: TensorSpec) -> np.float32:
+    """A power of two that brings a weight to where the smallest scale leaves its values their codes; 1 where it does.
+
+    What is computed with such a weight may be scaled up behind it.
+    """
+    amax = float(abs(array).max(initial=0))
+    enough = EPS * (spec.dtype.max - spec.dtype.min)
+    if spec.scale_type not in (ScaleType.float, ScaleType.float32) or not LEAST_LIFTED < amax < enough:
+        return np.float32(1)
+    return np.float32(2.0 ** math.ceil(math.log2(enough / amax)))
 
 
 def largest(observer: Observer) -> float | None:

@@ -16,6 +16,8 @@ from quark.onnx.config.lowering.tensors import group_size
 
 NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
 NBITS_ALGORITHMS = ("DEFAULT", "GPTQ", "HQQ")
+NBITS_SIZES = (16, 32, 64, 128, 256)
+"""Blocks that MatMulNBits has in ONNX Runtime 1.31 (matmul_nbits.cc)."""
 NBITS_OF_GPTQ = {"bits": "Bits", "group_size": "GroupSize", "weight_symmetric": "Symmetric"}
 """Field of GPTQConfig -> the entry of MatMulNBitsParams that says the same."""
 
@@ -61,6 +63,11 @@ def lower_nbits(options: Mapping[str, Any], gptq: GPTQConfig | None = None) -> T
         if value not in (getattr(GPTQConfig, name), params[key]):
             raise ConfigError(f"GPTQConfig.{name}={value}, MatMulNBitsParams.{key}={params[key]}: say it once.")
     size = group_size(params["GroupSize"], "MatMulNBitsParams.GroupSize")
+    if size not in NBITS_SIZES:
+        possible = ", ".join(map(str, NBITS_SIZES))
+        raise ConfigError(
+            f"MatMulNBitsParams.GroupSize={size}: the kernel has blocks of other sizes. Possible: {possible}."
+        )
     if params["Algorithm"] == "HQQ":
         # Its zero points are what it solves, whatever Symmetric says.
         dtype = DTYPES[f"uint{params['Bits']}"]

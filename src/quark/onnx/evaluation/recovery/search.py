@@ -33,11 +33,11 @@ from quark.onnx.calibration.score import Scorer
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
+from quark.onnx.evaluation.recovery.rival import Rival, ScoredModel
 from quark.onnx.evaluation.recovery.steps import PLENTY, STEPS, Step
 from quark.onnx.evaluation.recovery.types import element_types
 from quark.onnx.flow import convert
 from quark.onnx.latency.measure import leave_slower_in_float
-from quark.onnx.parts.output_parts import OutputPart
 from quark.onnx.prepare import prepare
 from quark.progress import seconds_text, write_event
 
@@ -52,6 +52,9 @@ RESERVE = 1.5
 
 NO_HOPE = "left out: "
 """How the result of a step begins that was not tried for what another one gave."""
+
+RIVAL = "as without samples"
+"""What the table calls a model that is made so."""
 
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -73,25 +76,6 @@ class Trial:
     after: float | None
     seconds: float
     result: str
-
-
-@dataclass(frozen=True)
-class ScoredModel:
-    """A quantized model.
-
-    Attributes:
-        settings: What it was made by.
-        model: The model.
-        score: The metric of the worst part of its outputs.
-        output: That part.
-        seconds: What quantizing and measuring took.
-    """
-
-    settings: Settings
-    model: ir.Model
-    score: float
-    output: OutputPart
-    seconds: float
 
 
 @dataclass
@@ -159,6 +143,7 @@ def recover(
     steps: Iterable[Step] = STEPS,
     quick: bool = False,
     allow_wider: bool = False,
+    rival: Rival | None = None,
 ) -> tuple[Recovery, ir.Model]:
     """Find the best model; see `ModelQuantizer.recover`.
 
@@ -173,6 +158,7 @@ def recover(
         quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
             distributions by their scores. End at 40 dB.
         allow_wider: Whether steps may give more bits than the config asks for.
+        rival: What is made without samples, which the result has to be better than.
     """
     start = time.monotonic()
     if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
@@ -196,7 +182,11 @@ def recover(
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.start(settings)
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
-    search.run(steps, allow_wider, PLENTY if quick and metric.name == "sqnr" else None)
+    # Where static integers win no time, no search makes them worth it.
+    if rival is None or not search.gives_way(rival):
+        search.run(steps, allow_wider, PLENTY if quick and metric.name == "sqnr" else None)
+        if rival is not None:
+            search.gives_way(rival)
     best = search.best
     found = Recovery(
         None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
@@ -281,6 +271,15 @@ class _Search:
                 self.leave_out(step)
             else:
                 self.attempt(step)
+
+    def gives_way(self, rival: Rival) -> bool:
+        """Take what was made without samples as the best, if it is better than what was made with them."""
+        start, before = time.monotonic(), self.best
+        other = rival.instead_of(before, self.scorer, self.fit)
+        if other is not None:
+            self.best = other
+            self._tell(Trial(RIVAL, before.score, other.score, time.monotonic() - start, "kept"))
+        return other is not None
 
     def leave_out(self, step: Step) -> None:
         """Note a step that would give another scheme than was asked for."""
