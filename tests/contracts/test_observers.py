@@ -13,9 +13,11 @@ import torch
 from quark.core.array import Array
 from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS, Observer
+from quark.core.observers.base import bring_to_host
 from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError
 from quark.onnx.calibration.statistics import EverythingObserver, Statistics
+from tests.pretended_gpu import PretendedGpu, on_host
 
 SHAPE = (6, 64)
 MX = {"scale_type": ScaleType.float8_e8m0fnu}
@@ -99,6 +101,38 @@ def test_merging_leaves_the_other_as_it_was(name: str, tensor: TensorSpec) -> No
     first.merge(second)
     first.update(data[0] * 100)
     assert_same(second, observe(name, tensor, data[2:]))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        pytest.param(
+            *pair, id=key, marks=[] if key in ("pof2_most_common-int4-channel", "mse-int8") else pytest.mark.slow
+        )
+        for key, pair in PAIRS.items()
+    ],
+)
+def test_a_device_is_not_waited_for_in_each_batch(name: str, tensor: TensorSpec) -> None:
+    """What is observed there is what is observed here, and more batches cost no more waits and no more uploads."""
+    seen: dict[int, tuple[int, ...]] = {}
+    for count in (1, 5):
+        data = [torch.from_numpy(x) for x in batches(count)]
+        with PretendedGpu() as gpu:
+            observer = OBSERVERS[name](tensor)
+            on_device = [x.to("cuda") for x in data]
+            observer.update(on_device[0])  # constants are brought once
+            gpu.meter.reset()
+            for x in on_device[1:]:
+                observer.update(x)
+            assert not gpu.meter.waits and not gpu.meter.uploads, (gpu.meter.waited_at, gpu.meter.uploaded_at)
+            bring_to_host([observer])
+            params = observer.qparams()
+            seen[count] = (gpu.meter.waits.total(), gpu.meter.uploads.total())
+            found = on_host([x for x in (params.scale, params.zero_point) if x is not None])
+        expected = observe(name, tensor, data).qparams()
+        for ours, theirs in zip(found, (expected.scale, expected.zero_point), strict=False):
+            assert torch.equal(ours, theirs)
+    assert all(many <= one for one, many in zip(seen[1], seen[5], strict=True)), seen
 
 
 ABOUT_BATCHES = ("moving_average", "pof2_most_common")

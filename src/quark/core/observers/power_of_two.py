@@ -16,11 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from quark.core.array import Array, NumpyArray, is_torch, like, namespace, to_numpy
+from quark.core.array import Array, NumpyArray, astype, is_torch, like, namespace, on_cpu, to_numpy
 from quark.core.granularity import PerTensor
 from quark.core.observers.base import Observer, host, needed
 from quark.core.observers.histograms.base import squared_error
 from quark.core.observers.histograms.bit_histogram import Bins, BitHistogram
+from quark.core.observers.histograms.device_errors import squared_errors
 from quark.core.observers.percentile import percentile_range
 from quark.core.scales import exp2, exponent, qparams_from_range
 from quark.core.spec import ScaleType, TensorSpec
@@ -159,7 +160,7 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(spec)
         PowerOfTwoMinMSEObserver(spec)  # refuses what that refuses
-        self.votes: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
+        self.votes: Array | None = None  # (parts, EXPONENTS), int64, where the tensors are
 
     def update(self, x: Array) -> None:
         if 0 in x.shape:
@@ -167,12 +168,30 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
         super().update(x)
         one = PowerOfTwoMinMSEObserver(self.spec)
         one.update(x)
+        if not on_cpu(x):
+            self._vote_on_device(one)
+            return
         if one.low is None or not bool(namespace(x).isfinite(one.low).all() and namespace(x).isfinite(one.high).all()):
             return  # `range` tells of it
         best = host(one._exponent()).reshape(-1).astype(np.int64)
         if self.votes is None:
             self.votes = np.zeros((len(best), EXPONENTS), np.int64)
         self.votes[np.arange(len(best)), best + EXPONENTS // 2] += 1
+
+    def _vote_on_device(self, one: PowerOfTwoMinMSEObserver) -> None:
+        """The same, and nothing waits; what is not finite votes for something, and `range` tells of it."""
+        assert one.low is not None and one.high is not None and one.histogram is not None
+        xp, low, high = namespace(one.low), one.low.reshape(-1), one.high.reshape(-1)
+        scalar = replace(self.spec, granularity=PerTensor())
+        center = one._nearest(one.low, one.high).reshape(-1)
+        tried = xp.stack([center + step for step in CANDIDATES])
+        lows, highs = (xp.stack([side] * len(tried)) for side in (low, high))
+        trials = scaled_range(lows, highs, scalar, tried)
+        errors = squared_errors(one.histogram, low, high, trials, scalar)
+        best = tried.gather(0, errors.argmin(0)[None])[0].long() + EXPONENTS // 2
+        if self.votes is None:
+            self.votes = best.new_zeros((len(best), EXPONENTS))
+        self.votes.scatter_add_(1, best[:, None], xp.ones_like(best)[:, None])
 
     def merge(self, other: Observer) -> None:
         super().merge(other)
@@ -189,7 +208,7 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
     def _exponent(self) -> Array:
         low, _ = self.extremes()
         assert self.votes is not None
-        best = self.votes.argmax(1).astype(np.int32) - EXPONENTS // 2
+        best = astype(self.votes.argmax(1) - EXPONENTS // 2, "int32")
         return like(best.reshape(tuple(low.shape)), low, "int32")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.core.array import Array, astype, is_torch, like, namespace, to_numpy, view
+from quark.core.array import Array, NumpyArray, astype, is_torch, namespace, to_numpy, view
 from quark.core.observers.histograms.counting import BITS, Extremes, count_patterns
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -40,8 +40,9 @@ class BitHistogram:
         patterns = view(astype(x, "float32"), "int32") >> (32 - self.bits)
         index = patterns + (1 << (self.bits - 1))
         if self.rows > 1:
-            offsets = np.arange(self.rows, dtype=np.int32)[:, None] << self.bits
-            index = index + like(offsets, x, "int32")
+            xp = namespace(x)  # counted on the device: a copy from the host would wait for it
+            rows = astype(xp.cumsum(xp.ones_like(index[:, :1]), 0) - 1, "int32")
+            index = index + (rows << self.bits)
         counts = _counted(index.reshape(-1), self.rows << self.bits)
         self.counts = counts if self.counts is None else self.counts + counts
 
@@ -62,13 +63,24 @@ class BitHistogram:
         size = 1 << self.bits
         counts = to_numpy(self.counts[row * size : (row + 1) * size]).astype(np.float64)
         index = np.flatnonzero(counts)
-        patterns = ((index - size // 2) << (32 - self.bits)).astype(np.int64)
-        near = _as_float(patterns)
-        far = _as_float(patterns | ((1 << (32 - self.bits)) - 1))
-        left, right = np.minimum(near, far), np.maximum(near, far)
+        left, right = _edges(index, self.bits)
         order = np.argsort(left + right, kind="stable")
         left, right = np.clip(left[order], low, high), np.clip(right[order], low, high)
         return Bins(left, right, counts[index][order])
+
+
+def every_bin(bits: int) -> NumpyArray:
+    """Both bounds of each bin, (2, bins); 0 where they are no numbers."""
+    with np.errstate(invalid="ignore"):
+        edges = np.stack(_edges(np.arange(1 << bits), bits))
+    return np.where(np.isfinite(edges).all(0), edges, 0.0)
+
+
+def _edges(index: NumpyArray, bits: int) -> tuple[Floats, Floats]:
+    """Bounds of bins by their numbers."""
+    patterns = ((index - (1 << bits) // 2) << (32 - bits)).astype(np.int64)
+    near, far = _as_float(patterns), _as_float(patterns | ((1 << (32 - bits)) - 1))
+    return np.minimum(near, far), np.maximum(near, far)
 
 
 def _counted(index: Array, size: int) -> Array:
