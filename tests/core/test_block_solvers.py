@@ -20,9 +20,10 @@ from quark.core.kernels import trust
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
 from quark.core.rounding import round_to
+from quark.core.schemes import SCHEMES
 from quark.core.solvers import columns, gptq, kernels
 from quark.core.solvers.block_solvers import SOLVERS, CompiledBlocks, block_solver
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns import ColumnGrid, has_rule
 from quark.core.solvers.kernels import Kernels, is_refined, is_solved
 from quark.core.solvers.plain_columns import OneByOne, PlainBlocks, float_table
 from quark.core.solvers.refine import refine
@@ -377,6 +378,33 @@ def test_what_a_column_launches(
     passed = {("counted", (name, 128, bytes(ElementRule.of(rule)))) for name in names}  # type: ignore[arg-type]
     monkeypatch.setattr(solver.trust, "passed", passed)
     assert count().launches <= 2 * kernel * (size // 128) + 12
+
+
+WEIGHTS = {
+    str(layer.weight): layer.weight for layer in SCHEMES.values() if layer.weight is not None and has_rule(layer.weight)
+}
+"""What the schemes that are solved in columns make of a weight."""
+
+
+@pytest.mark.parametrize("pulled", [False, True], ids=["gptq", "gptaq"])
+@pytest.mark.parametrize(
+    "rule",
+    [rule if rule.dtype.name == "mx6" else pytest.param(rule, marks=pytest.mark.slow) for rule in WEIGHTS.values()],
+    ids=str,
+)
+def test_a_column_launches_ten_kernels_at_most(rule: TensorSpec, pulled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both passes, in plain steps: in the order of importance, where each column has scales of its own, and then in
+    that of the weight.
+    """
+    monkeypatch.setattr(columns, "_library", lambda: None)
+    size, split = 256, rule.split
+    run = split.size if isinstance(split, PerGroup) else size
+    ordered, natural = (grid_of(weights(16, size), rule, torch.from_numpy, shared) for shared in (1, run))
+    goal, square = torch.from_numpy(np.ascontiguousarray(weights(16, size).T)), torch.eye(size)
+    refine(goal, gptq.solve(goal, square, ordered, drift=square if pulled else None), square, natural, 1)
+    with Operations() as found:
+        refine(goal, gptq.solve(goal, square, ordered, drift=square if pulled else None), square, natural, 1)
+    assert found.launches <= 10 * size and not found.waits
 
 
 # On a GPU that is not here. ------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class ColumnGrid:
         """The grid of columns start to stop."""
         zero = None if self.zero is None else self.zero[..., start:stop, :]
         of_one = start // self.shared == (stop - 1) // self.shared
-        return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero, stop - start if of_one else 1)
+        shared = stop - start if of_one else self.shared if start % self.shared == 0 else 1
+        return ColumnGrid(self.spec, self.scale[..., start:stop, :], zero, shared)
 
 
 def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:

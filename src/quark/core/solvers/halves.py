@@ -41,6 +41,8 @@ def add_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
     """Add sign * left @ right to total, in place and without a copy where torch can."""
     if is_torch(total) and total.ndim == 2:
         total.addmm_(left, right, alpha=sign)
+    elif is_torch(total) and total.ndim == 3:
+        total.baddbmm_(left, right, alpha=sign)
     else:
         total += sign * (left @ right)
 

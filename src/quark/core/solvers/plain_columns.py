@@ -15,6 +15,7 @@ Where columns have scales of their own, v is multiplied by 1 / s, and the code b
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -47,30 +48,47 @@ class PlainBlocks:
         feedback: Array,
         pull: Array | None,
     ) -> None:
-        # P counts from v itself, and F from what is missed of t: neither has the zero point that is added for rounding.
-        xp, steps = namespace(work), _Steps(grid, pull is None or not grid.spec.float_zero_point)
+        xp = namespace(work)
         if pull is None:
+            steps = _Steps(grid)
             add_product(work, xp.swapaxes(xp.triu(feedback, 1), -1, -2), target)
-        steps.enter(work)
-        if pull is not None:
-            steps.enter(target)
-        for j in range(work.shape[-2]):
-            column, before = work[..., j, :], slice(j)
-            if pull is None:
+            steps.enter(work)
+            for j in range(work.shape[-2]):
+                column = work[..., j, :]
                 if j:
-                    add_row_product(column, feedback[..., before, j], result[..., before, :], -1)
-            elif j:
-                add_row_product(column, feedback[..., before, j], missed[..., before, :])
-                for pulled in (column, target[..., j, :]):
-                    add_row_product(pulled, pull[..., before, j], work[..., before, :])
-            steps.quantize(j, column, result[..., j, :])
-            if pull is not None:
-                xp.subtract(target[..., j, :], result[..., j, :], out=missed[..., j, :])
-        steps.leave(work)
-        if pull is not None:
-            steps.leave(target)
-        steps.finish(result)
+                    add_row_product(column, feedback[..., :j, j], result[..., :j, :], -1)
+                steps.quantize(j, column, result[..., j, :])
+            steps.leave(work)
+            steps.finish(result)
+        else:
+            self._solve_pulled(grid, work, target, result, feedback, pull)
         xp.subtract(target, result, out=missed)
+
+    def _solve_pulled(
+        self, grid: ColumnGrid, work: Array, target: Array, result: Array, feedback: Array, pull: Array
+    ) -> None:
+        """Rows v_i, t_i and q_i of a column lie side by side, so that one product gives a column both its v and its t.
+
+        v_j += P_ij v_i + F_ij t_i - F_ij q_i          t_j += P_ij v_i
+        """
+        # P counts from v itself, and F from what is missed of t: neither has the zero point that is added for rounding.
+        xp, steps, columns = namespace(work), _Steps(grid, not grid.spec.float_zero_point), work.shape[-2]
+        steps.enter(work)
+        steps.enter(target)
+        beside = xp.stack([work, target, result], -2)
+        flat = beside.reshape(*beside.shape[:-3], 3 * columns, beside.shape[-1])
+        of_v, of_t = xp.swapaxes(pull, -1, -2), xp.swapaxes(feedback, -1, -2)
+        sides = xp.stack([xp.stack([of_v, of_t, -of_t], -1), xp.stack([of_v, of_t * 0.0, of_t * 0.0], -1)], -3)
+        sides = sides.reshape(*sides.shape[:-2], 3 * columns)
+        for j in range(columns):
+            if j:
+                add_product(beside[..., j, :2, :], sides[..., j, :, : 3 * j], flat[..., : 3 * j, :])
+            steps.quantize(j, beside[..., j, 0, :], beside[..., j, 2, :])
+        for index, part in enumerate((work, target, result)):
+            part[...] = beside[..., index, :]
+        steps.leave(work)
+        steps.leave(target)
+        steps.finish(result)
 
     def refine(self, grid: ColumnGrid, result: Array, gradient: Array, change: Array, hessian: Array) -> None:
         xp, steps = namespace(result), _Steps(grid)
@@ -81,13 +99,25 @@ class PlainBlocks:
         wanted += result
         add_product(wanted, sides, result)
         change[...] = result
-        steps.enter(wanted)
-        for j in range(result.shape[-2]):
-            if j:
-                add_row_product(wanted[..., j, :], sides[..., j, :j], result[..., :j, :], -1)
-            steps.quantize(j, wanted[..., j, :], result[..., j, :])
-        steps.finish(result)
+        columns = result.shape[-2]
+        run = columns if steps.shared or grid.shared == 1 else grid.shared
+        for start in range(0, columns, run):
+            here = slice(start, min(start + run, columns))
+            part, solved = wanted[..., here, :], result[..., here, :]
+            if start:
+                add_product(part, sides[..., here, :start], result[..., :start, :], -1)
+            _refine_run(steps.of_run(start) if run < columns else steps, part, solved, sides[..., here, here])
         change -= result
+
+
+def _refine_run(steps: _Steps, wanted: Array, result: Array, sides: Array) -> None:
+    """Visit columns again, before which nothing has changed that `wanted` does not know of."""
+    steps.enter(wanted)
+    for j in range(result.shape[-2]):
+        if j:
+            add_row_product(wanted[..., j, :], sides[..., j, :j], result[..., :j, :], -1)
+        steps.quantize(j, wanted[..., j, :], result[..., j, :])
+    steps.finish(result)
 
 
 class OneByOne:
@@ -161,6 +191,14 @@ class _Steps:
         self.low, self.high = spec.dtype.min, spec.dtype.max
         if self.zero is not None and not self.before:
             self.low, self.high = spec.dtype.min - self.zero, spec.dtype.max - self.zero
+
+    def of_run(self, start: int) -> _Steps:
+        """Those of columns from `start` on that share their scales."""
+        own, here = copy(self), slice(start, start + 1)
+        own.shared, own.scale, own.factor = True, self.scale[..., here, :], self.factor[..., here, :]
+        own.zero = None if self.zero is None else self.zero[..., here, :]
+        own.low, own.high = (x if isinstance(x, (int, float)) else x[..., here, :] for x in (self.low, self.high))
+        return own
 
     def enter(self, block: Array) -> None:
         """Into units of the scales, where columns share them; with what is added before rounding."""
