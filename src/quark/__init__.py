@@ -5,6 +5,9 @@ from typing import Any
 
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
+from quark.telemetry import switch_off
+
+switch_off()
 
 
 def __getattr__(name: str) -> Any:

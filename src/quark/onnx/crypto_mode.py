@@ -15,6 +15,7 @@ from quark.log import logger, severity
 from quark.onnx.calibration.data.samples import all_in_memory
 from quark.onnx.config.settings import Settings
 from quark.onnx_ops.encryption import KEY_VARIABLE, environment_key, save_encrypted
+from quark.telemetry import onnxruntime_is_silent
 
 ERROR = 3
 
@@ -23,8 +24,13 @@ def check_crypto(source: Any, output: Any, settings: Settings) -> None:
     """Refuse what would put something about the model on the disk, and an output that cannot be written.
 
     Raises:
-        ConfigError: The model is no ModelProto, or an option writes a file.
+        ConfigError: The model is no ModelProto, an option writes a file, or ONNX Runtime may do so.
     """
+    if not onnxruntime_is_silent():
+        raise ConfigError(
+            "CryptoMode=True keeps everything about the model off the disk; ONNX Runtime, its telemetry on, writes "
+            "texts of errors to it. Possible: import quark before onnxruntime, or ORT_DISABLE_TELEMETRY=1."
+        )
     if not isinstance(source, onnx.ModelProto):
         raise ConfigError(f"CryptoMode=True takes an onnx.ModelProto, got {type(source).__name__}.")
     writes = {
