@@ -136,12 +136,12 @@ def test_an_array_longer_than_the_file_ends_at_once(tmp_path: Path) -> None:
     header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
     of_uint32 = struct.pack("<IQ", 4, 2**60)
     (tmp_path / "long.gguf").write_bytes(header + of_uint32 + bytes(32))
-    with pytest.raises(FormatError, match="truncated: it ends at byte"):
+    with pytest.raises(FormatError, match="damaged one: it ends at byte"):
         read_imatrix(tmp_path / "long.gguf")
 
 
 def test_arrays_in_arrays_without_an_end_are_refused(tmp_path: Path) -> None:
     header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
     (tmp_path / "deep.gguf").write_bytes(header + struct.pack("<IQ", 9, 1) * 5000)
-    with pytest.raises(FormatError, match="truncated: maximum recursion"):
+    with pytest.raises(FormatError, match="damaged one: maximum recursion"):
         read_imatrix(tmp_path / "deep.gguf")

@@ -152,6 +152,15 @@ def unpack_blocks(stored: torch.Tensor, dtype: BlockType) -> Parts:
     return parts
 
 
+def halves_of(dtype: BlockType) -> list[int]:
+    """Where the float16 numbers of a block begin in its bytes."""
+    sizes, starts, start = {"q": dtype.block, "c": dtype.groups, "k": dtype.groups}, [], 0
+    for field in FIELDS[dtype.name]:
+        starts += [start] if isinstance(field, Half) else []
+        start += field.bytes(sizes)
+    return starts
+
+
 def _lowest(dtype: BlockType) -> int:
     assert dtype.scales is not None
     return dtype.scales[0]

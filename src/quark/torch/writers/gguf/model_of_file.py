@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import torch
 from quark.errors import FormatError
 from quark.files import require_regular
 from quark.torch.model.model_folder import as_format_error, import_transformers
-from quark.torch.writers.gguf.architectures.metadata import write_hyperparameters
-from quark.torch.writers.gguf.architectures.table import architecture_of
-from quark.torch.writers.gguf.names import import_gguf
+from quark.torch.writers.gguf.hyperparameters import refuse_other_config, with_scaled_rope
 from quark.torch.writers.gguf.open_file import open_gguf
-from quark.torch.writers.gguf.reader import DTYPES, import_model_from_gguf
+from quark.torch.writers.gguf.reader import DTYPES, check_tensors, import_model_from_gguf
 
 EXACT = (torch.float16, torch.bfloat16)
 """Dtypes of 16 bits, the first of which is taken that holds all that the file has in float."""
@@ -46,38 +43,18 @@ def model_of_gguf(file: Path, companions: Path) -> Any:
     _drop_made_up(companions / "tokenizer.json", len(reader.get_field("tokenizer.ggml.tokens").contents()))
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FormatError(f"{file}: {config.model_type} models have no class for language models in transformers.")
-    _refuse_other_config(file, reader, config)
+    with_scaled_rope(reader, config)
+    refuse_other_config(
+        file, reader, config, "that transformers makes of it. Possible: import_model_from_gguf with the float model."
+    )
     dtype = _dtype(reader)
+    with as_format_error(file, "has metadata that no model can be built of"), torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    check_tensors(file, reader, skeleton)  # sizes of the metadata may be any, and need no memory so far
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.config.dtype = dtype
     model.config._name_or_path = str(companions)
     return import_model_from_gguf(model, file)
-
-
-def _refuse_other_config(file: Path, reader: Any, config: Any) -> None:
-    """Raise FormatError where a file of the config would say otherwise than this one: not all keys were understood."""
-    architecture = architecture_of(config)
-    writer = import_gguf().GGUFWriter(None, architecture.arch)
-    write_hyperparameters(writer, architecture, config)
-    for key, made in writer.kv_data[0].items():
-        field = reader.get_field(key)
-        found = None if field is None else field.contents()
-        if found is not None and not _alike(found, made.value):
-            raise FormatError(
-                f"{file}: transformers makes a {config.model_type} config of it of which {key} is {made.value}, not "
-                f"{found} as in the file. Possible: import_model_from_gguf(model, file), with the float model."
-            )
-
-
-def _alike(found: Any, made: Any) -> bool:
-    if isinstance(found, list) or isinstance(made, list):
-        pair = [value if isinstance(value, list) else [value] for value in (found, made)]
-        longest = max(map(len, pair))
-        first, second = (value * longest if len(value) == 1 else value for value in pair)
-        return len(first) == len(second) and all(map(_alike, first, second))
-    if isinstance(found, str) or isinstance(made, str):
-        return bool(found == made)
-    return math.isclose(found, made, rel_tol=1e-6)
 
 
 def _drop_made_up(described: Path, count: int) -> None:

@@ -17,6 +17,8 @@ IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")
 """The part of a block that holds experts: mlp.experts.0, block_sparse_moe.experts.0."""
 IN_LAYERS = re.compile(r"\.(\d+)\.")
 """The number of a block."""
+IN_FILE = re.compile(r"blk\.([0-9]{1,9})\.")
+"""The number of a block at the front of a name in a file."""
 BARE = (".A_log", ".D")
 """Ends of the names of tensors that have no suffix in files."""
 LEAF_BIAS = re.compile(r"_bias$")
@@ -61,7 +63,8 @@ def tensor_names(model: Any, architecture: Any) -> Callable[[str], str | None]:
 
 def block_of(stored: str) -> int | None:
     """Number of the block that a tensor of a file belongs to."""
-    return int(stored.split(".")[1]) if stored.startswith("blk.") else None
+    found = IN_FILE.match(stored)
+    return int(found[1]) if found else None
 
 
 def part_name(name: str, part: str) -> str:

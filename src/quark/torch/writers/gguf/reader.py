@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.core.block_types import BLOCK_TYPES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.core.spec import spec as make_spec
-from quark.errors import FormatError
+from quark.errors import FormatError, NonFiniteError
 from quark.torch.checkpoint.importer import load_stored
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -27,8 +28,10 @@ from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.architectures.architecture import Architecture
 from quark.torch.writers.gguf.architectures.rope import rope_tensors
 from quark.torch.writers.gguf.architectures.table import architecture_of
+from quark.torch.writers.gguf.block_bytes import halves_of
 from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.names import block_of, expert_of, part_name, tensor_names
+from quark.torch.writers.gguf.hyperparameters import refuse_other_config
+from quark.torch.writers.gguf.names import block_of, expert_of, import_gguf, part_name, tensor_names
 from quark.torch.writers.gguf.open_file import open_gguf
 from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
 
@@ -50,15 +53,32 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
         FormatError: The file is no GGUF file, is of another model, or holds a block type that is not known here.
         NotSupportedError: The architecture has no row in `ARCHITECTURES`.
     """
+    path, reader = Path(file), open_gguf(Path(file))
     architecture = architecture_of(getattr(model, "config", None))
-    tensors = {
-        tensor.name: tensor for tensor in _of_architecture(open_gguf(Path(file)), Path(file), architecture.arch).tensors
-    }
+    named = _named(path, reader, model, architecture)
+    refuse_other_config(path, reader, model.config, "of the model. Possible: the float model that the file is of.")
+    config = _config(model, named)
+    # The values are made while the model changes: what they depend on is known before.
+    values = [TensorReader(model, architecture, name, tensor, config) for name, tensor in named.items()]
+    load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
+    return model
+
+
+def check_tensors(file: Path, reader: Any, model: Any) -> None:
+    """Raise FormatError where the tensors of a file are not those of a model, which may be on the meta device."""
+    _named(file, reader, model, architecture_of(model.config))
+
+
+def _named(file: Path, reader: Any, model: Any, architecture: Architecture) -> dict[str, Any]:
+    """Name in the model, in which each expert has its own, -> the tensor of the file that holds it, of its shape."""
+    tensors = {tensor.name: tensor for tensor in _of_architecture(reader, file, architecture.arch).tensors}
     name_of = tensor_names(model, architecture)
     # Not every parameter has a name there: a head that is always tied has none.
     originals = unfuse_experts(model, lambda name: True)  # the experts of a block by their own names
     try:
-        names = {name: name_of(name) for name in model.state_dict()}
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        names = {name: name_of(name) for name in shapes}
+        flipped = {name for name in shapes if is_conv1d(model, name)}
     finally:
         undo(model, originals)
     if tied := tied_weights(model):
@@ -70,12 +90,26 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
         parts = [part_name(name, part) for part in architecture.parts(name, model.config)]
         if parts:
             named[name] = _joined(name, [tensors.get(part) for part in parts])
-    _refuse_unread(Path(file), model, names, tensors, architecture)
-    config = _config(model, named)
-    # The values are made while the model changes: what they depend on is known before.
-    values = [TensorReader(model, architecture, name, tensor, config) for name, tensor in named.items()]
-    load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
-    return model
+    _refuse_unread(file, model, names, tensors, architecture)
+    for name, tensor in named.items():
+        shape = shapes[name][::-1] if name in flipped else shapes[name]
+        _check_shape(file, tensor, name, _shape_in_file(architecture, name, shape, model.config))
+    return named
+
+
+def _shape_in_file(architecture: Architecture, name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
+    """The shape that a tensor has in files, of one expert where there are several."""
+    change = architecture.change(name)
+    return shape if change is None else tuple(change.write(torch.empty(shape, device="meta"), config).shape)
+
+
+def _check_shape(file: Path, tensor: Any, name: str, expected: tuple[int, ...]) -> None:
+    """Raise FormatError for a tensor of another shape than the model's; a single row may be a vector."""
+    stored = tuple(int(size) for size in reversed(tensor.shape))
+    expert = expert_of(name)
+    one = stored if expert is None else stored[1:] if expert < stored[0] else ()
+    if one != expected and (1, *one) != expected:
+        raise FormatError(f"{file}: {tensor.name} has the shape {stored}, and {name} of the model {expected}.")
 
 
 def _refuse_unread(
@@ -113,11 +147,19 @@ class TensorReader:
         self.shape = None if value is None else _shape(value, tensor, self.change is not None)
 
     def read(self) -> torch.Tensor:
-        """The tensor: values in the dtype of the model, or the bytes of a quantized weight."""
+        """The tensor: values in the dtype of the model, or the bytes of a quantized weight.
+
+        Raises:
+            NonFiniteError: A value, or the scale of a block, is NaN or infinite.
+        """
         data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         value = torch.from_numpy(data.copy())
         if self.tensor.tensor_type.name == "BF16":
             value = value.view(torch.bfloat16)
+        if not _is_finite(value, self.tensor.tensor_type.name):
+            raise NonFiniteError(
+                f"{self.tensor.name} of the file, {self.name} of the model, has NaN or infinite values."
+            )
         if self.order is not None:
             value = value[torch.argsort(self.order)]
         if self.adds_one:
@@ -129,6 +171,18 @@ class TensorReader:
         if self.dtype is not None:
             value = value.to(self.dtype)
         return value.t().contiguous() if self.flipped else value
+
+
+def _is_finite(value: torch.Tensor, kind: str) -> bool:
+    """Whether the values of a tensor are numbers, as far as its bytes alone can say it: scales of blocks are."""
+    if kind in DTYPES:
+        return bool(torch.isfinite(value).all())
+    size = int(import_gguf().GGML_QUANT_SIZES[import_gguf().GGMLQuantizationType[kind]][1])
+    blocks = value.reshape(-1, size)
+    if kind == "MXFP4":
+        return not bool((blocks[:, 0] == 255).any())
+    starts = halves_of(BLOCK_TYPES[kind.lower()])
+    return all(bool(torch.isfinite(blocks[:, at : at + 2].contiguous().view(torch.float16)).all()) for at in starts)
 
 
 def value_of(model: nn.Module, name: str) -> torch.Tensor:
@@ -156,8 +210,11 @@ class _Joined:
 
 
 def _joined(name: str, parts: list[Any]) -> _Joined:
-    if None in parts or len({part.tensor_type for part in parts}) > 1:
-        raise FormatError(f"{name} is {len(parts)} tensors of the file, of which one is missing or of another type.")
+    alike = {(part.tensor_type, *part.shape[:-1].tolist()) for part in parts if part is not None}
+    if None in parts or len(alike) > 1:
+        raise FormatError(
+            f"{name} is {len(parts)} tensors of the file, of which one is missing, or of another type or shape."
+        )
     shape = [*parts[0].shape[:-1], sum(int(part.shape[-1]) for part in parts)]
     return _Joined(name, np.concatenate([part.data for part in parts]), parts[0].tensor_type, shape)
 
@@ -182,10 +239,17 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
             and expert_of(name) is None
             and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
         )
+        if kind not in DTYPES and (leaf != "weight" or not _is_layer(model, parent, name)):
+            raise FormatError(f"{tensor.name} has the type {kind}, and the model has {name} in float alone.")
         if leaf != "weight" or plain:
             continue
         layers[parent] = config_of_layer(LayerSpec(weight=_spec(name, kind)))
     return QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=layers)
+
+
+def _is_layer(model: nn.Module, parent: str, name: str) -> bool:
+    """Whether a weight is that of a layer, whose values may be quantized."""
+    return expert_of(name) is not None or is_conv1d(model, name) or bool(layer_class(model.get_submodule(parent)))
 
 
 def _is_float(kind: str, model: nn.Module, name: str) -> bool:

@@ -1,0 +1,96 @@
+"""Hyperparameters of a GGUF file and of the config of a model: whether both say the same of what is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quark.errors import FormatError
+from quark.torch.writers.gguf.architectures.metadata import write_hyperparameters
+from quark.torch.writers.gguf.architectures.table import architecture_of
+from quark.torch.writers.gguf.names import import_gguf
+from quark.torch.writers.gguf.open_file import hyperparameters
+
+DESCRIBES = ("context_length", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "nextn_predict_layers")
+"""Keys that say nothing of what is computed; sizes are those of the tensors."""
+DEFAULTS = {"rope.freq_base": 10000.0, "rope.scaling.type": "none"}
+"""What readers take where a file has no such key."""
+NEUTRAL = ("", "none", 0, False)
+"""Values with which a key that is not known here changes nothing."""
+ROPE = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""Key of a file -> field of rope_parameters."""
+SCALINGS = ("linear", "yarn")
+"""Types of scaling that are in the metadata alone, and in no tensor."""
+
+
+def refuse_other_config(file: Path, reader: Any, config: Any, whose: str) -> None:
+    """Raise FormatError where a file of the config would say otherwise than this one.
+
+    Args:
+        file: For messages.
+        reader: Of the file.
+        config: Of a transformers model of the file's architecture.
+        whose: What the config is of, for messages, and what is possible.
+    """
+    for key, found, made in _differences(reader, config):
+        raise FormatError(f"{file}: {key} is {found} in the file, and {made} in the {config.model_type} config {whose}")
+
+
+def _differences(reader: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value in the file, and value of the config, where these are not alike."""
+    architecture = architecture_of(config)
+    writer = import_gguf().GGUFWriter(None, architecture.arch)
+    write_hyperparameters(writer, architecture, config)
+    held, made = dict(hyperparameters(reader)), {key: entry.value for key, entry in writer.kv_data[0].items()}
+    for key in sorted({*held, *made}):
+        name = key.removeprefix(f"{architecture.arch}.")
+        if name in DESCRIBES or not key.startswith(f"{architecture.arch}."):
+            continue
+        found = held.get(key, DEFAULTS.get(name))
+        ours = made.get(key, DEFAULTS.get(name))
+        if found is None:
+            continue  # readers know it by heart, or from the tensors
+        if ours is None and not _changes_nothing(name, found):
+            yield key, found, "not there"
+        elif ours is not None and not _alike(found, ours):
+            yield key, found, ours
+
+
+def _changes_nothing(name: str, found: Any) -> bool:
+    values = found if isinstance(found, list) else [found]
+    return all(value in NEUTRAL or (name.endswith(("scale", "factor")) and value == 1) for value in values)
+
+
+def with_scaled_rope(reader: Any, config: Any) -> None:
+    """Give a config that transformers made of a file the scaling of rotations that it says, which transformers leaves.
+
+    Where that is not all of it, `refuse_other_config` finds so.
+    """
+    arch, held = architecture_of(config).arch, dict(hyperparameters(reader))
+    kind, rope = held.get(f"{arch}.rope.scaling.type"), getattr(config, "rope_parameters", None)
+    if kind not in SCALINGS or not rope or "rope_theta" not in rope:
+        return
+    scaled = {field: held[f"{arch}.{key}"] for key, field in ROPE.items() if f"{arch}.{key}" in held}
+    factor, attention = scaled.get("factor"), held.get(f"{arch}.rope.scaling.attn_factor")
+    if kind == "yarn" and factor and attention is not None:
+        # A reader multiplies by this factor of the paper itself.
+        scaled["attention_factor"] = attention * (1 + math.log(factor) / 10)
+    config.rope_parameters = {**rope, "rope_type": kind, **scaled}
+
+
+def _alike(found: Any, made: Any) -> bool:
+    if isinstance(found, list) or isinstance(made, list):
+        pair = [value if isinstance(value, list) else [value] for value in (found, made)]
+        longest = max(map(len, pair))
+        first, second = (value * longest if len(value) == 1 else value for value in pair)
+        return len(first) == len(second) and all(map(_alike, first, second))
+    if isinstance(found, str) or isinstance(made, str):
+        return bool(found == made)
+    return math.isclose(found, made, rel_tol=1e-6)
