@@ -12,7 +12,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import onnx_ir as ir
 import pytest
 
 from quark import files
@@ -29,6 +31,8 @@ from quark.files import (
     scratch_folder,
     temporary_folder,
 )
+from quark.onnx_ops.saving import save
+from tests.models.onnx_zoo import cnn
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="locks and special files of POSIX")
 SOURCE = Path(files.__file__).parents[1]
@@ -398,3 +402,59 @@ def test_a_folder_that_is_nearly_a_model_says_what_to_do(tmp_path: Path) -> None
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FormatError, match=r"It is an adapter: merge it"):
         require_config(tmp_path)
+
+
+def test_a_folder_that_takes_no_file_is_found_at_once() -> None:
+    """root may write everywhere, and no one into /proc."""
+    if not Path("/proc/self").is_dir():
+        pytest.skip("no /proc")
+    for check in (check_file, check_folder):
+        with pytest.raises(OutputError, match=r"/proc (takes no file|is read-only)"):
+            check("/proc/model.onnx", False)
+
+
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed and renamed from now on, in order, by name."""
+    events: list[str] = []
+    flush, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        flush(descriptor)
+
+    def note(call: Any) -> Any:
+        def noted(self: Path, target: Path) -> Path:
+            events.append(f"rename {self.name}")
+            moved: Path = call(self, target)
+            return moved
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note(rename))
+    monkeypatch.setattr(Path, "replace", note(replace))
+    return events
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of descriptors")
+def test_what_is_renamed_is_on_the_disk_before_and_its_name_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power leaves the old output or the new one: files, then the names in their folders, then the name."""
+    events, here = synced(monkeypatch), tmp_path.name
+    with atomic_file(tmp_path / "file") as file:
+        file.write_text("new")
+    assert events == ["flush file", "rename file", f"flush {here}"]
+    events.clear()
+    with atomic_folder(tmp_path / "folder") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_text("new")
+    assert set(events[:3]) == {"flush weights", "flush inner", "flush folder"}
+    assert events[3:] == ["rename folder", f"flush {here}"]
+    events.clear()
+    save(ir.serde.deserialize_model(cnn()), tmp_path / "m.onnx", external_data=True)
+    renamed = [index for index, event in enumerate(events) if event.startswith("rename m.")][-2:]
+    assert [events[index].split()[1] for index in renamed] == ["m.onnx.data", "m.onnx"]
+    for index in renamed:
+        assert events[index - 1] == events[index].replace("rename", "flush")
+    assert events[-1] == f"flush {here}"

@@ -1,4 +1,4 @@
-"""Outputs that are whole or absent: written into a temporary folder beside their place, then renamed.
+"""Outputs that are whole or absent: written into a temporary folder beside their place, flushed, then renamed.
 
     .quark-1f0c93ab.tmp/        held by a lock as long as its process lives
         out                     the new output under its own name, so that no name becomes too long
@@ -93,7 +93,9 @@ def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterato
     with temporary_folder(target) as temporary:
         file = temporary / target.name
         yield file
+        flush(file)
         file.replace(target)
+        flush(target.parent)
 
 
 def replace_file(file: Path, target: Path, stale: Collection[Path]) -> None:
@@ -112,7 +114,9 @@ def replace_file(file: Path, target: Path, stale: Collection[Path]) -> None:
     for path in stale:
         with suppress(OSError):  # a file system without second names: what a kill leaves stays
             os.link(path, gone / path.name)
+    flush(file)
     file.replace(target)
+    flush(target.parent)
     for path in stale:
         with suppress(OSError):  # Windows: while a session reads it
             path.unlink()
@@ -155,6 +159,25 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, written to the disk: what the system still holds, a loss of power loses.
+
+    Raises:
+        OSError: The disk is full, or broken.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    except PermissionError:  # a file that its owner may not read, and folders under Windows
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # what is no disk
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def is_temporary(path: Path) -> bool:
@@ -338,6 +361,13 @@ def _check_parents(target: Path, named: Path) -> None:
         raise OutputError(f"{named} cannot be written: {folder} is not a folder.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{named} cannot be written: {folder} is read-only, for this user or at all.")
+    try:  # what a system lets root do everywhere else, it may not let anyone do in /proc
+        trial, lock = _make(folder)
+        trial.rmdir()
+    except OSError as error:
+        raise OutputError(f"{named} cannot be written: {folder} takes no file ({error.strerror}).") from None
+    if lock is not None:
+        os.close(lock)
     longest = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
     for name in target.relative_to(folder).parts:
         if len(os.fsencode(name)) > longest:
@@ -380,6 +410,14 @@ def remove_dead(parent: Path) -> None:
 
 def _put(new: Path, target: Path, temporary: Path) -> None:
     """Give `new` the name `target`; what had it goes into `temporary`."""
+    for path in (*new.rglob("*"), new):
+        if not path.is_symlink():
+            flush(path)
+    _rename(new, target, temporary)
+    flush(target.parent)
+
+
+def _rename(new: Path, target: Path, temporary: Path) -> None:
     if not target.exists():
         new.rename(target)
         return

@@ -340,6 +340,7 @@ BAD = {
     "dtype": (QUANTIZE + "--scheme int8_wo --dtype float23", "float23"),
     "integer dtype": (QUANTIZE + "--scheme int8_wo --dtype int8", "int8"),
     "device": (QUANTIZE + "--scheme int8_wo --device gpu", "gpu"),
+    "a device without values": (QUANTIZE + "--scheme int8_wo --device meta", "'meta' cannot be used: it holds no"),
     "option of ONNX files": (QUANTIZE + "--scheme int8_wo --config A8W8", "--config does not apply to"),
     "no scheme": (QUANTIZE, "Missing option --scheme or --for"),
     "evaluate: no text file": ("evaluate {llama} {quantized}", "Missing option --data or --text"),

@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.errors import FormatError, one_line
-from quark.files import check_file, digest_of, replace_file, temporary_folder
+from quark.files import check_file, digest_of, flush, replace_file, temporary_folder
 from quark.onnx_ops.custom_libraries import session_options
 from quark.onnx_ops.graph_writer import fixed_shape
 
@@ -70,7 +70,9 @@ def save(
         if look is not None:
             look(file)
         if data.exists():
+            flush(data)
             before.stale.discard(data.replace(target.with_name(data.name)))
+            flush(target.parent)
         replace_file(file, target, before.stale)
 
 

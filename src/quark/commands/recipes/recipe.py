@@ -21,6 +21,7 @@ from quark.__version__ import __version__
 from quark.commands.options.words import split_algorithm
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.files import atomic_file, check_apart, check_file, digest_of, require_regular
+from quark.yaml_objects import write_yaml
 
 RECIPE = "quark_recipe.yaml"
 """The name of a recipe in the folder that was made of it."""
@@ -79,8 +80,6 @@ class Recipe:
         Raises:
             CalibrationError, FormatError: The model or the data cannot be read.
         """
-        import yaml  # where a recipe is written, and not for --help
-
         content: dict[str, Any] = {"recipe": FORMAT}
         for name, value in self.options.items():
             if not (in_folder and name in OUTSIDE):
@@ -88,7 +87,7 @@ class Recipe:
                 (content.setdefault(section, {}) if section else content)[key] = _plain(name, value)
         content["made_with"] = {"quark": __version__, **self.digests}
         first = f"# quark run {RECIPE} -o OUTPUT makes it again.\n" if in_folder else ""
-        return first + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+        return first + write_yaml(content)
 
     @cached_property
     def digests(self) -> dict[str, str]:

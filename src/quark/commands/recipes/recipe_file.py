@@ -9,31 +9,10 @@ import yaml
 
 from quark.errors import FormatError
 from quark.files import require_regular
+from quark.yaml_objects import plain_yaml
 
 LARGEST = 1 << 20
 """Bytes of a recipe."""
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Plain values only, each key once, and no aliases, by which a short file can stand for a huge one."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.constructor.ConstructorError(None, None, "anchors and aliases are not taken", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                problem = f"the key {key.value!s:.40} is no text; quotes make it one"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if key.value in seen:
-                problem = f"the key {key.value!r} stands there twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
@@ -46,7 +25,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST:
             raise FormatError(f"{file} has {file.stat().st_size} bytes; a recipe has at most {LARGEST}.")
-        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        content = plain_yaml(file.read_text(encoding="utf-8"))
     except FormatError:
         raise
     except OSError as error:

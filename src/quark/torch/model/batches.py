@@ -112,6 +112,8 @@ def named_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"The device {name!r} cannot be used: {first}. Possible: cpu, cuda, cuda:1.") from None
+    if device.type == "meta":
+        raise ConfigError(f"The device {name!r} cannot be used: it holds no values. Possible: cpu, cuda, cuda:1.")
     return device
 
 

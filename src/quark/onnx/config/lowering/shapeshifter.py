@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import ConfigError, FormatError, NotSupportedError, did_you_mean, one_line, require_packages
+from quark.yaml_objects import plain_yaml
 
 Entries = dict[str, dict[str, Any]]
 
@@ -112,7 +113,7 @@ def _read(path: str) -> dict[str, Any]:
     import yaml  # of an extra of its own
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = plain_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise FormatError(f"{path} is no YAML file: {one_line(error)}") from error
     if not isinstance(content, dict):
