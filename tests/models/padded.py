@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 PAD = 63
 """Stands at masked positions, and in no text; `loud_padding` gives it an embedding that nobody overlooks."""
@@ -54,3 +55,25 @@ def _padded(ids: Sequence[torch.Tensor], form: str, length: int) -> dict[str, An
     if form == "shared positions":
         return {"input_ids": batch, "attention_mask": mask, "position_ids": torch.arange(length)[None]}
     return {"input_ids": batch, "attention_mask": mask}
+
+
+class Encoder(nn.Module):
+    """One block of attention; its padding is the loudest word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(64, 32)
+        self.query, self.value, self.up, self.down = (nn.Linear(32, 32) for _ in range(4))
+        with torch.no_grad():
+            self.words.weight[PAD] = 30
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        heads = (*x.shape[:2], 4, 8)
+        query, value = self.query(x).view(heads).transpose(1, 2), self.value(x).view(heads).transpose(1, 2)
+        scores = query @ query.transpose(-1, -2) + (1 - attention_mask[:, None, None].float()) * -1e9
+        y = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+        flat = self.up(x + y).relu().flatten(0, 1)
+        out: torch.Tensor = self.down(flat).view(x.shape)
+        return out

@@ -20,6 +20,7 @@ from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
@@ -246,7 +247,7 @@ def _metrics(reference: ir.Model, model: ir.Model, settings: Settings, reader: A
     """Compare a quantized model with the float model. Raises CalibrationError where there is no data."""
     data = reader
     if settings.metrics_data is not None:
-        data = Samples(settings.metrics_data, model_inputs(reference))
+        data = Samples(without_padding(settings.metrics_data, reference), model_inputs(reference))
     if data is None or not len(data):
         raise CalibrationError("EvalMetrics=True needs data. Possible: EvalDataReader, or a calibration_data_reader.")
     found = output_metrics(reference, model, data, settings)

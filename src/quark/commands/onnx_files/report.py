@@ -11,6 +11,7 @@ from typing import Any
 
 from quark.commands.results.counted import counted
 from quark.onnx.calibration.data.inputs import Feed, file_bytes, model_inputs
+from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.evaluation.compare_models import ComparedLayer, Report
 from quark.onnx.evaluation.kernel_graph import KINDS, kernel_graph
@@ -40,7 +41,8 @@ def onnx_sections(
         words: What was done, where that is known.
     """
     weights = LayerWeights(float_model, quantized)
-    feeds = list(itertools.islice(samples(reader, model_inputs(read_header(float_model))), HISTOGRAM_SAMPLES))
+    header = read_header(float_model)
+    feeds = list(itertools.islice(samples(without_padding(reader, header), model_inputs(header)), HISTOGRAM_SAMPLES))
     fusion = inspect_fusion(quantized)
     return [
         _what(float_model, quantized, report, words),

@@ -17,6 +17,7 @@ from quark.onnx.algorithms import check_algorithms
 from quark.onnx.auto_search.distances import Distance
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
@@ -59,11 +60,10 @@ class SearchTrials:
         if (distance is None) == (evaluator is None):
             raise ConfigError("A search judges by a metric or by an evaluator, one of them.")
         self._distance, self._evaluator = distance, evaluator
-        inputs = model_inputs(model)
-        self._data = None if calibration is None else Samples(calibration, inputs)
-        judged = self._data if evaluation is None else Samples(evaluation, inputs)
+        inputs, self._model = model_inputs(model), load(model)
+        self._data = None if calibration is None else Samples(without_padding(calibration, self._model), inputs)
+        judged = self._data if evaluation is None else Samples(without_padding(evaluation, self._model), inputs)
         self._known: dict[Any, dict[str, Statistics]] = {}
-        self._model = load(model)
         if evaluator is not None:
             self._baseline = float(evaluator(model))
             return

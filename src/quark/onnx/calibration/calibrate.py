@@ -21,11 +21,13 @@ import onnxruntime
 from quark.core.dtypes import DTYPES
 from quark.core.observers import Observer
 from quark.core.observers.min_max import MinMaxObserver
+from quark.core.real_rows import rows_at
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
 from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
@@ -293,13 +295,14 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
             f"{len(observers)} activations ({next(iter(observers))}, ...) have static scales, which need a calibration "
             "data reader. Possible: pass one (--calib on the command line), or weight-only quantization."
         )
-    inputs = model_inputs(model)
+    inputs, padding = model_inputs(model), Padding.of(model)
     wanted = [name for name in observers if name not in inputs]
     count = 0
     seen: dict[str, Any] = {}
     sliced: SlicedSession | None = None
     with ThreadPoolExecutor(1) as ahead:
         for feed in progress(usable(samples(reader, inputs, settings.calibration.samples)), "calibration"):
+            real = [*padding.real(feed).values()]
             if sliced is None:
                 sliced = sliced_session(model, wanted, feed, settings)
             parts = sliced.run(feed)
@@ -307,15 +310,23 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
             # The runtime computes the next slice while the one before is counted. Inputs are looked at now: a reader
             # may use their memory again.
             _update(observers, seen)
-            _update(observers, {name: feed[name] for name in observers if name in inputs})
+            _update(observers, _at({name: feed[name] for name in observers if name in inputs}, real))
             while running is not None and (made := running.result()) is not None:
                 running = ahead.submit(next, parts, None)
                 _update(observers, seen)
-                seen = made
+                seen = _at(made, real)
             count += 1
         _update(observers, seen)
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
+
+
+def _at(values: dict[str, Any], real: Sequence[Any]) -> dict[str, Any]:
+    """The values at real positions, where a sample that the model takes whole has masked ones."""
+    if not real:
+        return values
+    found = {name: rows_at(np.asarray(array), real) for name, array in values.items()}
+    return {name: array for name, array in found.items() if array.size}
 
 
 def _update(observers: Mapping[str, Collector], values: dict[str, Any]) -> None:

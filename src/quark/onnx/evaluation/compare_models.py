@@ -20,6 +20,7 @@ from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.model_file import read
 from quark.onnx.graph.proto_file import read_header
@@ -124,11 +125,12 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     tensors = ([a for a, _, _ in layers], [b for _, b, _ in layers])
     places = (float_model.parent, quantized.parent)
     inner = [instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
-    parts = parts_of(names, output_parts(read(float_model)))
+    whole = read(float_model)
+    parts = parts_of(names, output_parts(whole))
     outputs, found = {part: Comparison() for part in parts}, [layer for _, _, layer in layers]
     count, latency = 0, (0.0, 0.0)
     unlike: set[int] = set()
-    for feed in progress(samples(data, model_inputs(models[0]), limit), "evaluation"):
+    for feed in progress(samples(without_padding(data, whole), model_inputs(models[0]), limit), "evaluation"):
         latency = latency if count else _latency(plain, feed)
         arrays = [dict(zip(names, run_sample(session, names, feed), strict=True)) for session in plain]
         _update(outputs.values(), *([_of(part, each) for part in parts] for each in arrays), unlike=unlike)

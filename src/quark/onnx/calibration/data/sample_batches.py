@@ -37,8 +37,8 @@ def rebatch(feeds: Iterable[Feed], size: int | None, inputs: Mapping[str, Input]
         count = next(whole[name].shape[axis] for name, axis in axes.items() if axis is not None)
         step = size or _model_batch(axes, inputs)
         for start in range(0, count - step + 1, step):
-            yield _rows(whole, axes, start, start + step)
-        rest = _rows(whole, axes, count - count % step, count) if count % step else {}
+            yield rows_of(whole, axes, start, start + step)
+        rest = rows_of(whole, axes, count - count % step, count) if count % step else {}
     if rest:
         yield rest
 
@@ -80,7 +80,8 @@ def _joined(before: NumpyArray, after: NumpyArray, axis: int | None) -> NumpyArr
     return after if axis is None else np.concatenate([before, after], axis)
 
 
-def _rows(feed: Feed, axes: Axes, start: int, stop: int) -> Feed:
+def rows_of(feed: Feed, axes: Axes, start: int, stop: int) -> Feed:
+    """Some samples of a feed, whose axes are those of `sample_axes`."""
     return {
         name: array if (axis := axes[name]) is None else array[(slice(None),) * axis + (slice(start, stop),)]
         for name, array in feed.items()

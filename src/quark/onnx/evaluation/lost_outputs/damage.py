@@ -26,6 +26,7 @@ from quark.log import logger
 from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
@@ -62,7 +63,7 @@ class SpreadSamples:
     """
 
     def __init__(self, data: Any, model: ir.Model) -> None:
-        self._data, self._inputs, self._feeds = data, model_inputs(model), list[Feed]()
+        self._data, self._inputs, self._feeds = without_padding(data, model), model_inputs(model), list[Feed]()
         self._count, self._stride, self._bytes = 0, 1, 0
 
     @cached_property
