@@ -12,7 +12,9 @@ from torch import nn
 from transformers import BatchEncoding
 
 from quark.errors import CalibrationError
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.model.calibration_data import ModelArguments, calibration_data, unpadded
+from tests.pretended_gpu import PretendedGpu
 
 IDS = torch.arange(1, 11).reshape(2, 5)
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
@@ -106,6 +108,24 @@ def test_a_decoder_without_a_mask_ends_with_its_last_label() -> None:
     assert second["labels"] == (1, 4)
     (same,) = unpadded({"input_ids": IDS, "labels": IDS.clone().fill_(-100)}, TEXT)
     assert same["input_ids"] is IDS, "labels of a language model say what is learned, not what is real"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_torch_says_where_the_padding_is(added: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+
+        def forward(self, src: Any, src_key_padding_mask: Any = None) -> Any:
+            return self.encoder(src, src_key_padding_mask=src_key_padding_mask)
+
+    model, src, padding = Model().eval(), torch.rand(2, 5, 8), MASK == 0
+    mask = torch.zeros(2, 5).masked_fill(padding, -torch.inf) if added else padding
+    whole = model(src, mask)
+    for row, (x, cut) in enumerate(calibration_data(model, [(src, mask)]) or ()):
+        torch.testing.assert_close(model(x, cut)[0], whole[row][MASK[row] == 1])
+    assert row == 1
 
 
 def test_images_are_cut_to_their_size() -> None:
@@ -205,3 +225,30 @@ def test_samples_are_counted_when_they_are_known() -> None:
     batches: Any = calibration_data(nn.Linear(1, 1), [{"input_ids": IDS, "attention_mask": MASK}])
     assert len(batches) == 1
     assert len(list(batches)) == len(batches) == 2
+
+
+def test_masks_on_a_device_are_read_once_for_a_list_of_batches() -> None:
+    with PretendedGpu() as gpu:
+        ones = [{"input_ids": IDS.to("cuda"), "attention_mask": torch.ones_like(IDS).to("cuda")} for _ in range(9)]
+        gpu.meter.reset()
+        assert [one is batch for one, batch in zip(calibration_data(nn.Linear(1, 1), ones) or (), ones, strict=True)]
+        assert gpu.meter.waits.total() == 1
+        masked = [{"input_ids": IDS.to("cuda"), "attention_mask": MASK.to("cuda")}, *ones]
+        found = list(calibration_data(nn.Linear(1, 1), masked) or ())
+        assert [tuple(x["input_ids"].shape) for x in found] == [(1, 3), (1, 4), *[(2, 5)] * 9]
+        assert found[0]["input_ids"].device == torch.device("cuda:0")
+
+
+def test_a_model_of_one_length_says_what_is_possible() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.up = nn.Embedding(16, 8), nn.Parameter(torch.rand(5, 8)), nn.Linear(8, 8)
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return self.up(self.words(input_ids) + self.places)
+
+    config = LLMTemplate.get("auto").get_config("int8", exclude_layers=[])
+    with pytest.raises(CalibrationError, match=r"batch 0, dict \(input_ids: int64 \(1, 3\).* masks of ones"):
+        ModelQuantizer(config).quantize_model(Model(), [{"input_ids": IDS, "attention_mask": MASK}])
+    ModelQuantizer(config).quantize_model(Model(), [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}])

@@ -104,7 +104,8 @@ class Batches:
                 flag = nothing_masked(batch, self._arguments)
             if flag is not None and flag.device.type != "cpu":
                 flags[index] = flag
-        read_flags = read(torch.stack([*flags.values()])) if flags else []
+        here = next((flag.device for flag in flags.values()), None)
+        read_flags = read(torch.stack([flag.to(here) for flag in flags.values()])) if flags else []
         return {index for index, flag in zip(flags, read_flags, strict=True) if flag}
 
     def _start(self) -> Iterator[Any]:

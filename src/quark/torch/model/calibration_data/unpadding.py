@@ -9,7 +9,7 @@ the bit, whatever it is and whatever layer it looks at: second moments, ranges, 
 
     attention_mask (batch, length), or (batch, heads, queries, keys), and the same of another part of a model behind a
     prefix: decoder_attention_mask, qformer_attention_mask; pixel_mask and pixel_attention_mask of images; X_mask beside
-    X; -100 behind the last label of a model with a decoder
+    X; -100 behind the last label of a model with a decoder; src_key_padding_mask of torch, which is True at padding
 
 A sample keeps the place of its first position in the positions that it is given; a model that is given none counts
 from the first real token. Features that a mask cannot shorten stay whole: the encoder of Whisper takes 30 seconds and
@@ -18,7 +18,7 @@ reads all of them, so all of them count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from quark.errors import CalibrationError
 from quark.torch.model.calibration_data.image_rows import items_of_rows
 from quark.torch.model.calibration_data.model_arguments import ModelArguments
 
-ATTENTION, DECODER, PIXEL = "attention_mask", "decoder_", "pixel_"
+ATTENTION, KEY_PADDING, DECODER = "attention_mask", "key_padding_mask", "decoder_"
 IGNORED = -100
 """What a label is at a position that no loss counts."""
 MASKED = -9e3
@@ -106,7 +106,7 @@ def _alike(sides: Sequence[PaddedAxis]) -> bool:
 def nothing_masked(batch: Any, arguments: ModelArguments) -> torch.Tensor | None:
     """Whether a batch has no padding: one truth value on the device of its masks; None for a batch without masks."""
     whole = [side.real.all() for side in _sides(_named(batch, arguments.names), arguments.has_decoder)]
-    return torch.stack(whole).all() if whole else None
+    return torch.stack([flag.to(whole[0].device) for flag in whole]).all() if whole else None
 
 
 def _masked(sides: Sequence[PaddedAxis]) -> list[PaddedAxis]:
@@ -136,7 +136,7 @@ def _sides(named: Mapping[str, Any], has_decoder: bool) -> list[PaddedAxis]:
     sides = [side for prefix in prefixes if (side := _attended(tensors, prefix, prefixes, has_decoder))]
     if has_decoder and DECODER not in prefixes and getattr(tensors.get("labels"), "ndim", 0) == 2:
         sides.append(_labelled(tensors))
-    sides += _of_images(tensors)
+    sides += [*_of_images(tensors), *_of_keys(tensors)]
     features, mask = tensors.get("input_features"), tensors.get("input_features_mask")
     if features is not None and mask is not None and mask.ndim == 2 and features.shape[:2] == mask.shape:
         name = "input_features"
@@ -207,6 +207,18 @@ def _labelled(tensors: Mapping[str, torch.Tensor]) -> PaddedAxis:
     real = counts.flip(1).cumsum(1).flip(1) > 0
     own = {name: x for name, x in tensors.items() if name.startswith(DECODER) or name == "labels"}
     return PaddedAxis("labels", real, {name: axes for name, x in own.items() if (axes := _axes(name, x, real))})
+
+
+def _of_keys(tensors: Mapping[str, torch.Tensor]) -> Iterator[PaddedAxis]:
+    """The sides of masks of torch's own attention, which say True, or what is added to scores, where padding is."""
+    for name, mask in tensors.items():
+        if not name.endswith(KEY_PADDING) or mask.ndim != 2:
+            continue
+        real = mask > MASKED if mask.is_floating_point() else mask == 0
+        stem = name.removesuffix(KEY_PADDING).rstrip("_")
+        axes = {key: (1,) for key, x in tensors.items() if key.startswith(stem) and x.shape[:2] == mask.shape}
+        if len(axes) > 1:
+            yield PaddedAxis(name, real, axes, positions="position_ids")
 
 
 def _of_images(tensors: Mapping[str, torch.Tensor]) -> list[PaddedAxis]:
