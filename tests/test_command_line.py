@@ -69,6 +69,11 @@ FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
     "depth": (deep, 1, "Unexpected RecursionError in .*: maximum recursion depth"),
     "memory": (raising(MemoryError()), 1, r"Out of memory in quark/command_line.py, line \d+\."),
     "memory of numpy": (raising(MemoryError("Unable to allocate 1 GiB")), 1, "Out of memory in .*: Unable to allocate"),
+    "a package that is absent": (
+        raising(ModuleNotFoundError("No module named 'onnxslim'", name="onnxslim")),
+        1,
+        r"This needs the package onnxslim, which is not installed: pip install 'openquark\[slim\]'\.",
+    ),
     "interrupt": (raising(KeyboardInterrupt()), 130, "Interrupted."),
 }
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
@@ -182,10 +184,27 @@ def _unexpected(error: Exception, debug: bool) -> str:
     # This file is always among them.
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(PACKAGE)]
     place = f"in {Path(own[-1].filename).relative_to(PACKAGE.parent)}, line {own[-1].lineno}"
+    if isinstance(error, ModuleNotFoundError) and (package := _absent(error)) is not None:
+        return f"This needs the package {package}, which is not installed: pip install {_bringing(package)}."
     if isinstance(error, MemoryError):
         return f"Out of memory {place}{f': {error}' if str(error) else ''}."
     message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")
     return f"{message}. {'Please' if debug else f'Run again with {DEBUG} for the traceback, and please'} report it."
+
+
+def _absent(error: ModuleNotFoundError) -> str | None:
+    """The package that is not installed; None where a module of a package that is there was not found."""
+    package = (error.name or "").partition(".")[0]
+    return package if package and package != PACKAGE.name and package not in sys.modules else None
+
+
+def _bringing(package: str) -> str:
+    """What pip is to install for a package: the extra of this distribution that brings it, or the package itself."""
+    for line in metadata.requires("openquark") or ():
+        found = re.fullmatch(r"([\w-]+).*extra == ['\"](\w+)['\"]", line)
+        if found and found[1].replace("-", "_") == package and found[2] not in ("all", "dev"):
+            return f"'openquark[{found[2]}]'"
+    return package
 
 
 def _trace(debug: bool) -> None:

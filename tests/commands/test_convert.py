@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_codes_go_round_all_formats(folder: Path, tmp_path: Path) -> None:
     """quark -> awq -> gguf -> compressed-tensors gives what quark -> compressed-tensors gives."""
-    steps = [(folder, "awq", "awq"), (tmp_path / "awq", "gguf", "m.gguf")]
+    steps = [(folder, "awq", "new/awq"), (tmp_path / "new" / "awq", "gguf", "m.gguf")]
     steps += [(tmp_path / "m.gguf", "gguf", "n.gguf"), (folder, "compressed-tensors", "ct"), (folder, "gguf", "d.gguf")]
     steps += [(tmp_path / "d.gguf", "compressed-tensors", "round")]
     for source, form, out in steps:

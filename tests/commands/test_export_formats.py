@@ -52,12 +52,15 @@ def test_a_folder_is_written_inspected_and_evaluated(form: str, folder: Path, tm
 
 @pytest.mark.slow
 def test_a_gguf_file_is_written_and_inspected(folder: Path, tmp_path: Path) -> None:
-    command: list[Any] = ["quantize", folder, "--scheme", "uint4_wo_32", "--export-format", "gguf", "-o"]
+    plain: list[Any] = ["quantize", folder, "--scheme", "uint4_wo_32"]
+    command = [*plain, "--format", "gguf", "-o"]
     assert quark(*command, tmp_path / "folder").code == 0
     done = quark(*command, tmp_path / "file.gguf")
     assert done.code == 0 and "uint4_wo_32: " in done.out
     file = tmp_path / "folder" / "llama.gguf"
     assert file.read_bytes() == (tmp_path / "file.gguf").read_bytes()
+    assert quark(*plain, "-o", tmp_path / "named.gguf").code == 0  # the name says the format
+    assert file.read_bytes() == (tmp_path / "named.gguf").read_bytes()
     shown = quark("inspect", file).out
     assert "Q4_1" in shown and "tokenizer.ggml.merges" in shown
     again = quark(*command, tmp_path / "file.gguf")

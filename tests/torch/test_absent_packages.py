@@ -55,3 +55,15 @@ def test_an_absent_package_is_named_with_its_pip_line(package: str, work: str, t
     )
     assert work == "import" or "Traceback" not in child.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_schemes_are_listed_without_the_other_flow() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, "onnx", "schemes"],
+        env={"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert "int4_wo_128" in child.stdout and "pip install 'openquark[onnx]'" in child.stdout

@@ -19,7 +19,9 @@ GGUF_SUFFIX = ".gguf"
 def convert(
     model: Annotated[Path, typer.Argument(help="A quantized folder, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Folder or GGUF file to make.")],
-    format: Annotated[str, typer.Option("--format", help="quark, awq, fp8, compressed-tensors or gguf.")],
+    format: Annotated[
+        str, typer.Option("--format", "--export-format", help="quark, awq, fp8, compressed-tensors or gguf.")
+    ],
     requantize: Annotated[
         str | None,
         typer.Option(help="Scheme, or mix of GGUF, to round the values to anew: where the codes have no place."),
@@ -39,7 +41,7 @@ def convert(
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.commands.folders.export import ONNX, Export
     from quark.commands.options.processes import refuse_processes
-    from quark.files import scratch_folder
+    from quark.files import temporary_folder
 
     refuse_processes("quark convert")
     if format == ONNX:
@@ -48,7 +50,7 @@ def convert(
     export.check(model, [], of_folder=False)
     export.check_output(model, None)
     check_log_file(log_file, str(output), [model])
-    with log_to(log_file), scratch_folder(output.absolute().parent) as scratch:
+    with log_to(log_file), temporary_folder(output.absolute()) as scratch:
         loaded, source = _load(model, scratch)
         if requantize is not None:
             loaded = _requantized(loaded, requantize, format)

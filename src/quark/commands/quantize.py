@@ -14,7 +14,14 @@ from quark.commands.goals import EffortOption, GoalOption, asked_choice, fitted_
 from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require, require_model
 from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
 from quark.commands.options.processes import together
-from quark.commands.options.words import check_words, layer_schemes, onnx_algorithms, torch_algorithms, usage
+from quark.commands.options.words import (
+    FILE_FORMS,
+    check_words,
+    layer_schemes,
+    onnx_algorithms,
+    torch_algorithms,
+    usage,
+)
 from quark.commands.recipes.recipe import Recipe, check_recipe, save_recipe
 from quark.commands.results.quantized import check_report
 from quark.errors import OutputError
@@ -62,9 +69,14 @@ KvCache = Annotated[str | None, folder_option(help="Quantize the key and value c
 Attention = Annotated[str | None, folder_option(help="Quantize queries and attention probabilities: fp8.")]
 Device = Annotated[str, folder_option(help="cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, folder_option(help="Compute in float32, float16, bfloat16; auto: as stored.")]
+GGUF, _ = FILE_FORMS
 ExportFormat = Annotated[
-    str | None, folder_option(help="quark (default), awq, fp8, compressed-tensors; gguf or onnx (one file).")
-]
+    str | None,
+    folder_option(
+        "--export-format", "--format",
+        help="quark (default), awq, fp8, compressed-tensors; gguf or onnx (one file). Default for -o FILE.gguf: gguf.",
+    ),
+]  # fmt: skip
 WeightFormat = Annotated[str, folder_option(help="real_quantized or fake_quantized.")]
 PackMethod = Annotated[str, folder_option(help="Order of 4-bit codes: reorder or order.")]
 Stream = Annotated[
@@ -207,6 +219,8 @@ def quantize(
         raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
     require_model(model)
     onnx = is_onnx(model)
+    if export_format is None and not onnx and goal is None and Path(output).suffix == f".{GGUF}":
+        export_format = GGUF
     check_log_file(log_file, output, [model, calib, imatrix, sensitivity, statistics, profile, report, save_imatrix])
     amount = f"{bits:g} bits" if bits is not None else size
     words = [scheme or config or amount, f"for {goal}" if goal else None, *(algorithm or [])]

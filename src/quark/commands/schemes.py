@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from quark.command_line import new_table, results
+from quark.command_line import Results, new_table, results
 from quark.commands.goals import facts_table
 from quark.commands.options.words import usage
 from quark.core.schemes import SCHEMES
+from quark.errors import MissingDependencyError
 from quark.goals import GOALS
 
 
@@ -28,16 +29,32 @@ def schemes(
             if row.offer(onnx) is not None:
                 console.print(facts_table(goal, onnx))
         return
-    # Tables of the flows, which load neither torch nor onnx.
-    from quark.onnx.config.preset_rows import QROWS, ROWS
-    from quark.torch.config.block_mixes import MIXES
+    _print_schemes(console)
+    _print_configurations(console)
 
+
+def _print_schemes(console: Results) -> None:
+    """What --scheme takes. A table of the PyTorch flow, which does not load torch."""
+    try:
+        from quark.torch.config.block_mixes import MIXES
+    except MissingDependencyError as error:
+        console.print(f"Schemes of model folders are not listed: {error}", highlight=False, soft_wrap=True)
+        return
     table = new_table("scheme", "weight", "input activation", title="Of a model folder: --scheme")
     for name, layer in SCHEMES.items():
         table.add_row(name, str(layer.weight), str(layer.input or "float"))
     for name, mix in MIXES.items():
         table.add_row(name, f"GGUF: {mix.base}, wider where it matters" if mix.wider else f"GGUF: {mix.base}", "float")
     console.print(table)
+
+
+def _print_configurations(console: Results) -> None:
+    """What --config takes. A table of the ONNX flow, which does not load onnx."""
+    try:
+        from quark.onnx.config.preset_rows import QROWS, ROWS
+    except MissingDependencyError as error:
+        console.print(f"Configurations of ONNX files are not listed: {error}", highlight=False, soft_wrap=True)
+        return
     configurations = new_table("configuration", "weight", "activation", "ranges", title="Of an ONNX file: --config")
     for name, preset in ROWS.items():
         fields = preset.fields
