@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from quark.commands.options.words import FILE_FORMS, FOLDER_FORMS, onnx_algorithms, scheme_names, torch_algorithms
+from quark.commands.options.words import (
+    FILE_FORMS,
+    FOLDER_FORMS,
+    each_algorithm,
+    onnx_algorithms,
+    scheme_names,
+    torch_algorithms,
+)
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.goals import EFFORTS, GOALS, choose
@@ -110,6 +117,7 @@ def test_every_effort_names_algorithms_that_there_are(effort: str) -> None:
 
 def test_parameters_of_algorithms_are_typed() -> None:
     assert torch_algorithms(["gptq"]) == ["gptq"]
+    assert each_algorithm(["rotation, gptq", "awq:alpha=1,x=2"]) == ["rotation", "gptq", "awq:alpha=1,x=2"]
     assert torch_algorithms(["gptq:refine_passes=3,desc_act=false"]) == [GPTQConfig(refine_passes=3, desc_act=False)]
     assert onnx_algorithms(["cle:cle_steps=2"])[0].cle_steps == 2
     for words, message in {

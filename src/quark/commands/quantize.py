@@ -17,6 +17,7 @@ from quark.commands.options.processes import together
 from quark.commands.options.words import (
     FILE_FORMS,
     check_words,
+    each_algorithm,
     layer_schemes,
     onnx_algorithms,
     torch_algorithms,
@@ -57,7 +58,10 @@ SensitivityFile = Annotated[Path | None, folder_option("--sensitivity", help=SEN
 Layer = Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some layers; repeatable.")]
 Algorithm = Annotated[
     list[str] | None,
-    typer.Option(help="gptq, awq ..., or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable."),
+    typer.Option(
+        help="gptq, awq ..., or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable.",
+        callback=each_algorithm,
+    ),
 ]
 Imatrix = Annotated[
     Path | None, folder_option(help="Importance matrix of llama.cpp, which weighs the errors of a GGUF mix.")

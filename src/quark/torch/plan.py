@@ -15,12 +15,14 @@ from quark.core.patterns import first_match, matches, matches_any, require_match
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
 from quark.log import logger, severity
+from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
 from quark.torch.config.selectors import patterns_of, required_patterns, routers, selected_names
 from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.layers.attention.cache_rules import cache_feeding, require_cache_patterns, with_cache
 from quark.torch.layers.attention.probabilities import attention_modules
+from quark.torch.layers.low_rank import BRANCH
 from quark.torch.model.passes import unconverted
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 
@@ -218,6 +220,8 @@ def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str,
     names = {name for name, _ in model.named_modules()}
     # Experts that are kept fused may be excluded by the names that their layers would have.
     names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
+    if any(isinstance(algorithm, SVDQuantConfig) for algorithm in config.algo_config or []):
+        names |= {f"{name}.{BRANCH}" for name in candidates}  # float in any case; the documented examples exclude them
     require_matches(required_patterns(config.exclude), names, "exclude")
     require_layers(required_patterns(config.exclude), names, candidates)
     require_matches(config.layer_quant_config, candidates, "layer_quant_config")

@@ -154,8 +154,9 @@ def test_a_relative_rate_learns_the_same_of_a_weight_of_any_size() -> None:
 
 
 @pytest.mark.slow
-def test_a_threshold_that_no_error_reaches_adjusts_nothing(plain: Any) -> None:
-    assert not differ(tuned(replace(PLAIN, lr_adjust=(1e9, 0.3)))[1], plain[1])
+@pytest.mark.parametrize("adjust", [(1e9, 0.3), ()], ids=["never reached", "the documented default"])
+def test_a_threshold_that_no_error_reaches_adjusts_nothing(adjust: Any, plain: Any) -> None:
+    assert not differ(tuned(replace(PLAIN, lr_adjust=adjust))[1], plain[1])
 
 
 @pytest.mark.slow

@@ -223,3 +223,11 @@ def test_what_it_cannot_do_is_refused() -> None:
         algorithms_of([SVDQuantConfig(), AWQConfig()])
     with pytest.raises(ConfigError, match="solved before SVDQuant"):
         quantized("int4_wo_32", GPTQConfig(), SMALL)
+
+
+def test_the_documented_exclude_of_the_branch_is_accepted_where_there_are_branches() -> None:
+    with_pattern = replace(config("int4_wo_64", SMALL), exclude=["lm_head", "*correction*"])
+    model = ModelQuantizer(with_pattern).quantize_model(tiny_llama(), DATA)
+    assert error(model) == error(quantized("int4_wo_64", SMALL))
+    with pytest.raises(ConfigError, match="correction"):
+        ModelQuantizer(replace(with_pattern, algo_config=None)).quantize_model(tiny_llama(), DATA)

@@ -301,3 +301,11 @@ def test_templates_of_ones_own() -> None:
     assert LLMTemplate.get("mine") is template and "mine" in LLMTemplate.list_available()
     made = QConfig.with_llm_template(template, "fp8", kv_cache_scheme="fp8")
     assert made.exclude == ["head"] and list(made.kv_cache_quant_config) == ["*wk", "*wv"]
+
+
+def test_algorithms_may_be_named_in_one_text() -> None:
+    names = [
+        algorithm.name
+        for algorithm in config("int4_wo_64", algorithm="rotation, autosmoothquant,gptq").algo_config or []
+    ]
+    assert names == ["rotation", "autosmoothquant", "gptq"]

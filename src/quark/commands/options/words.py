@@ -101,6 +101,14 @@ def made(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
         raise ConfigError(f"--algorithm {name}: {error}.") from None
 
 
+def each_algorithm(words: list[str] | None) -> list[str] | None:
+    """The words of --algorithm, one for each; "rotation,gptq" is two. Parameters have commas of their own."""
+    if not words:
+        return words
+    listed = (word.split(",") if ":" not in word else [word] for word in words)
+    return [name.strip() for names in listed for name in names if name.strip()]
+
+
 def split_algorithm(word: str) -> tuple[str, dict[str, Any]]:
     """Name and parameters of "gptq:refine_passes=3,desc_act=false"; values are JSON, or text.
 

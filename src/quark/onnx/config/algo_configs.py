@@ -186,7 +186,7 @@ class _FastFinetune(AlgoConfig):
     learning_rate: float = 0.1
     early_stop: bool = False
     output_index: int = 0
-    lr_adjust: tuple[float, float] | None = None
+    lr_adjust: tuple[float, float] | tuple[()] | None = None
     target_op_type: list[str] = field(default_factory=lambda: list(TUNED))
     selective_update: bool = False
     update_bias: bool = False

@@ -181,7 +181,7 @@ class LLMTemplate:
 
         Args:
             scheme: For every linear layer that nothing below names.
-            algorithm: Names or configs of algorithms, or one of them, in order.
+            algorithm: Names or configs of algorithms, or one of them, in order; "rotation,gptq" is both.
             kv_cache_scheme: "fp8" or "int8" quantizes the cache.
             min_kv_scale: Smallest scale of the cache.
             attention_scheme: "fp8" quantizes queries and attention probabilities.
@@ -235,7 +235,9 @@ class LLMTemplate:
     ) -> list[AlgoConfig] | None:
         for name in given:
             ALGO_CONFIGS[name]
-        items = [chosen] if isinstance(chosen, (str, AlgoConfig)) else as_list(chosen or [], "algorithm")
+        if isinstance(chosen, str):
+            chosen = split_names(chosen)
+        items = [chosen] if isinstance(chosen, AlgoConfig) else as_list(chosen or [], "algorithm")
         return [self._algorithm(item, given) for item in items] or None
 
     def _algorithm(self, item: Algorithms, given: Mapping[str, AlgoConfig]) -> AlgoConfig:
@@ -253,6 +255,11 @@ _ARGUMENTS = (
     "exclude_layers_name",
     "algorithm_configs",
 )
+
+
+def split_names(names: str) -> list[str]:
+    """The names of a list with commas, as scripts of the documented system take them; none of an empty one."""
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _strings(value: str | list[str] | None, default: list[str]) -> list[str]:

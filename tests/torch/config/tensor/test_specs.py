@@ -22,8 +22,15 @@ _RULES = {"scale_type": "float", "round_method": "half_even", "is_dynamic": Fals
 _AXIS = {"ch_axis": REQUIRED}
 _GROUP = {"ch_axis": REQUIRED, "group_size": REQUIRED}
 _EARLY = {"is_dynamic": False, "scale_type": "float", "round_method": "half_even"}
-_FLOAT_GROUP = {**_GROUP, "scale_format": "float32", "scale_calculation_mode": None, "is_dynamic": True}
-_MX = {**_AXIS, "is_dynamic": True, "scale_calculation_mode": "even"}
+_LAST_AXIS = {"ch_axis": -1}  # required in 0.13, and -1 in the versions before it
+_FLOAT_GROUP = {
+    **_LAST_AXIS,
+    "group_size": None,
+    "scale_format": "float32",
+    "scale_calculation_mode": None,
+    "is_dynamic": True,
+}
+_MX = {**_LAST_AXIS, "is_dynamic": True, "scale_calculation_mode": "even"}
 _FP8 = {"observer_method": "min_max", "scale_type": None, "is_dynamic": False}
 
 
@@ -86,7 +93,7 @@ GIVEN = {"ch_axis": -1, "group_size": 32, "block_size": 16}
 
 def shorthand(name: str, **options: Any) -> specs.DataTypeSpec:
     arguments = TABLE[name][0]
-    required = {key: GIVEN[key] for key, default in arguments.items() if default is REQUIRED}
+    required = {key: GIVEN[key] for key, default in arguments.items() if default is REQUIRED or key == "group_size"}
     if name == "Uint4PerChannelSpec":
         required["is_dynamic"] = False
     made = getattr(specs, name)(**{**required, **options})
@@ -131,6 +138,12 @@ def test_positional_arguments() -> None:
     assert build("Int4PerGroupSpec").to_dict() == specs.Int4PerGroupSpec(-1, 32).to_quantization_spec().to_dict()
 
 
+def test_the_axis_of_float_groups_is_the_last_one() -> None:
+    made = specs.FP4PerGroupSpec(group_size=32, scale_format="e8m0", scale_calculation_mode="even")
+    assert made.to_quantization_spec() == build("FP4PerGroupSpec", scale_format="e8m0", scale_calculation_mode="even")
+    assert specs.OCP_MXFP4Spec().to_quantization_spec() == build("OCP_MXFP4Spec")
+
+
 def test_fixed_parts_of_the_block_formats() -> None:
     mx = build("OCP_MXFP4Spec", scale_calculation_mode="floor")
     assert (mx.group_size, mx.scale_format, mx.scale_calculation_mode, mx.symmetric) == (32, "e8m0", "floor", None)
@@ -158,6 +171,7 @@ def test_strings_become_what_they_name() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (specs.FP4PerGroupSpec, "FP4PerGroupSpec: .*group_size is required"),
         (lambda: specs.Int8PerTensorSpec("minmax"), "Int8PerTensorSpec: .*'minmax'. Did you mean 'min_max'"),
         (lambda: specs.Int8PerTensorSpec(scale_type="float23"), "scale_type: unknown .*'float23'. Did you mean"),
         (lambda: specs.Int8PerTensorSpec(round_method="even"), "round_method: unknown .*'half_even'"),

@@ -29,7 +29,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "drop_ratio": (lambda v: 0 <= v <= 1, "from 0 (all inputs of the float model) to 1 (all of the quantized one)"),
     "warm_start": (lambda v: 0 <= v < 1, "from 0 up to 1"),
     "mem_opt_level": (lambda v: v in (0, 1, 2), "0 (all in memory), 1 (bounded) or 2 (on disk)"),
-    "lr_adjust": (lambda v: v is None or (len(v) == 2 and min(v) > 0), "(error, learning rate), both more than 0"),
+    "lr_adjust": (lambda v: not v or (len(v) == 2 and min(v) > 0), "(), or (error, learning rate), both more than 0"),
     "beta_range": (lambda v: len(v) == 2 and min(v) > 1, "(first, last), both more than 1"),
 }
 ADAROUND_ONLY = ("reg_param", "beta_range")

@@ -228,7 +228,7 @@ class _Run:
         rate = config.learning_rate
         if isinstance(config, AdaQuantConfig) and config.relative_rate is not None and layer.spec.has_zero_point:
             rate = config.relative_rate * float(np.mean(layer.params.scale))
-        if config.lr_adjust is not None and error() > config.lr_adjust[0]:
+        if config.lr_adjust and error() > config.lr_adjust[0]:
             rate = config.lr_adjust[1]
         rows = ROWS_OF_A_BATCH[type(config)]
         return Training(

@@ -202,8 +202,8 @@ class _FloatGroup(DataTypeSpec):
     """A scale for each `group_size` values along the axis `ch_axis`, itself of the type `scale_format`."""
 
     fixed: ClassVar[Fixed] = _BLOCK
-    ch_axis: int
-    group_size: int
+    ch_axis: int = -1
+    group_size: int | None = None
     scale_format: str | None = "float32"
     scale_calculation_mode: str | None = None
     is_dynamic: bool | None = True
@@ -213,7 +213,7 @@ class OCP_MXSpec(DataTypeSpec):
     """OCP MX: groups of 32 along the axis `ch_axis` under an E8M0 scale."""
 
     fixed: ClassVar[Fixed] = {**_BLOCK, "group_size": 32, "scale_format": "e8m0"}
-    ch_axis: int
+    ch_axis: int = -1
     is_dynamic: bool | None = True
     scale_calculation_mode: str | None = "even"
 
