@@ -47,14 +47,27 @@ CACHE_SCHEMES: dict[str, type[FP8E4M3PerTensorSpec] | type[Int8PerTensorSpec]] =
 """How a cache may be quantized, by name."""
 
 
-FUSED_NAMES = {
-    "*qkv_proj": ("phi3",),
-    "*query_key_value": ("chatglm", "gpt_neox", "bloom"),
-    "*c_attn": ("gpt2", "qwen"),
-    "*Wqkv": ("dbrx", "mpt"),
-    "*kv_b_proj": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2"),
-}
-"""Layers that make keys and values together -> the families that have them; all others have `k_proj` and `v_proj`."""
+CACHE_NAMES: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
+    ("*qkv_proj",): ("*qkv_proj", ("phi3", "phi4_multimodal", "codegen")),
+    ("*query_key_value",): ("*query_key_value", (
+        "chatglm", "gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "fuyu", "persimmon")),
+    ("*c_attn",): ("*c_attn", ("gpt2", "gpt_bigcode", "qwen")),
+    ("*Wqkv",): ("*Wqkv", ("dbrx", "mpt")),
+    ("*kv_b_proj",): ("*q_b_proj", (
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "axk1", "axk2", "bailing_hybrid",
+        "dots3_note", "dots3_note_text", "glm5_next", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash",
+        "minicpm3", "mistral4", "mistral_large4", "youtu")),
+    ("*self_attn.kv_proj",): ("*q_b_proj", ("deepseek_v4",)),
+    ("*self_attention.kv_proj",): ("*q_proj", ("jetmoe",)),
+    ("*.k", "*.v"): ("*.q", ("t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop")),
+    ("*.key", "*.value"): ("*.query", ("git", "bert", "bert-generation", "roberta", "electra", "camembert")),
+    ("*key_proj", "*value_proj"): ("*query_proj", ("prophetnet", "xlm-prophetnet")),
+    ("*project_k", "*project_v"): ("*project_q", ("cpmant",)),
+    ("*Wk", "*Wv"): ("*Wq", ("ctrl",)),
+}  # fmt: skip
+"""Patterns of the layers that make keys and values -> that of queries, and the families that call them so; all others
+have `k_proj` and `v_proj`. One pattern stands for layers that make both.
+"""
 
 
 class LLMTemplate:
@@ -113,10 +126,10 @@ class LLMTemplate:
         """The registered template of a model type, or one that finds the roles in the model."""
         if model_type in cls._registered:
             return cls._registered[model_type]
-        fused = next((pattern for pattern, families in FUSED_NAMES.items() if model_type in families), None)
-        if fused is None:
-            return cls(model_type)
-        return cls(model_type, [fused], "*q_b_proj" if fused == "*kv_b_proj" else fused)
+        for patterns, (query, families) in CACHE_NAMES.items():
+            if model_type in families:
+                return cls(model_type, list(patterns), query)
+        return cls(model_type)
 
     @classmethod
     def register_template(cls, template: LLMTemplate) -> None:

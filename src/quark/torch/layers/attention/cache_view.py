@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -60,13 +61,12 @@ def _parameters_of(kind: Any) -> tuple[str, ...]:
 
 
 def cache_owner(modules: Mapping[str, nn.Module], layer: str) -> str | None:
-    """Name of the module that a layer is in and that takes a cache, the innermost; None where there is none."""
-    name = layer
-    while name:
-        name = name.rpartition(".")[0]
-        if name in modules and cache_argument(modules[name]) is not None:
-            return name
-    return None
+    """Name of the module that a layer is in, if that takes a cache; None where it takes none.
+
+    Modules further out are blocks and models, which hand a cache on: also to towers beside the text, which have none.
+    """
+    parent = layer.rpartition(".")[0]
+    return parent if parent in modules and cache_argument(modules[parent]) is not None else None
 
 
 def stores_keys(model: nn.Module, modules: Mapping[str, nn.Module], owner: str) -> bool:
@@ -164,11 +164,11 @@ class GiveView:
         def stored(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return _through(module, self.keys, keys), _through(module, self.values, values)
 
-        if argument in kwargs:
-            return args, {**kwargs, argument: view_of(kwargs[argument], stored)}
+        given = kwargs.get(argument, args[place] if place < len(args) else None)
+        view = NoCache(stored, getattr(module, "config", None)) if given is None else view_of(given, stored)
         if place < len(args):
-            return (*args[:place], view_of(args[place], stored), *args[place + 1 :]), kwargs
-        return args, {**kwargs, argument: view_of(None, stored)}
+            return (*args[:place], view, *args[place + 1 :]), kwargs
+        return args, {**kwargs, argument: view}
 
 
 def _through(module: nn.Module, layers: Sequence[str], x: torch.Tensor) -> torch.Tensor:
@@ -181,9 +181,7 @@ def _through(module: nn.Module, layers: Sequence[str], x: torch.Tensor) -> torch
 
 
 def view_of(cache: Any, stored: Stored) -> Any:
-    """A view of a cache, or of none, whose `update` stores what `stored` gives."""
-    if cache is None:
-        return NoCache(stored)
+    """A view of a cache whose `update` stores what `stored` gives. Raises NotSupportedError for one without it."""
     if not hasattr(cache, "update") or not hasattr(cache, "__dict__"):
         raise NotSupportedError(
             f"A cache of the class {type(cache).__name__} has no update(keys, values, layer), where keys and values "
@@ -211,14 +209,23 @@ def _view_class(kind: Any, parts: tuple[str, ...]) -> Any:
 
 
 class NoCache:
-    """What a module without a cache gets: an empty one that stores nothing.
+    """What a module without a cache gets: an empty one that stores nothing, of whatever class it is asked for.
 
     Args:
         stored: See `Stored`.
+        config: Of the module. By it transformers makes the caches of models that keep more than keys and values.
     """
 
-    def __init__(self, stored: Stored) -> None:
-        self.stored = stored
+    def __init__(self, stored: Stored, config: Any = None) -> None:
+        self.stored, self.config = stored, config
+        self.is_updated: dict[int, bool] = {}
+        # Of an encoder and a decoder: neither part stores anything.
+        self.self_attention_cache = self.cross_attention_cache = self
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        caches = sys.modules.get("transformers.cache_utils")
+        return NoCache if caches is None else caches.EncoderDecoderCache
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
@@ -229,6 +236,15 @@ class NoCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing came before."""
         return 0
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a model asks of a cache, an empty one of its own kind says."""
+        caches = sys.modules.get("transformers.cache_utils")
+        if name.startswith("__") or "config" not in self.__dict__ or caches is None:
+            raise AttributeError(name)
+        if "empty" not in self.__dict__:
+            self.__dict__["empty"] = caches.DynamicCache(config=self.config)
+        return getattr(self.__dict__["empty"], name)
 
 
 def holds(name: str) -> str:
