@@ -14,6 +14,8 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.score import Scorer
 from quark.onnx.evaluation.recovery import rival as module
 from quark.onnx.evaluation.recovery.rival import Rival, ScoredModel
+from quark.onnx.evaluation.recovery.search import recover
+from quark.onnx.evaluation.recovery.steps import QUICK_STEPS
 from quark.onnx.flow import convert
 from quark.onnx.graph.model_file import load
 from quark.onnx.prepare import prepare
@@ -56,3 +58,12 @@ def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     scorer = Scorer(model, data, Metric("sqnr"), settings)
     exact = ScoredModel(settings, model, np.inf, scorer.score(model)[1], 0.0)
     assert Rival(cnn(), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(exact, scorer, data) is None
+
+
+def test_it_is_looked_at_when_the_time_of_a_search_has_ended() -> None:
+    """The samples then still say that no time is left."""
+    data = Samples(images(6), model_inputs(load(cnn())))
+    settings = ModelQuantizer("INT8_CPU").settings
+    rival = Rival(cnn(), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    found, _ = recover(load(cnn()), settings, data, Metric("sqnr"), 90.0, 1e-3, QUICK_STEPS, quick=True, rival=rival)
+    assert found.score >= found.plain

@@ -274,7 +274,8 @@ class _Search:
 
     def gives_way(self, rival: Rival) -> bool:
         """Take what was made without samples as the best, if it is better than what was made with them."""
-        start, before = time.monotonic(), self.best
+        # The last step may have had no time left; this has a few seconds in any case.
+        start, before, self.fit.until = time.monotonic(), self.best, math.inf
         other = rival.instead_of(before, self.scorer, self.fit)
         if other is not None:
             self.best = other
