@@ -19,7 +19,7 @@ from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
-from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.inputs import file_bytes, model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
@@ -43,6 +43,7 @@ from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx.latency.excluded_layers import in_integers_unasked
 from quark.onnx.latency.whole_file import refuse_slower
+from quark.onnx.qdq.short_names import shorten_where_larger
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
 
@@ -190,6 +191,7 @@ class ModelQuantizer:
         """The model, checked; None where it went to a file in clear."""
         self.damage = None
         finish(model, self.settings)
+        shorten_where_larger(model, source.ByteSize() if isinstance(source, onnx.ModelProto) else file_bytes(source))
         if output is None:
             proto = checked_proto(model)
             if not self.settings.crypto:

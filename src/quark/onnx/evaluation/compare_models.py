@@ -29,6 +29,9 @@ from quark.onnx.parts.output_parts import OutputPart, output_parts, parts_of
 from quark.progress import progress
 
 DECODED = "_DequantizeLinear_Output"
+OUTPUT = "_QuantizeLinear_Input"
+"""Behind the name of an output: what its pair reads."""
+PAIR = ("_QuantizeLinear", "_DequantizeLinear")
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0
 LOSSLESS = 50.0
 """dB from which on it does not matter how much was lost."""
@@ -215,16 +218,16 @@ def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[
     for node in before.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
+    decoded = {source_of(name, made): name for name, node in made.items() if node.name.endswith(PAIR)}
     found = []
     for node in before.node:
         for name in filter(None, node.output):
-            decoded = name + DECODED
-            there = decoded if decoded in made else name
+            there = name + DECODED if name + DECODED in made else decoded.get(name, name)
             if there not in made or node.op_type == "Constant":
                 continue
             alone = readers.get(name, [])
             follower = alone[0] if len(alone) == 1 and alone[0].op_type in ("Relu", "Clip") else None
-            gone = follower is not None and not {follower.output[0], follower.output[0] + DECODED} & set(made)
+            gone = follower is not None and not {follower.output[0], follower.output[0] + DECODED} & {*made, *decoded}
             tensor = follower.output[0] if follower is not None and gone else name
             maker = _maker(there, made)
             found.append((tensor, there, ComparedLayer(maker.name or maker.op_type, maker.op_type, tensor)))
@@ -233,10 +236,19 @@ def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[
 
 def _maker(name: str, made: dict[str, onnx.NodeProto]) -> onnx.NodeProto:
     """The node that computes a tensor, Q/DQ and the casts that stand for them left out."""
-    node = made[name]
-    while node.name.endswith(("_QuantizeLinear", "_DequantizeLinear")) and node.input[0] in made:
-        node = made[node.input[0]]
-    return node
+    return made.get(source_of(name, made)) or made[name]
+
+
+def source_of(name: str, made: Mapping[str, onnx.NodeProto]) -> str:
+    """The tensor whose values a decoded one holds, whatever its names are; of one that is not decoded, itself.
+
+    Args:
+        name: Of the tensor.
+        made: Tensor -> the node that gives it.
+    """
+    while name in made and made[name].name.endswith(PAIR):
+        name = made[name].input[0]
+    return name
 
 
 def instrumented(

@@ -10,7 +10,7 @@ from onnx import helper
 
 from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
-from quark.onnx.evaluation.compare_models import DECODED, RESCALED, match_layers
+from quark.onnx.evaluation.compare_models import OUTPUT, RESCALED, match_layers, source_of
 from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
@@ -43,8 +43,9 @@ class LayerWeights:
         self.names: dict[str, tuple[str, str]] = {}
         decoders: dict[str, onnx.NodeProto] = {}
         for tensor, there, _ in match_layers(before.graph, after.graph):
-            own = self._float.producers.get(there.removesuffix(DECODED))
-            made = graph.producers.get(there.removesuffix(DECODED))
+            written = source_of(there, graph.producers)
+            own = self._float.producers.get(written.removesuffix(OUTPUT))
+            made = graph.producers.get(written)
             if own is not None and made is not None and own.op_type == FOLDED != made.op_type:
                 own = self._float.producers.get(own.input[0])
             if own is None or made is None or own.op_type != made.op_type:

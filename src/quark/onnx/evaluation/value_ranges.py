@@ -12,7 +12,7 @@ import numpy as np
 from onnx import TensorProto
 
 from quark.onnx.calibration.data.inputs import Feed
-from quark.onnx.evaluation.compare_models import DECODED, ComparedLayer, instrumented, match_layers
+from quark.onnx.evaluation.compare_models import ComparedLayer, instrumented, match_layers, source_of
 from quark.onnx.evaluation.layer_weights import LayerWeights
 from quark.onnx.evaluation.ort_fusion_nodes import ENCODERS, QuantizedGraph
 from quark.onnx.graph.proto_file import read_header
@@ -44,7 +44,7 @@ def value_ranges(
     before, after = read_header(float_model), QuantizedGraph(read_header(quantized).graph, quantized.parent)
     own = {tensor: there for tensor, there, _ in match_layers(before.graph, read_header(quantized).graph)}
     layers = list(layers)
-    ranges = {layer.tensor: _range(own[layer.tensor].removesuffix(DECODED), after) for layer in layers}
+    ranges = {layer.tensor: _range(source_of(own[layer.tensor], after.producers), after) for layer in layers}
     # One tensor is named several times where its Relu was dropped.
     chosen = [name for name, found in ranges.items() if found is not None][:most]
     session = instrumented(before, float_model.parent, chosen, 1)
