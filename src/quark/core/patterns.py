@@ -7,10 +7,10 @@ matches the whole name.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from quark.core.bounded_regex import full_match
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -25,9 +25,9 @@ names that these stood for in the float model.
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the full name matches the pattern."""
+    """Whether the full name matches the pattern. Raises ConfigError for one that is none, or takes too long."""
     if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
+        return full_match(pattern[3:], name)
     return fnmatch.fnmatchcase(name, pattern)
 
 
@@ -53,8 +53,8 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -
     for pattern in patterns:
         try:
             matched = any(matches(name, pattern) for name in names)
-        except re.error as error:
-            raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {error}.") from None
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if not matched:
             literal = pattern.removeprefix("re:").replace("*", "")
             near = [name for name in names if literal and literal in name][:5]
