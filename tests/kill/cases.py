@@ -1,6 +1,7 @@
 """Cases: a job and a moment. After the kill the output is absent, old or new; after a second run nothing else is left.
 
-Half of the kills come before a file event, each of which has its turn as far as the count allows; half at any moment.
+Each event around a rename is tried, however many there are. Of the other kills half come before a file event, each of
+which has its turn as far as the count allows; half at any moment.
 """
 
 from __future__ import annotations
@@ -119,9 +120,13 @@ def output(files: Files, name: str) -> dict[str, bytes]:
 
 
 def moments(known: Mapping[str, Undisturbed], count: int, seed: int) -> Iterator[tuple[str, Moment]]:
-    """Names of jobs and when to kill them, all jobs in turn."""
+    """Names of jobs and when to kill them, all jobs in turn: at each event around a rename, whatever the count is."""
     dice = random.Random(seed)
-    events = {name: [i + 1 for i in range(job.end.events)] for name, job in known.items()}
+    always = {name: job.end.around_renames() for name, job in known.items()}
+    for name, near in always.items():
+        yield from ((name, Moment(event=event)) for event in near)
+    count = max(0, count - sum(map(len, always.values())))
+    events = {name: sorted({*range(1, job.end.events + 1)} - {*always[name]}) for name, job in known.items()}
     for left in events.values():
         dice.shuffle(left)
     for turn in range(-(-count // len(known))):

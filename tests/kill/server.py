@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+RENAME, OTHER = "R", "."
+RENAMES = ("os.rename", "ctypes.dlsym")
+"""Events after which names mean something else; the second is the exchange of two."""
 WATCHED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
 LIMIT = 300
 """Seconds after which a child that hangs is ended."""
@@ -33,11 +36,28 @@ class Moment:
 
 @dataclass(frozen=True)
 class End:
-    """How a child ended: its exit code, below 0 that of a signal; its file events; seconds."""
+    """How a child ended.
+
+    Attributes:
+        code: Exit code; below 0 that of a signal.
+        kinds: A letter for each file event that it lived through: RENAME or OTHER.
+        seconds: On the wall.
+    """
 
     code: int
-    events: int
+    kinds: str
     seconds: float
+
+    @property
+    def events(self) -> int:
+        """How many file events there were."""
+        return len(self.kinds)
+
+    def around_renames(self, reach: int = 2) -> list[int]:
+        """The events, counted from 1, at, right before and right behind a rename: what is not whole shows there."""
+        renames = [place + 1 for place, kind in enumerate(self.kinds) if kind == RENAME]
+        near = {place + step for place in renames for step in range(1 - reach, reach + 1)}
+        return sorted(near & set(range(1, self.events + 1)))
 
 
 def fork(action: Callable[[], None], folder: Path, moment: Moment, log: Path) -> End:
@@ -59,9 +79,9 @@ def fork(action: Callable[[], None], folder: Path, moment: Moment, log: Path) ->
         time.sleep(moment.seconds)
         os.kill(child, signal.SIGKILL)
     with os.fdopen(reader, "rb") as pipe:
-        events = len(pipe.read())
+        kinds = pipe.read().decode()
     _, status = os.waitpid(child, 0)
-    return End(os.waitstatus_to_exitcode(status), events, time.perf_counter() - start)
+    return End(os.waitstatus_to_exitcode(status), kinds, time.perf_counter() - start)
 
 
 def modules_of(log: Path) -> Path:
@@ -97,7 +117,7 @@ def _be_child(action: Callable[[], None], folder: Path, moment: Moment, log: Pat
 
 
 class _Watch:
-    """An audit hook that tells of each change of a file in the folder, by one byte, and kills before a certain one."""
+    """An audit hook that tells of each change of a file in the folder, by a letter, and kills before a certain one."""
 
     def __init__(self, folder: Path, fatal: int | None, writer: int) -> None:
         self.root, self.fatal, self.writer, self.count = os.fspath(folder), fatal, writer, 0
@@ -108,7 +128,7 @@ class _Watch:
         self.count += 1
         if self.count == self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
-        os.write(self.writer, b".")
+        os.write(self.writer, (RENAME if event in RENAMES else OTHER).encode())
 
     def _is_change(self, event: str, arguments: tuple[object, ...]) -> bool:
         if event == "ctypes.dlsym":  # two names are about to be exchanged

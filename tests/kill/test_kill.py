@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.kill.cases import Undisturbed, judge, moments
+from tests.kill.cases import Undisturbed, files_of, judge, moments
 from tests.kill.jobs import JOBS
 from tests.kill.server import End, Moment, fork
 
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork and SIGKIL
 
 
 @pytest.mark.slow
-def test_twenty_kills_leave_nothing_behind() -> None:
+def test_kills_leave_nothing_behind() -> None:
     """In a process of its own: this one has the threads of whatever was tested before."""
-    command = [sys.executable, "-m", "tests.kill", "--count", "20", "--seed", "1"]
+    command = [sys.executable, "-m", "tests.kill", "--count", "20", "--seed", "1", "--job", "ONNX", "--job", "GGUF"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.endswith("20 kills, 0 wrong\n"), done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("kills, 0 wrong\n"), done.stdout + done.stderr
 
 
 def graph(data: str) -> bytes:
@@ -41,7 +42,7 @@ def graph(data: str) -> bytes:
 
 
 def test_what_a_kill_must_not_leave_is_found() -> None:
-    known = Undisturbed({"out/a": b"1", "out/b": b"1"}, {"out/a": b"2", "out/b": b"2"}, End(0, 1, 1.0))
+    known = Undisturbed({"out/a": b"1", "out/b": b"1"}, {"out/a": b"2", "out/b": b"2"}, End(0, ".", 1.0))
     for left, state, wrong in (
         (known.before, "old", 0),
         ({**known.after, ".quark-01234567.tmp/x": b""}, "new", 0),
@@ -51,7 +52,7 @@ def test_what_a_kill_must_not_leave_is_found() -> None:
     ):
         found, lines = judge(FORCE, left, known)
         assert (found, len(lines)) == (state, wrong), lines
-    known = Undisturbed({"out.onnx": graph("d"), "d": b"1"}, {"out.onnx": graph("e"), "e": b"2"}, End(0, 1, 1.0))
+    known = Undisturbed({"out.onnx": graph("d"), "d": b"1"}, {"out.onnx": graph("e"), "e": b"2"}, End(0, ".", 1.0))
     assert judge(GRAPH, {**known.before, "e": b"2"}, known) == ("old", [])
     assert judge(GRAPH, {"out.onnx": graph("d"), "d": b"2"}, known)[0] == "broken"
 
@@ -83,8 +84,42 @@ def test_children_are_killed_before_the_event_that_is_named(tmp_path: Path) -> N
 
 
 def test_every_event_has_its_turn() -> None:
-    known = {"one": Undisturbed({}, {}, End(0, 3, 1.0)), "two": Undisturbed({}, {}, End(0, 1, 2.0))}
+    known = {"one": Undisturbed({}, {}, End(0, "...", 1.0)), "two": Undisturbed({}, {}, End(0, ".", 2.0))}
     found = list(moments(known, 13, 0))
     assert len(found) == 13 and found == list(moments(known, 13, 0)) != list(moments(known, 13, 1))
     assert sorted(m.event for name, m in found if name == "one" and m.event) == [1, 2, 3]
     assert all(m.seconds is None or 0 <= m.seconds <= 2.1 for _, m in found)
+
+
+def test_events_around_a_rename_are_tried_whatever_the_count_is() -> None:
+    known = {"one": Undisturbed({}, {}, End(0, ".....R....R", 1.0))}
+    assert [moment.event for _, moment in moments(known, 0, 0)] == [5, 6, 7, 8, 10, 11]
+
+
+def test_an_old_folder_that_is_removed_before_the_rename_is_always_found(tmp_path: Path) -> None:
+    """A break that moments by chance found in four runs of five."""
+    case, job = tmp_path / "case", FORCE
+
+    def old() -> None:
+        shutil.rmtree(case, ignore_errors=True)
+        (case / "out").mkdir(parents=True)
+        for name in "abcdefgh":
+            (case / "out" / name).write_text("old")
+
+    def run() -> None:
+        (case / "new").mkdir()
+        for name in "abcdefgh":
+            (case / "new" / name).write_text("new")
+        shutil.rmtree(case / "out")
+        (case / "new").rename(case / "out")
+
+    old()
+    before = files_of(case)
+    end = fork(run, case, Moment(), tmp_path / "log")
+    known = Undisturbed(before, files_of(case), end)
+    wrong = []
+    for _, moment in moments({"job": known}, 0, 0):
+        old()
+        fork(run, case, moment, tmp_path / "log")
+        wrong += judge(job, files_of(case), known)[1]
+    assert "out was there before, and is gone" in wrong
