@@ -1,4 +1,4 @@
-"""Regular expressions that cannot run for ever: a pattern of a file may be made to.
+"""Bounded regular expressions, which cannot run for ever: a pattern of a file may be made to.
 
 Python's `re` tries one way after the other, and "(a+)+b" has 2 ** n of them in n letters. A pattern of few
 ways goes to `re`, and nearly all are. Any other is matched by sets of positions: where each of its parts may end, from

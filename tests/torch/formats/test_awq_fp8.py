@@ -90,7 +90,9 @@ def test_awq_refuses_mixed_schemes_and_ragged_layers(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("entry", "value"), [("bits", 8), ("version", "gemv"), ("group_size", None)])
+@pytest.mark.parametrize(
+    ("entry", "value"), [("bits", 8), ("version", "gemv"), ("group_size", None), ("zero_point", False)]
+)
 def test_awq_of_another_form_is_refused(entry: str, value: object, tmp_path: Path) -> None:
     folder = export_safetensors(frozen("uint4_wo_32"), tmp_path / "out", "awq")
     change_config(folder, **{entry: value})

@@ -200,7 +200,7 @@ def test_refusals(tmp_path: Path) -> None:
         ),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 5, "group_size": 32}}}}, "5-bit"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": None}}}, "without weights"),
-        ({"config_groups": {"a": {"targets": ["Linear"], "weights": {}, "format": "marlin-24"}}}, "without weights"),
+        ({"config_groups": {"a": {"targets": ["Linear"], "weights": {}, "format": "marlin-24"}}}, "marlin-24"),
     ],
 )
 def test_a_config_that_cannot_be_imported_is_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -224,3 +224,21 @@ def test_weights_that_a_reader_would_take_for_transposed_are_refused(tmp_path: P
     with pytest.raises(NotSupportedError, match="c_attn.*cannot hold a Conv1D"):
         export_safetensors(model, tmp_path / "out", custom_mode="compressed-tensors")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"ignore": ["re:.*"]}, "`ignore` of the config names it"),
+        ({"ignore": ["Linear"]}, "`ignore` of the config names it"),
+        ({"format": "marlin-24"}, "marlin-24"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(
+    entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = export_safetensors(frozen("int4_wo_32"), tmp_path / "out", FORM)
+    change_config(folder, **entries)
+    with pytest.raises(FormatError, match=message):
+        import_model_from_safetensors(tiny_llama(), folder)

@@ -123,7 +123,8 @@ def outside(tensor: TensorProto, who: str, folder: Path) -> Outside:
     if unknown:
         raise FormatError(f"The data of {who} have {quoted(unknown[0])}, which says nothing of where they lie.")
     location = entries.get("location", "")
-    if not location or "\0" in location or len(location.encode()) > LONGEST_NAME:
+    folder_like = location.replace("\\", "/").rpartition("/")[2] in ("", ".")
+    if folder_like or "\0" in location or len(location.encode()) > LONGEST_NAME:
         raise FormatError(f"The data of {who} lie in a file of no possible name: {quoted(location)}.")
     if tensor.data_type == TensorProto.STRING:
         raise FormatError(f"{who} is text, and that cannot lie beside the model.")

@@ -118,6 +118,8 @@ class TensorFile:
             raise NotSupportedError(f"{self.path}: tensors of type {row['dtype']} cannot be read.")
         like = torch.empty(row["shape"], dtype=DTYPES[row["dtype"]], device="meta")
         begin, end = row["data_offsets"]
+        if type(begin) is not int or type(end) is not int:
+            raise ValueError(f"{row['data_offsets']!r:.80} are no offsets")
         if self._start + end > self._size:
             raise FormatError(
                 f"{self.path} is truncated: its header promises {self._start + end} bytes, it has {self._size}."

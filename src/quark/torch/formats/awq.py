@@ -102,6 +102,10 @@ class AwqFormat(FolderFormat):
                 f"This awq checkpoint has bits={bits}, version={version!r}, group_size={size}; "
                 "can be imported: bits=4, version='gemm', groups of some size."
             )
+        if stored.get("zero_point") is False:
+            raise FormatError(
+                "This awq checkpoint says zero_point=False, and the tensors of the format have zero points."
+            )
         weight = TensorSpec(DTYPES["uint4"], PerGroup(-1, size), symmetric=False, scale_type=ScaleType.float)
         return Stored(QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight))))
 

@@ -18,6 +18,7 @@ from quark.errors import FormatError, QuarkError, one_line, require_packages
 from quark.files import require_config
 from quark.json_objects import plain_json
 from quark.loading import without_collection
+from quark.torch.config.config_schema import check_quantization
 from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -60,6 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
         if not isinstance(config.get(field), (kind, type(None))):
             raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
+    check_quantization(path, config)
     for name, value in _leaves(config):
         leaf = name.rpartition(".")[2]
         if leaf == "transformers_weights" and value:

@@ -48,6 +48,11 @@ from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.passes.conv1d import is_conv1d
 
 GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
+FORMS = (
+    *("dense", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", "pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized", "mixed-precision"),
+)
+"""Forms of tensors that are read; the last says that each group has its own."""
 PACKED = ("pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized")
 
 
@@ -108,11 +113,15 @@ class CompressedTensorsFormat(FolderFormat):
 
     def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
         groups = require(stored, "config_groups", self.name)
+        _refuse_other_forms(stored, groups)
         configs = {key: config_of_layer(_read_group(key, group, stored)) for key, group in groups.items()}
         modules = dict(model.named_modules())
         # An expert that is still fused with others in the model has no module of its own.
         kinds = {name: _kind(modules.get(name)) for name in sorted(quantized)}
         chosen = {name: _group_of(name, kind, groups) for name, kind in kinds.items()}
+        for name, kind in kinds.items():
+            if matches_any(name, ignored := stored.get("ignore") or []) or matches_any(kind, ignored):
+                raise FormatError(f"The layer {name!r} is quantized in the files, and `ignore` of the config names it.")
         used = sorted(set(chosen.values()))
         if len(used) == 1:
             config = QConfig(global_quant_config=configs[used[0]])
@@ -170,6 +179,19 @@ def _group(spec: LayerSpec, targets: list[str]) -> dict[str, Any]:
         "output_activations": None,
         "format": _compression(spec),
     }
+
+
+def _refuse_other_forms(stored: dict[str, Any], groups: dict[str, Any]) -> None:
+    """Raise FormatError for tensors that lie in another way than any that is read here, sparse ones among them."""
+    for place in (stored, *groups.values()):
+        form = place.get("format")
+        if form is not None and form not in FORMS:
+            raise FormatError(
+                f"The compressed-tensors format {form!r} cannot be imported; possible: {', '.join(FORMS)}."
+            )
+    sparse = (stored.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise FormatError(f"Weights that are sparse ({sparse!r}) cannot be imported; possible: dense ones.")
 
 
 def _read_group(key: str, group: dict[str, Any], stored: dict[str, Any]) -> LayerSpec:
