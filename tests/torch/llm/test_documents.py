@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from quark.errors import CalibrationError, MissingDependencyError
+from quark.errors import CalibrationError, FormatError, MissingDependencyError
+from quark.torch.llm import chat_templates
 from quark.torch.llm.documents import documents, samples_of
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
@@ -123,3 +124,25 @@ def test_without_the_package_datasets_its_pip_line_is_named(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match="pip install datasets"):
         list(documents(Path("datasets:org/mine")))
+
+
+BOMBS = {
+    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+    "one number": "{{ (7 ** 900000000) | string | length }}",
+    "memory": "{{ ('a' * 20000000000) | length }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_chat_template_has_a_bound_of_time_and_memory(
+    name: str, chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loops of 100,000 ran for minutes: the sandbox of jinja2 counts no steps. The next template runs."""
+    monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
+    sound = chat_tokenizer.chat_template
+    chat_tokenizer.chat_template = BOMBS[name]
+    with pytest.raises(FormatError, match="on one conversation|more memory"):
+        chat_templates.render_chat(chat_tokenizer, CHAT)
+    chat_tokenizer.chat_template = sound
+    expected = chat_tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert chat_templates.render_chat(chat_tokenizer, CHAT, add_generation_prompt=True) == expected

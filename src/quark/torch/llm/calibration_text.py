@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
+from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.documents import packed
 from quark.torch.llm.named_datasets import SOURCES, WIKITEXT, texts_of
 from quark.torch.llm.text import token_windows
@@ -104,7 +105,7 @@ def _conversations(conversations: Iterable[Any], tokenizer: Any) -> Iterator[str
     """Each conversation as the model reads it: by its chat template, else its contents line by line."""
     for messages in conversations:
         if getattr(tokenizer, "chat_template", None):
-            yield tokenizer.apply_chat_template(messages, tokenize=False)
+            yield render_chat(tokenizer, messages)
         else:
             yield "\n".join(message["content"] for message in messages)
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from quark.errors import CalibrationError, one_line
+from quark.errors import CalibrationError, FormatError, one_line
+from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.named_datasets import SOURCES, NamedDataset, rows_of
 from quark.torch.llm.text import read_text, token_windows
 
@@ -67,7 +68,11 @@ class Document:
                 'lines of {"text": "..."}.'
             )
         try:
-            return str(tokenizer.apply_chat_template(self.content, tokenize=False))
+            return render_chat(tokenizer, self.content)
+        except FormatError as error:
+            raise FormatError(f"{self.place}: {error}") from None
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.place}: {error}") from None
         except Exception as error:  # noqa: BLE001 - of jinja2, or of what the template does with other messages
             raise CalibrationError(
                 f"{self.place}: the chat template of the model refuses the messages: {one_line(error)[:200]}."

@@ -15,6 +15,7 @@ from torch import nn
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
 from quark.progress import progress
+from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.named_datasets import NamedDataset, rows_of
 from quark.torch.llm.other_packages import other_package
 from quark.torch.model.batches import evaluating, input_device
@@ -200,7 +201,7 @@ def _prompt(text: str, tokenizer: Any, length: int) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
         mark = "\0"
         chat = [{"role": "user", "content": begin + mark}]
-        begin, end = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).split(mark)
+        begin, end = render_chat(tokenizer, chat, add_generation_prompt=True).split(mark)
     first = tokenizer(begin, add_special_tokens=not getattr(tokenizer, "chat_template", None))["input_ids"]
     last = tokenizer(end, add_special_tokens=False)["input_ids"]
     room = length - len(first) - len(last)
