@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,11 @@ FAST = 20.0
 LONGEST = 10_000
 """Characters of a pattern."""
 REPEATS, ASSERTIONS = ("MAX_REPEAT", "MIN_REPEAT"), ("ASSERT", "ASSERT_NOT")
-CATEGORIES = {"DIGIT": str.isdecimal, "SPACE": str.isspace, "WORD": lambda letter: letter.isalnum() or letter == "_"}
+CATEGORIES: dict[str, Callable[[str], bool]] = {
+    "DIGIT": lambda letter: letter.isdecimal(),
+    "SPACE": lambda letter: letter.isspace(),
+    "WORD": lambda letter: letter.isalnum() or letter == "_",
+}
 
 
 def full_match(pattern: str, text: str) -> bool:
@@ -63,7 +67,7 @@ def _ways(items: Iterable[Any], length: int) -> float:
         found += math.log2(len(inner)) + max(inner) if name == "BRANCH" else sum(inner)
         if name in (*REPEATS, "POSSESSIVE_REPEAT"):
             least, most = int(argument[0]), min(int(argument[1]), length + int(argument[0]))
-            found += math.inf if most > 1 and sum(inner) else math.log2(max(most - least, 0) + 1)
+            found += math.inf if most > 1 and any(inner) else math.log2(max(most - least, 0) + 1)
     return found
 
 
@@ -107,7 +111,7 @@ class _Positions:
 
     def _found(self, name: str, argument: Any, start: int) -> Iterable[int]:
         if name in REPEATS:
-            return self._repeated(*argument, start)
+            return self._repeated(argument[0], argument[1], argument[2], start)
         if name == "SUBPATTERN":
             if argument[1] or argument[2]:
                 raise self._unknown("flags of a part")
@@ -115,7 +119,7 @@ class _Positions:
         if name == "BRANCH":
             return {end for way in argument[1] for end in self.ends(way, {start})}
         if name in ASSERTIONS:
-            return [start] if self._asserted(*argument, start) == (name == "ASSERT") else []
+            return [start] if self._asserted(argument[0], argument[1], start) == (name == "ASSERT") else []
         if name == "AT":
             return [start] if self._at(str(argument), start) else []
         if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
