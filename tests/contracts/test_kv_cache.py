@@ -68,7 +68,7 @@ def scales(model: nn.Module) -> list[Pair]:
     found: dict[str, dict[str, float]] = {}
     for name, module in model.named_modules():
         if name.endswith(".output_quantizer"):
-            parent, _, leaf = name.removesuffix(".output_quantizer").rpartition(".")
+            parent, _, leaf = name.removesuffix(".output_quantizer").removesuffix(".linear").rpartition(".")
             found.setdefault(parent, {})[leaf] = float(module.scale)  # type: ignore[arg-type]
     made = []
     for own in found.values():

@@ -64,6 +64,7 @@ CACHE_NAMES: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ("*key_proj", "*value_proj"): ("*query_proj", ("prophetnet", "xlm-prophetnet")),
     ("*project_k", "*project_v"): ("*project_q", ("cpmant",)),
     ("*Wk", "*Wv"): ("*Wq", ("ctrl",)),
+    ("*k_proj.linear", "*v_proj.linear"): ("*q_proj.linear", ("moshi", "kyutai_speech_to_text")),
 }  # fmt: skip
 """Patterns of the layers that make keys and values -> that of queries, and the families that call them so; all others
 have `k_proj` and `v_proj`. One pattern stands for layers that make both.

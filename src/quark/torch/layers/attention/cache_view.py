@@ -66,18 +66,29 @@ def cache_owner(modules: Mapping[str, nn.Module], layer: str) -> str | None:
     Modules further out are blocks and models, which hand a cache on: also to towers beside the text, which have none.
     """
     parent = layer.rpartition(".")[0]
+    while parent in modules and cache_argument(modules[parent]) is None and len(list(modules[parent].children())) == 1:
+        parent = parent.rpartition(".")[0]  # a wrapper of the layer alone (Moshi)
     return parent if parent in modules and cache_argument(modules[parent]) is not None else None
 
 
+@lru_cache(maxsize=1024)
+def _calls_update(kind: Any) -> bool:
+    """Whether any method of a class of modules calls `update`: linear attention keeps its state by other ones."""
+    own = (member for base in kind.__mro__ if base not in nn.Module.__mro__ for member in vars(base).values())
+    return any("update" in inspect.unwrap(f).__code__.co_names for f in own if inspect.isfunction(inspect.unwrap(f)))
+
+
 def stores_keys(model: nn.Module, modules: Mapping[str, nn.Module], owner: str) -> bool:
-    """Whether a module that takes a cache stores keys in it: one of an encoder is never given one.
+    """Whether a module that takes a cache stores keys in it: one of an encoder is never given one, and linear attention
+    has none.
 
     Args:
         model: The model.
         modules: Its modules by their names.
         owner: Name of the module.
     """
-    if getattr(modules[owner], "is_decoder", True) is False:
+    kind: Any = type(modules[owner])
+    if getattr(modules[owner], "is_decoder", True) is False or not _calls_update(kind):
         return False
     find_encoder: Any = getattr(model, "get_encoder", None)
     if find_encoder is None or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -137,7 +148,7 @@ def _makers(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], list[s
     A layer that makes both quantizes both, with one scale: so do runtimes with what latent attention stores. Where no
     layer makes values alone, they are made of the keys.
     """
-    keys, values = ([name for name in layers if part in holds(name)] for part in "kv")
+    keys, values = ([name for name in layers if part in holds(name.partition(".")[0])] for part in "kv")
     apart = any(holds(name) == "v" for name, child in module.named_children() if isinstance(child, nn.Linear))
     return keys, values if values or apart else keys
 
