@@ -52,7 +52,7 @@ ADDRESSES = (
 # From the ground up: each imports itself and what stands further down, never what stands beside it, but on the ground.
 ARROWS = [
     "errors checked files image_files installed_packages json_objects loading log memory_and_disk progress profiler "
-    "native command_line telemetry yaml_objects __version__",
+    "native command_line documented_paths telemetry yaml_objects __version__",
     "core",
     "report",
     "onnx_ops goals",

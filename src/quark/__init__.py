@@ -5,9 +5,13 @@ from typing import Any
 
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
+from quark.documented_paths import install
 from quark.telemetry import switch_off
 
 switch_off()
+
+install()
+del install
 
 
 def __getattr__(name: str) -> Any:

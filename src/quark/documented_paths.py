@@ -1,0 +1,258 @@
+"""Paths and names of the documented system that have no file of their own here: two tables, and the finder of both.
+
+`from quark.torch.algorithm.svdquant import build_quant_layer_config` works: a row of HOMES says where the name is
+defined. A name of ABSENT can be imported, and its use raises NotSupportedError, which says what is possible instead.
+A path with a file of its own never comes here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+MX = "quark.torch.kernels.mx_emulation"
+SVDQUANT_NAMES = {"quark.torch.config.svdquant_modes": "QUANT_MODE_TO_SCHEME build_quant_layer_config"}
+ALGORITHM_CLASSES = {"quark.torch.algorithms.base": "QuarkAlgorithm=Algorithm"}
+
+HOMES: dict[str, dict[str, str]] = {
+    "quark.torch.algorithm": {"quark.torch.algorithms": "ALGORITHM_REGISTRY=ALGORITHMS", **ALGORITHM_CLASSES},
+    "quark.torch.algorithm.algorithm": ALGORITHM_CLASSES,
+    "quark.torch.algorithm.registry": {"quark.torch.algorithms": "ALGORITHM_REGISTRY=ALGORITHMS"},
+    "quark.torch.algorithm.svdquant": SVDQUANT_NAMES,
+    "quark.torch.algorithm.svdquant.svdquant": SVDQUANT_NAMES,
+    "quark.torch.export.nn.modules.qparamslinear": {"quark.torch.layers.linear": "QParamsLinear=QuantLinear"},
+    "quark.torch.kernel": {},
+    "quark.torch.kernel.mx": {
+        MX: "dq_mxfp4 qdq_mxfp4 dq_mxfp4_hip=dq_mxfp4 qdq_mxfp4_hip=qdq_mxfp4 dq_mxfp4_triton=dq_mxfp4 "
+        "qdq_mxfp4_triton=qdq_mxfp4"
+    },
+    "quark.torch.kernel.hw_emulation.hw_emulation_interface": {
+        MX: "fake_quantize_fp4_fp6_per_group_with_scale dequantize_fp4_fp6_per_group"
+    },
+    "quark.torch.quantization.config.algo_configs": {
+        "quark.torch.config.family_maps": "ALGORITHM_CONFIG_MAPS AWQ_MAP GPTQ_MAP GPTAQ_MAP QRONOS_MAP SQ_MAP "
+        "AUTOSMOOTHQUANT_MAP ROTATION_MAP get_algo_config get_supported_algorithm_types"
+    },
+    "quark.torch.utils.diffusers": {
+        "quark.torch.llm.diffusion_pipelines": "get_calib_dataloader qconfig_needs_activation_calibration "
+        "quantize_diffusion_model_in_place"
+    },
+    "quark.torch.utils.diffusers.calibration": {"quark.torch.llm.diffusion_pipelines": "get_calib_dataloader"},
+    "quark.torch.utils.diffusers.integration": {
+        "quark.torch.llm.diffusion_pipelines": "qconfig_needs_activation_calibration quantize_diffusion_model_in_place"
+    },
+    "quark.torch.utils.pack": {MX: "create_pack_method"},
+}
+"""Documented path -> home -> names that it defines; "new=old" where the home calls it otherwise."""
+
+NAMED = "name it in QConfig(algo_config=[...]), and ModelQuantizer runs it"
+PRUNING = "pruning is not part of this version; quark quantizes"
+TUNING = "AutoRoundConfig and DistillationConfig train the blocks of a quantized model (algo_config), QAT all of it"
+BUDGET = "`quark quantize MODEL --bits 4.5` and quark.torch.bit_budget choose a scheme for each layer"
+GRAPHS = "the options of quark.onnx.QConfig change graphs, with ShapeShifterYaml as a YAML file names them"
+FOLDERS = "export_safetensors writes codes and scales, import_model_from_safetensors reads them"
+
+ABSENT: dict[str, tuple[str, str]] = {
+    "quark.torch.algorithm.api": (
+        "apply_advanced_quant_algo apply_advanced_pruning_algo add_algorithm_config_by_model blockwise_tuning_algo",
+        f"{NAMED}. {TUNING}",
+    ),
+    "quark.torch.algorithm.config": ("BlockwiseJointTuningConfig BlockwiseTuningConfig BaseAlgoConfig", TUNING),
+    "quark.torch.algorithm.blockwise_joint_tuning": ("BlockwiseJointTuningProcessor", TUNING),
+    "quark.torch.algorithm.blockwise_joint_tuning.processor": ("BlockwiseJointTuningProcessor", TUNING),
+    "quark.torch.algorithm.blockwise_tuning.blockwise_tuning": ("BlockwiseTuningProcessor", TUNING),
+    "quark.torch.algorithm.processor": ("BaseAlgoProcessor", "quark.torch.algorithms.base.Algorithm is the base class"),
+    "quark.torch.algorithm.awq.awq": ("AwqProcessor", NAMED),
+    "quark.torch.algorithm.awq.smooth": ("SmoothQuantProcessor", NAMED),
+    "quark.torch.algorithm.awq.auto_smooth": ("AutoSmoothQuantProcessor", NAMED),
+    "quark.torch.algorithm.gptq.gptq": ("GptqProcessor", NAMED),
+    "quark.torch.algorithm.gptaq.gptaq": ("GptaqProcessor", NAMED),
+    "quark.torch.algorithm.qronos.qronos": ("QronosProcessor", NAMED),
+    "quark.torch.algorithm.rotation.rotation": ("RotationProcessor", NAMED),
+    "quark.torch.algorithm.rotation.hadamard": (
+        "get_hadamard_matrices random_hadamard_matrix matmul_hadU",
+        "RotationConfig in algo_config rotates by Hadamard matrices",
+    ),
+    "quark.torch.algorithm.svdquant": ("SVDQuantProcessor ErrorCorrectedModule LowRankCorrectionModule", NAMED),
+    "quark.torch.algorithm.svdquant.svdquant": (
+        "SVDQuantProcessor ErrorCorrectedModule LowRankCorrectionModule",
+        NAMED,
+    ),
+    "quark.torch.algorithm.osscar.osscar": ("OsscarProcessor", PRUNING),
+    "quark.torch.algorithm.depth_pruning.layer_importance": ("LayerImportancePrunerProcessor", PRUNING),
+    "quark.torch.algorithm.qad_trainer": (
+        "QADTrainer",
+        "transformers.Trainer trains the model of quantize_model; DistillationConfig learns from the float model",
+    ),
+    "quark.torch.pruning.config": (
+        "PConfig Config OSSCARConfig LayerImportancePruneConfig BlockwiseTuningConfig",
+        PRUNING,
+    ),
+    "quark.torch.kernel": (
+        "scaled_fake_quantize scaled_real_quantize non_scaled_fake_quantize non_scaled_real_quantize dequantize "
+        "quant_fp8_e4m3 dequant_fp8_e4m3 quant_fp8_e5m2 dequant_fp8_e5m2",
+        "quark.core.quantize has quantize, dequantize and fake_quantize",
+    ),
+    "quark.torch.kernel.hw_emulation.extensions": (
+        "kernel_ext compile_kernel",
+        "no compiled extension is needed; quark.torch.kernel.mx has dq_mxfp4 and qdq_mxfp4",
+    ),
+    "quark.torch.export.nn.modules.realquantizer": (
+        "StaticScaledRealQuantizer DynamicScaledQuantizer SequentialRealQuantizer RealQuantizerBase get_real_quantizer",
+        FOLDERS,
+    ),
+    "quark.torch.export.nn.modules.qparamslinear": ("QParamsLinearWithRotation", FOLDERS),
+    "quark.torch.quantization.tensor_quantize": (
+        "FakeQuantizeBase ScaledFakeQuantize NonScaledFakeQuantize SequentialQuantize",
+        "the quantizers of a layer are its input_quantizer, weight_quantizer and output_quantizer",
+    ),
+    "quark.torch.quantization.model_transformation": (
+        "process_model_transformation",
+        "ModelQuantizer.quantize_model replaces the layers",
+    ),
+    "quark.torch.extensions.brevitas": ("config mapping algos", "models of Brevitas are not part of this version"),
+    "quark.integrations.diffusers": (
+        "QuarkDiffusersQuantizer QuarkQuantizationConfig",
+        "quantize pipe.unet or pipe.transformer with ModelQuantizer; save_params and load_params keep it",
+    ),
+    "quark.experimental.torch.mixed_precision_planner": (
+        "Candidates CandidateEvaluator DecisionSpace MixedPrecisionStrategy MixedPrecisionPlan MixedPrecisionPlanner "
+        "SensitivityProfile TokenDataset evaluate_ppl",
+        BUDGET,
+    ),
+    "quark.experimental.torch.llm.mix_precision": (
+        "ConfigEvalResult ConfigSearcher HardwareTarget MixPrecisionConfig ModuleSearchConfig SearchGranularity "
+        "SearchResult apply_quantization",
+        BUDGET,
+    ),
+    "quark.experimental.cli.main": ("main", "`quark quantize`, `quark evaluate`, `quark convert`; `quark --help`"),
+    "quark.shapeshifter": (
+        "shapeshifter Engine RunConfig ModelConfig ONNXModelConfig PytorchModelConfig ONNXPass PytorchPass "
+        "LoadConfigFromFileOrDict",
+        GRAPHS,
+    ),
+    "quark.shapeshifter.run_config": ("RunConfig", GRAPHS),
+    "quark.shapeshifter.model_config": ("ModelConfig ONNXModelConfig PytorchModelConfig", GRAPHS),
+    "quark.shapeshifter.pass_base": ("ONNXPass PytorchPass register_pass", GRAPHS),
+    "quark.onnx.algorithm": (
+        "apply_CLE apply_SmoothQuant apply_QuaRot apply_pre_quant_algorithms apply_BiasCorrection "
+        "apply_AutoMixedPrecision apply_FastFinetune apply_GPTQ apply_post_quant_algorithms cle_transforms "
+        "stem_equalize_transforms smooth_transforms rotation_transforms bias_correction auto_mixprecision "
+        "fast_finetune GptqProcessor",
+        f"{NAMED}: CLEConfig, SmoothQuantConfig, QuarotConfig, GPTQConfig, BiasCorrectionConfig, "
+        "AutoMixprecisionConfig, AdaRoundConfig, AdaQuantConfig",
+    ),
+    "quark.onnx.algorithm.cle.equalization": ("cle_transforms stem_equalize_transforms", f"{NAMED}: CLEConfig"),
+    "quark.onnx.algorithm.bc.bias_correction": ("bias_correction", f"{NAMED}: BiasCorrectionConfig"),
+    "quark.onnx.algorithm.gptq.gptq": ("GptqProcessor GPTQ", f"{NAMED}: GPTQConfig"),
+    "quark.onnx.algorithm.sq.smooth_quant": ("smooth_transforms", f"{NAMED}: SmoothQuantConfig"),
+    "quark.onnx.algorithm.quarot.quarot": ("rotation_transforms", f"{NAMED}: QuarotConfig"),
+    "quark.onnx.algorithm.finetuning.fast_finetune": ("fast_finetune", f"{NAMED}: AdaRoundConfig, AdaQuantConfig"),
+    "quark.onnx.algorithm.mprecision": ("auto_mixprecision", f"{NAMED}: AutoMixprecisionConfig"),
+}
+"""Documented path -> its names that this version does not have, and what is possible instead."""
+
+
+def parents(path: str) -> list[str]:
+    """The path, and the packages that it lies in."""
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(1, len(parts))]
+
+
+PATHS = frozenset(parent for path in (*HOMES, *ABSENT) for parent in parents(path))
+"""Every module that the finder can make."""
+
+
+@cache
+def homes_of(path: str) -> dict[str, tuple[str, str]]:
+    """Name -> its home and its name there, for the names of a documented path."""
+    found = {}
+    for home, names in HOMES.get(path, {}).items():
+        for name in names.split():
+            documented, _, own = name.partition("=")
+            found[documented] = (home, own or documented)
+    return found
+
+
+class _Absent(type):
+    """Class of the names that this version does not have: to call, derive from or ask anything of one raises."""
+
+    instead: str
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Absent:
+        for base in bases:
+            if isinstance(base, _Absent):
+                base.refuse()
+        return super().__new__(mcls, name, bases, namespace)
+
+    def refuse(cls) -> NoReturn:
+        from quark.errors import NotSupportedError
+
+        raise NotSupportedError(f"{cls.__name__} is not part of this version. Possible: {cls.instead}.")
+
+    def __call__(cls, *args: Any, **options: Any) -> NoReturn:
+        cls.refuse()
+
+    def __instancecheck__(cls, instance: object) -> NoReturn:
+        cls.refuse()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        cls.refuse()
+
+
+@cache
+def absent(path: str, name: str) -> type:
+    """What stands for a documented name that this version does not have."""
+    instead = ABSENT[path][1]
+    doc = f"Not part of this version. Possible: {instead}."
+    return _Absent(name, (), {"__module__": path, "__doc__": doc, "instead": instead})
+
+
+def names_of(path: str) -> list[str]:
+    """The names of a documented path, submodules too."""
+    below = {other.removeprefix(f"{path}.").split(".")[0] for other in PATHS if other.startswith(f"{path}.")}
+    return sorted({*homes_of(path), *ABSENT.get(path, ("", ""))[0].split(), *below})
+
+
+class DocumentedPaths(MetaPathFinder, Loader):
+    """Makes the modules of the two tables, where no file has the path."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in PATHS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = module.__name__
+
+        def find(name: str) -> Any:
+            if name == "__all__":
+                return [*homes_of(path), *ABSENT.get(path, ("", ""))[0].split()]
+            if name in homes_of(path):
+                home, own = homes_of(path)[name]
+                return vars(module).setdefault(name, getattr(import_module(home), own))
+            if name in ABSENT.get(path, ("", ""))[0].split():
+                return absent(path, name)
+            if f"{path}.{name}" in PATHS:
+                return import_module(f"{path}.{name}")
+            from quark.errors import did_you_mean
+
+            hint = "" if name.startswith("_") else f" {did_you_mean(name, names_of(path))}"
+            raise AttributeError(f"module {path!r} has no attribute {name!r}.{hint}")
+
+        module.__doc__ = "A documented path; the names are defined elsewhere, see quark.documented_paths."
+        vars(module).update(__getattr__=find, __dir__=lambda: names_of(path))
+
+
+def install() -> None:
+    """Let the paths of the tables be imported. Files come first."""
+    if not any(isinstance(finder, DocumentedPaths) for finder in sys.meta_path):
+        sys.meta_path.append(DocumentedPaths())
