@@ -2,12 +2,10 @@
 
     share of the copy    (bytes read and written / seconds) / (the same of a copy of 1 GB from the device to itself)
     GPTQ                 seconds of `quantize_model` of one block / seconds of its forward over all samples
-    its memory           peak above the model / (n^2 * 4 * 3 + n * m * 4 * 4 + 2 * samples * tokens * hidden * 2) bytes
+    its memory           peak above the model / what `quark.torch.flows.preflight.on_gpu` says but for the block
     accelerate           tokens a second of `generate` / those of the bfloat16 model
 
-The memory that GPTQ needs at least, of the widest layer (n inputs, m outputs): the Hessian, its factor and what the
-factorization works in; the weight as it is, as work, as missed and as result, in float32; and what goes into the block
-and comes out of it, in bfloat16.
+The page on large models has its table from the same function.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.solvers.block_solvers import SOLVERS
 from quark.core.solvers.kernels import Kernels
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer, accelerate
+from quark.torch.flows.preflight import on_gpu
 
 WEIGHTS = ("int4_wo_128", "fp8", "mxfp4")
 DECODED = ("uint4_wo_128", "int8_wo", "ptpc_fp8")
@@ -65,10 +64,10 @@ class Shape:
         draw = torch.Generator().manual_seed(0)
         return [torch.randint(0, 1024, (1, self.tokens), generator=draw).to(device) for _ in range(self.samples)]
 
-    def gptq_bytes(self) -> int:
-        """The least that GPTQ of a block needs above the model; see above."""
-        n, m = self.inner, self.hidden
-        return 12 * n * n + 16 * n * m + 4 * self.samples * self.tokens * self.hidden
+    def gptq_bytes(self, model: Any) -> int:
+        """What GPTQ of a block needs above the model."""
+        needed = on_gpu(model, self.samples * self.tokens)
+        return needed.together - needed.block
 
 
 SMALL = Shape(256, 512, 4, 2, 2, 32, 1, 4, 1 << 20)
@@ -125,7 +124,7 @@ def gptq(report: Report, plain: bool) -> Found:
                     model.model(batch)
 
         forwards = median_seconds(forward, 5, 2)
-        before = torch.cuda.memory_allocated()
+        before, needed = torch.cuda.memory_allocated(), shape.gptq_bytes(model)
         torch.cuda.reset_peak_memory_stats()
         seconds = once(lambda: ModelQuantizer(config).quantize_model(model, data))
         peak = torch.cuda.max_memory_allocated() - before
@@ -139,9 +138,9 @@ def gptq(report: Report, plain: bool) -> Found:
     )
     value = (
         f"{seconds:.2f} s, forward {forwards:.3f} s: x {seconds / forwards:.1f}; "
-        f"peak {peak / 1e9:.2f} GB, x {peak / shape.gptq_bytes():.2f}"
+        f"peak {peak / 1e9:.2f} GB, x {peak / needed:.2f}"
     )
-    return Found(value, f"{shape.gptq_bytes() / 1e9:.2f} GB", form)
+    return Found(value, f"{needed / 1e9:.2f} GB", form)
 
 
 def decoded(report: Report, scheme: str | None) -> float:

@@ -186,7 +186,13 @@ def test_cache_and_attention() -> None:
     compare(run)
 
 
-BLOCK_BY_BLOCK = [name if name == "gptq" else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
+OF_THE_WHOLE = ("rotation", "quarot", "distillation")
+"""Algorithms that run on the whole model, so that no batch waits for a block."""
+
+
+def often(names: list[str]) -> list[Any]:
+    """GPTQ in the everyday tests, the others in the slow ones."""
+    return [name if name == "gptq" else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def visiting(name: str, data: list[torch.Tensor]) -> Any:
@@ -196,7 +202,7 @@ def visiting(name: str, data: list[torch.Tensor]) -> Any:
     return quantized(one_block(), config, data)
 
 
-@pytest.mark.parametrize("name", BLOCK_BY_BLOCK)
+@pytest.mark.parametrize("name", often(BY_NAME))
 def test_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model stays on the host; on the device are one block, what its solver needs, and some of the batches."""
     in_memory_on_the_host = in_memory(IN_ALL.get(name, "uint4_wo_64"), name)(CPU)
@@ -206,7 +212,7 @@ def test_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, "ON_DEVICE", bound)
         with PretendedGpu() as gpu:
             require_same(in_memory_on_the_host, result_of(visiting(name, batches())))
-        assert gpu.meter.queued["to cpu"] > 0 or bound > 1 << 14
+        assert gpu.meter.queued["to cpu"] > 0 or bound > 1 << 14 or name in OF_THE_WHOLE
     gc.collect()
     assert Meter.alive() < before + (1 << 14)  # constants of solvers, which are copied to a device once
 
@@ -215,10 +221,10 @@ SMALL = 1 << 11
 """Bytes, at most, of what each batch leaves on the device: tensors that are not worth a copy."""
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCK_BY_BLOCK if name not in ("rotation", "quarot")])
+@pytest.mark.parametrize("name", often([name for name in BY_NAME if name not in OF_THE_WHOLE]))
 def test_more_samples_take_no_more_of_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "ON_DEVICE", 1 << 14)
-    few, many = (6, 9) if name == "gptq" else (8, 64)
+    few, many = (6, 9) if name == "gptq" else (16, 64)
     peaks, uploads, waits = [], [], []
     for count in (few, many):
         gc.collect()
@@ -347,6 +353,26 @@ def test_commands_write_the_same_bytes(case: str, folder: Path, tmp_path: Path) 
     cpu = made(CPU)
     with PretendedGpu():
         assert contents(made(GPU)) == contents(cpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_algorithm_streams_the_same_bytes(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device under a small bound and on the CPU; what needs the whole model is refused in the same words."""
+    scheme = IN_ALL.get(name, "uint4_wo_32")
+
+    def made(device: str) -> str | dict[str, bytes]:
+        output = tmp_path / device
+        words = ["--scheme", scheme, "--algorithm", name, "--stream", *CALIBRATION]
+        done = quark("quantize", folder, *words, "--device", device, "-o", output)
+        return contents(output) if done.code == 0 else done.err.splitlines()[-1]
+
+    cpu = made(CPU)
+    monkeypatch.setattr(place, "ON_DEVICE", 1 << 14)
+    with PretendedGpu():
+        assert made(GPU) == cpu
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
@@ -11,13 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from quark import memory_and_disk
+from quark.core import array
 from quark.errors import ConfigError
 from quark.progress import log_to
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer
+from quark.torch.algorithms.rounding import gptq
+from quark.torch.calibration import place
+from quark.torch.config.tensor.enums import QuantFlow
+from quark.torch.flows import preflight
 from quark.torch.flows.from_disk import stream
 from tests.commands.program import quark
+from tests.models.torch_zoo import tiny_llama
+from tests.pretended_gpu import PretendedGpu
 
 FOLDER = Path("examples/models/language_model")
 TEXT = "examples/models/text/calibration.txt"
@@ -106,3 +115,56 @@ def test_a_log_lies_in_nothing_that_is_read_or_made(name: str, tmp_path: Path) -
     done = subprocess.run([sys.executable, "-m", "quark", *job], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Choose another file" in done.stderr and len(done.stderr.splitlines()) == 1
     assert (FOLDER / "config.json").read_bytes() == before and not (tmp_path / "out").exists()
+
+
+def meta_model(kind: str, **sizes: Any) -> Any:
+    """A model of one block in bfloat16 without weights."""
+    config = getattr(transformers, kind)(num_hidden_layers=1, vocab_size=64, **sizes)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+LARGE = {
+    "Llama of 8B": ("LlamaConfig", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }),
+    "Llama of 70B": ("LlamaConfig", {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
+    }),
+    "mixture of 235B": ("Qwen3MoeConfig", {
+        "hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_page_has_what_a_gpu_holds_at_once(name: str) -> None:
+    kind, sizes = LARGE[name]
+    made = preflight.on_gpu(meta_model(kind, **sizes), 128 * 512)
+    parts = (made.block, made.solver, made.work, made.batches, made.together)
+    row = " | ".join([name, *(f"{part / 1e9:.1f} GB" for part in parts)])
+    page = Path(__file__).parents[3] / "docs/guide/large_models.md"
+    assert f"| {row} |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_gpu_holds_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks and room so small that they do not hide the matrices."""
+    for name, value, homes in (
+        ("DEVICE_CHUNK", 1 << 18, (array, preflight)), ("ELEMENTS", 1 << 16, (gptq, preflight)),
+        ("ON_DEVICE", 1 << 16, (place, preflight)),
+    ):  # fmt: skip
+        for home in homes:
+            monkeypatch.setattr(home, name, value)
+    config = LLMTemplate.get("auto").get_config("uint4_wo_128", [GPTQConfig()])
+    config.quant_flow = QuantFlow.per_block
+    model = tiny_llama(num_hidden_layers=1, hidden_size=256, intermediate_size=1024, dtype=torch.bfloat16)
+    data = [torch.randint(0, 64, (1, 64), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+    needed = preflight.on_gpu(model, 8 * 64)
+    gc.collect()
+    with PretendedGpu(where=False) as gpu:
+        gpu.meter.reset()
+        before = gpu.meter.alive()
+        ModelQuantizer(config).quantize_model(model, data)
+        assert 7 / 8 < (gpu.meter.peak() - before) / needed.together < 9 / 8

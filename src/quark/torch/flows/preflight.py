@@ -15,12 +15,58 @@ from typing import Any
 
 from torch import nn
 
+from quark.core.array import DEVICE_CHUNK
 from quark.log import logger
 from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk
 from quark.progress import write_event
 from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS
+from quark.torch.calibration.place import ON_DEVICE
 from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
+
+TEMPORARIES, CANDIDATES = 12, 3
+"""Arrays of the rows that are solved at once, and chunks of candidates for scales, that are alive together. Counted on
+the pretended GPU."""
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Bytes that GPTQ of a model has on a GPU at once, where blocks visit it or are streamed.
+
+    Attributes:
+        block: Weights of the largest block.
+        solver: The Hessian of its widest layer and the factor, in float32.
+        work: What looks for scales, or solves some rows: the larger of both.
+        batches: Batches that wait for their turn, at most.
+    """
+
+    block: int
+    solver: int
+    work: int
+    batches: int
+
+    @property
+    def together(self) -> int:
+        """All of it."""
+        return self.block + self.solver + self.work + self.batches
+
+
+def on_gpu(model: nn.Module, tokens: int) -> OnGpu:
+    """What GPTQ has on a GPU at once: `block + 8 n^2 + max(3 chunks, 48 max(elements, rows n)) + waiting batches`.
+
+    Args:
+        model: With or without weights.
+        tokens: Of all calibration data.
+    """
+    names = find_blocks(model)
+    block = max((model.get_submodule(name) for name in names), key=_bytes)
+    wide = max(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
+    item = next(p.element_size() for p in block.parameters())
+    rows = TEMPORARIES * 4 * max(ELEMENTS, LEAST_ROWS * wide)
+    # What a block reads and gives, and what its widest layer reads.
+    held = item * tokens * (2 * hidden_width(model) + wide)
+    return OnGpu(_bytes(block), 8 * wide**2, max(CANDIDATES * DEVICE_CHUNK, rows), min(ON_DEVICE, held))
 
 
 @dataclass(frozen=True)
