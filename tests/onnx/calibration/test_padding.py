@@ -15,6 +15,7 @@ import pytest
 import torch
 from onnx import helper
 
+from quark.core.metrics import sqnr
 from quark.onnx import ModelQuantizer, get_default_config
 from quark.onnx.calibration.calibrate import collect
 from quark.onnx.calibration.data.padding import Padding, mask_inputs, without_padding
@@ -22,7 +23,7 @@ from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.evaluation.compare_models import compare_models
-from tests.models.onnx_zoo import Reader
+from tests.models.onnx_zoo import Reader, run
 from tests.models.padded import Encoder, bare, padded, texts
 
 TEXTS = texts()
@@ -184,3 +185,13 @@ def test_random_masks_are_no_error() -> None:
     model = ir.from_proto(onnx.load_from_string(encoder()))
     reader = RandomDataReader(model, {"input_ids": [2, 9], "attention_mask": [2, 9]})
     assert quantized(encoder(), [reader.get_next()]).graph.node
+
+
+@pytest.mark.parametrize("name", ["A8W8", pytest.param("A16W8", marks=pytest.mark.slow)])
+def test_a_model_that_saw_no_masked_position_masks_all_the_same(name: str) -> None:
+    model, batch = quantized(encoder(), feeds(bare(TEXTS)), name), feeds(batches())[0]
+    expected, found = (run(file, batch) for file in (onnx.load_from_string(encoder()), model))
+    real = batch["attention_mask"] == 1
+    assert sqnr(expected[real], found[real]) > 25
+    loud = run(model, {**batch, "attention_mask": np.ones_like(batch["attention_mask"])})
+    assert sqnr(expected[real], loud[real]) < 10, "what the mask keeps away"

@@ -27,7 +27,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
 from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
-from quark.onnx.calibration.data.padding import Padding
+from quark.onnx.calibration.data.padding import Padding, mask_values
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
@@ -99,7 +99,7 @@ def activation_params(
             known = statistics is not None and root in classes
             observers[root] = _again(observers[root], free, settings, classes[root] if known else [], statistics)
     observers = with_values(observers, placement)
-    masks = {root for root, observer in observers.items() if carries_mask(observer, placement.half)}
+    masks = _masks(model, observers, placement)
     leave_in_float(masks, placement)
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
     if range_file is not None and not Path(range_file).exists():
@@ -109,6 +109,12 @@ def activation_params(
         files = save_figures({root.name or "": observer for root, observer in observers.items()})
         logger.info(f"{len(files)} histograms are in {FOLDER}.")
     return params
+
+
+def _masks(model: ir.Model, observers: Mapping[ir.Value, Observer], placement: Placement) -> set[ir.Value]:
+    """The classes that carry attention masks, by what was seen, or by where they come from."""
+    made = {placement.root(value) for value in mask_values(model) if value in placement.activations}
+    return {root for root, seen in observers.items() if root in made or carries_mask(seen, placement.half)}
 
 
 def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:

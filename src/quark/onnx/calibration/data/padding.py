@@ -35,22 +35,48 @@ AS_DATA |= {"Clip", "Transpose", "Split", "Flatten"}
 
 def mask_inputs(model: ir.Model) -> list[str]:
     """The inputs (batch, length) from which the scores of a Softmax are masked."""
-    flat = [value for value in model.graph.inputs if value.shape is not None and len(value.shape) == 2]
-    return [value.name or "" for value in flat if value.dtype is not ir.DataType.STRING and _masks(value)]
+    return [value.name or "" for value in model.graph.inputs if _may_mask(value) and _leads(value)[value]]
 
 
-def _masks(value: ir.Value) -> bool:
-    waiting, seen = [value], {value}
+def mask_values(model: ir.Model) -> set[ir.Value]:
+    """The tensors on the way from a mask to a Softmax: bare samples do not show how low they are where one masks."""
+    found: set[ir.Value] = set()
+    for value in filter(_may_mask, model.graph.inputs):
+        found.update(one for one, leads in _leads(value).items() if leads)
+    return found
+
+
+def _may_mask(value: ir.Value) -> bool:
+    return value.shape is not None and len(value.shape) == 2 and value.dtype is not ir.DataType.STRING
+
+
+def _leads(value: ir.Value) -> dict[ir.Value, bool]:
+    """A value and what hands it on -> whether scores are masked from it."""
+    order, seen = [value], {value}
+    for one in order:
+        new = [output for output in _handed_on(one) if output not in seen]
+        order += new
+        seen.update(new)
+    leads = dict.fromkeys(order, False)
+    waiting = [one for one in order if any(_reads_mask(node, place) for node, place in one.uses())]
     while waiting:
-        for node, place in waiting.pop().uses():
-            kind = node.op_type
-            if kind == "Softmax" or place >= ATTENTION.get(kind, place + 1):
-                return True
-            if kind in ANYWHERE or (kind in AS_DATA and place == 0):
-                new = [output for output in node.outputs if output not in seen]
-                waiting += new
-                seen.update(new)
-    return False
+        one = waiting.pop()
+        if one in leads and not leads[one]:
+            leads[one] = True
+            producer = one.producer()
+            if producer is not None:
+                waiting += [read for read in producer.inputs if read is not None and one in _handed_on(read)]
+    return leads
+
+
+def _reads_mask(node: ir.Node, place: int) -> bool:
+    return node.op_type == "Softmax" or place >= ATTENTION.get(node.op_type, place + 1)
+
+
+def _handed_on(value: ir.Value) -> list[ir.Value]:
+    """What operators that hand a mask on make of a value."""
+    carriers = [n for n, at in value.uses() if n.op_type in ANYWHERE or (n.op_type in AS_DATA and at == 0)]
+    return [output for node in carriers for output in node.outputs]
 
 
 @dataclass(frozen=True)
