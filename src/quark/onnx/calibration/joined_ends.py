@@ -30,7 +30,7 @@ from quark.onnx.graph.sessions import run_sample
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import Placement
 
-SAMPLES = 4
+SAMPLES = 2
 """What ranges of parts are compared on: they differ by hundreds where they differ in kind."""
 FEWEST_CODES = 64
 """Codes that a part needs of those of the joined tensor: with 6 bits of 8 it loses 12 dB."""

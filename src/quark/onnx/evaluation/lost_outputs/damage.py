@@ -44,7 +44,7 @@ SAMPLES = 4
 """Samples that are looked at of a large model, where these are enough."""
 SHARE = 8
 """One sample in this many that calibration ran is looked at, if that is more: what it takes is a small part of it."""
-PRODUCTS = 5_000_000_000
+PRODUCTS = 1_000_000_000
 """Products, of each weight with each input value, that are looked at in any case: under a second."""
 LOUD = 1000.0
 """Times the median of what inputs reach, from which on a sample is judged by itself: beside it, no other one counts."""
@@ -168,6 +168,7 @@ class _Looked:
         self.parts, self.count = parts, 0
         self._names = list(dict.fromkeys(part.tensor for part in parts))
         self._store, self._peaks = Store(MOST_BYTES), list[float]()
+        self._after: Any = None
 
     def run(self, model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: Settings) -> None:
         """Run both models on some more samples, one after the other."""
@@ -176,9 +177,10 @@ class _Looked:
         with model_session(model, [], settings) as before:
             for index, feed in enumerate(feeds, self.count):
                 self._keep(0, index, run_sample(before, self._names, feed))
-        after = open_session(quantized)
+        # Held: a graph of Q/DQ takes long to open.
+        self._after = self._after or open_session(quantized)
         for index, feed in enumerate(feeds, self.count):
-            self._keep(1, index, run_sample(after, self._names, feed))
+            self._keep(1, index, run_sample(self._after, self._names, feed))
         self._peaks += [max((_peak(array) for array in feed.values()), default=0.0) for feed in feeds]
         self.count += len(feeds)
 
