@@ -21,6 +21,8 @@ from quark.core.granularity import PerChannel
 from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.converters import TOOLS
 from quark.onnx.converters.command_line import run_tool
@@ -332,9 +334,9 @@ def test_float16_keeps_scales_of_resize_and_bounds_masks(tmp_path: Path) -> None
 def test_half_keeps_old_scales_and_sequences(tmp_path: Path) -> None:
     b = Builder()
     b.node("Resize", ["x", b.constant("scales", np.array([1, 1, 2, 2]))], "y", mode="linear")
-    for lower in (convert_fp32_to_fp16, convert_fp32_to_bf16):
+    for convert in (convert_fp32_to_fp16, convert_fp32_to_bf16):
         model = read(b.model({"x": [1, 1, 4, 4]}, {"y": [1, 1, 8, 8]}, 10))
-        lower(model)
+        convert(model)
         assert model.graph.initializers["scales"].dtype == ir.DataType.FLOAT
         assert model.graph.inputs[0].dtype != ir.DataType.FLOAT
     b = Builder()
@@ -346,16 +348,22 @@ def test_half_keeps_old_scales_and_sequences(tmp_path: Path) -> None:
     assert low.dtype == np.float16 and low.tolist() == [[1.0] * 3] * 2 + [[-1.0] * 3] * 2
 
 
-def test_a_type_that_the_runtime_refuses_is_not_written(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        converted("convert_fp32_to_bf16", cnn(), tmp_path, "--format", "bf16")
-    assert "bfloat16" in (said := capsys.readouterr().err) and "(Conv)" in said and len(said.splitlines()) == 1
-    assert not (tmp_path / "out.onnx").exists()
+def test_operators_that_take_bfloat16_later_are_raised_to_the_opset_that_does(tmp_path: Path) -> None:
+    changed = converted("convert_fp32_to_bf16", cnn(), tmp_path, "--format", "bf16")
+    onnx.checker.check_model(changed, full_check=True)
+    assert [entry.version for entry in changed.opset_import] == [22] and opset_of(cnn()) < 22
+    stored = {i.name: np.frombuffer(i.raw_data, ml_dtypes.bfloat16) for i in changed.graph.initializer}
+    for initializer in cnn().graph.initializer:
+        if initializer.data_type == TensorProto.FLOAT and initializer.name in stored:
+            value = numpy_helper.to_array(initializer).astype(ml_dtypes.bfloat16).ravel()
+            np.testing.assert_array_equal(stored.pop(initializer.name), value)
+    assert len(stored) < 3
 
 
 def test_bfloat16(tmp_path: Path) -> None:
     whole = converted("convert_fp32_to_bf16", mlp(), tmp_path, "--format", "bf16")
     assert {i.data_type for i in whole.graph.initializer} == {TensorProto.BFLOAT16}
+    assert opset_of(whole) == opset_of(mlp())
     casts = converted("convert_fp32_to_bf16", mlp(), tmp_path)
     sample = feed(mlp())
     assert_rounded(outputs(casts, sample)[0], mlp(), sample, bits=7)
@@ -387,6 +395,25 @@ def test_contributed_pairs_become_standard_where_the_opset_has_them(tmp_path: Pa
     raised = converted("convert_opset_version", quantized(U16S8), tmp_path, "--target_opset", "21")
     standard = converted("convert_customqdq_to_qdq", raised, tmp_path)
     assert np.array_equal(outputs(standard, SAMPLE)[0], outputs(quantized(U16S8), SAMPLE)[0])
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    (version,) = (entry.version for entry in proto.opset_import if entry.domain == "")
+    return version
+
+
+@pytest.mark.parametrize(("preset", "name"), [("BFP16", "BFPFixNeuron"), ("MXINT8", "MXFixNeuron")])
+def test_operators_that_the_model_defines_are_renamed_with_their_definition(
+    preset: str, name: str, tmp_path: Path
+) -> None:
+    today = quantized(lower(get_default_config(preset)))
+    former = converted("convert_custom_ops", today, tmp_path)
+    assert {(f.domain, f.name) for f in former.functions} == {("com.vai.quantize", name)}
+    assert {node.domain for node in former.graph.node} == {"", "com.vai.quantize"}
+    back = converted("convert_custom_ops", former, tmp_path, "--reverse_conversion")
+    assert [(f.domain, f.name) for f in back.functions] == [(f.domain, f.name) for f in today.functions]
+    for model in (former, back):
+        assert np.array_equal(outputs(model, SAMPLE)[0], outputs(today, SAMPLE)[0])
 
 
 def custom(domain: str, encoder: str, decoder: str, kind: int, scale: float = 1.0) -> onnx.ModelProto:

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from quark.core.metrics import sqnr
 from quark.core.scales import QParams
-from quark.core.spec import LayerSpec, spec
+from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError
 from quark.onnx.calibration.qparams import rescaled
 from quark.onnx.config import presets
@@ -24,7 +24,7 @@ from quark.onnx.config.enums import QuantGranularity
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
-from quark.onnx.config.tensor_specs import Int8Spec, XInt8Spec
+from quark.onnx.config.tensor_specs import Int8Spec, Int16Spec, XInt8Spec
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.npu.rules import RULES
@@ -322,11 +322,25 @@ def test_rounds_are_bounded() -> None:
         xint8(MaxLoopNum=0)
 
 
-def test_scales_that_are_no_power_of_two_are_refused() -> None:
-
-    mixed = ((("stem_conv_node",), LayerSpec(weight=spec("int8"), input=spec("int8"))),)
-    with pytest.raises(ConfigError, match=r"power-of-two scales; .* has"):
-        quantize(load(cnn()), replace(xint8(), specs=replace(xint8().specs, by_name=mixed)), Reader(images()))
+def test_layers_with_float_scales_of_their_own_are_left_alone() -> None:
+    """As a layer in float: the limits hold among what has powers of two, and it keeps its scale and its bits."""
+    for wide, kind in ((Int16Spec(), TensorProto.INT16), (Int8Spec(), TensorProto.INT8)):
+        config = QConfig(
+            QLayerConfig(input_tensors=XInt8Spec(), weight=XInt8Spec()),
+            layer_type_config={QLayerConfig(input_tensors=wide, weight=wide): ["Gemm"]},
+        )
+        model = load(cnn())
+        quantize(model, lower(config), Reader(images()))
+        proto = to_proto(model)
+        constants = {i.name: i for i in proto.graph.initializer}
+        found = set()
+        for node in proto.graph.node:
+            if node.op_type == "QuantizeLinear":
+                scale = numpy_helper.to_array(constants[node.input[1]])
+                found.add((constants[node.input[2]].data_type, bool(np.all(np.log2(scale) % 1 == 0))))
+        assert found >= {(TensorProto.INT8, True), (kind, False)}
+        (feed,) = images(1)
+        assert sqnr(run(cnn(), feed), run(proto, feed)) > 37
 
 
 # The DPU's operators -------------------------------------------------------------------------------------------------

@@ -48,15 +48,21 @@ def rename_custom_ops(model: ir.Model, reverse_conversion: bool = False) -> int:
     """Give custom operators the names and the domain they had before, or back; return how many."""
     pairs = {v: k for k, v in FORMER_NAMES.items()} if reverse_conversion else FORMER_NAMES
     old, new = (FORMER, CUSTOM) if reverse_conversion else (CUSTOM, FORMER)
-    if any(function.domain == old for function in model.functions.values()):
-        raise NotSupportedError(f"The model defines operators of {old} itself: a former library has no use for them.")
     count = 0
-    for node in model.graph.all_nodes():
-        if node.domain == old and node.op_type in pairs:
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        renamed = [node for node in graph.all_nodes() if node.domain == old and node.op_type in pairs]
+        for node in renamed:
             node.domain, node.op_type = new, pairs[node.op_type]
-            count += 1
-    if count:
-        model.opset_imports[new] = 1
+        if renamed:
+            graph.opset_imports[new] = 1
+        count += len(renamed) if graph is model.graph else 0
+    # What an operator computes is in the model itself, under the name that its nodes have.
+    for key, function in list(model.functions.items()):
+        if function.domain == old and function.name in pairs:
+            function.domain, function.name = new, pairs[function.name]
+            del model.functions[key]
+            model.functions[function.identifier()] = function
     remove_unused(model)
     return count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from quark.core.dtypes import DTYPES
@@ -11,12 +12,15 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.flow import quantize
 from quark.onnx.graph.edit import is_op, prune, remove_unused
-from quark.onnx.graph.model_file import constant, infer_shapes, refuse_invalid, refuse_quantized
+from quark.onnx.graph.model_file import constant, infer_shapes, opset, refuse_invalid, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
+from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.simplify import simplify
 from quark.onnx_ops.graph_writer import GraphWriter, add_constant, redirect
 
 FORMATS = ("with_cast", "customqdq", "simulate_bf16", "bf16")
+BFLOAT16_OPSET = 22
+"""The first opset whose Conv, pools and other operators that 13 left out take bfloat16."""
 
 
 def to_float16(
@@ -45,9 +49,9 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
 
     Args:
         model: The model, changed in place.
-        format: "bf16": every tensor. "with_cast": a float32 graph whose tensors pass through bfloat16 by pairs of
-            Cast. "customqdq": the same by custom Q/DQ. "simulate_bf16": a float32 graph without Casts whose weights
-            have bfloat16 values.
+        format: "bf16": every tensor, in opset 22 where an operator does not take it before. "with_cast": a float32
+            graph whose tensors pass through bfloat16 by pairs of Cast. "customqdq": the same by custom Q/DQ.
+            "simulate_bf16": a float32 graph without Casts whose weights have bfloat16 values.
 
     Returns:
         How many tensors or places changed.
@@ -61,6 +65,8 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     convert_fp16_to_fp32(model)
     infer_shapes(model)
     if format == "bf16":
+        if opset(model) < BFLOAT16_OPSET and not _all_take_bfloat16(model):
+            convert_opset_version(model, BFLOAT16_OPSET)
         count = convert_fp32_to_bf16(model)
         refuse_invalid(model, "The model in bfloat16 (another format: with_cast)")
         return count
@@ -70,6 +76,16 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
     if format == "simulate_bf16":
         return remove_bfloat16_casts(model)
     return sum(node.op_type in ("Cast", "ExtendedDequantizeLinear") for node in model.graph)
+
+
+def _all_take_bfloat16(model: ir.Model) -> bool:
+    """Whether every operator of ONNX has a type that may be bfloat16, in the opset of the model."""
+    version = opset(model)
+    kinds = {node.op_type for node in model.graph.all_nodes() if node.domain == ""}
+    schemas = [
+        onnx.defs.get_schema(kind, version) for kind in kinds if onnx.defs.has(kind, max_inclusive_version=version)
+    ]
+    return all(any("tensor(bfloat16)" in c.allowed_type_strs for c in s.type_constraints) for s in schemas)
 
 
 def to_bfp16(model: ir.Model) -> int:

@@ -36,10 +36,10 @@ def adjust(placement: Placement, qparams: ModelQParams, settings: Settings) -> M
             break
     if settings.npu.check:
         _check(positions)
-    specs, weights = placement.activations, placement.weights
+    specs, weights, moved = placement.activations, placement.weights, positions.values
     return ModelQParams(
-        {key: _moved(p, specs[key], positions[key]) for key, p in qparams.activations.items() if key in specs},
-        {key: _moved(p, weights[key], positions[key]) for key, p in qparams.weights.items()},
+        {key: _moved(p, specs[key], moved.get(key)) for key, p in qparams.activations.items() if key in specs},
+        {key: _moved(p, weights[key], moved.get(key)) for key, p in qparams.weights.items()},
     )
 
 
@@ -58,5 +58,7 @@ def _check(positions: Positions) -> None:
         )
 
 
-def _moved(params: QParams, spec: TensorSpec, position: NumpyArray) -> QParams:
+def _moved(params: QParams, spec: TensorSpec, position: NumpyArray | None) -> QParams:
+    if position is None:
+        return params
     return rescaled(params, spec, np.exp2(-position.astype(np.float64)))
