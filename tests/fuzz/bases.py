@@ -76,6 +76,12 @@ LLAMA = partial(
 )  # fmt: skip
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "llama": LLAMA,
+    # Rows of whole blocks of 256.
+    "imatrix-llama": partial(
+        _transformer, prefix="Llama", head="ForCausalLM",
+        settings={**SIZES, **WORDS, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1,
+                  "num_key_value_heads": 2, "tie_word_embeddings": False},
+    ),
     "sharded": partial(LLAMA, max_shard_size="200KB"),
     "mixtral": partial(
         _transformer, prefix="Mixtral", head="ForCausalLM",

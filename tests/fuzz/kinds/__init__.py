@@ -5,11 +5,17 @@ from __future__ import annotations
 from tests.fuzz.case import Make
 from tests.fuzz.kinds import (
     calibration_data,
+    chat_templates,
     command_lines,
     configurations,
+    gguf_files,
+    graph_archives,
+    imatrices,
     model_folders,
     onnx_models,
+    patterns,
     quantized_folders,
+    recipes,
     safetensors_files,
     statistics_files,
 )
@@ -23,4 +29,10 @@ KINDS: dict[str, Make] = {
     "statistics": statistics_files.make,
     "configuration": configurations.make,
     "command": command_lines.make,
+    "gguf": gguf_files.make,
+    "imatrix": imatrices.make,
+    "recipe": recipes.make,
+    "pattern": patterns.make,
+    "template": chat_templates.make,
+    "graph": graph_archives.make,
 }
