@@ -158,7 +158,7 @@ def _or_others(
         if not others:
             raise
         why = error
-    if CPU_DYNAMIC in others:
+    if CPU_DYNAMIC in others and isinstance(why, SlowerThanFloatError):
         logger.info("%s Inputs are quantized as they come.", why)
         dynamic = {CPU_WEIGHTS: others[CPU_WEIGHTS]}
         return _or_others(CPU_DYNAMIC, others[CPU_DYNAMIC], dynamic, model, output, _from_start(reader), recovery)
