@@ -32,7 +32,7 @@ from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
-from quark.onnx.calibration.left_in_float import carries_mask, final_range, leave_in_float, with_values
+from quark.onnx.calibration.left_in_float import final_range, leave_masks_in_float, with_values
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.sliced_session import SlicedSession
@@ -99,8 +99,7 @@ def activation_params(
             known = statistics is not None and root in classes
             observers[root] = _again(observers[root], free, settings, classes[root] if known else [], statistics)
     observers = with_values(observers, placement)
-    masks = _masks(model, observers, placement)
-    leave_in_float(masks, placement)
+    masks = leave_masks_in_float(model.graph, observers, placement, mask_values(model))
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
     if range_file is not None and not Path(range_file).exists():
         ranges = {root.name or "": final_range(seen, root in masks) for root, seen in observers.items()}
@@ -109,12 +108,6 @@ def activation_params(
         files = save_figures({root.name or "": observer for root, observer in observers.items()})
         logger.info(f"{len(files)} histograms are in {FOLDER}.")
     return params
-
-
-def _masks(model: ir.Model, observers: Mapping[ir.Value, Observer], placement: Placement) -> set[ir.Value]:
-    """The classes that carry attention masks, by what was seen, or by where they come from."""
-    made = {placement.root(value) for value in mask_values(model) if value in placement.activations}
-    return {root for root, seen in observers.items() if root in made or carries_mask(seen, placement.half)}
 
 
 def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:

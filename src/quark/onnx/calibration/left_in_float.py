@@ -10,7 +10,7 @@ import onnx_ir as ir
 from quark.core.observers import Observer
 from quark.errors import CalibrationError
 from quark.log import logger
-from quark.onnx.graph.masks import limit
+from quark.onnx.graph.masks import Range, added_masks, limit
 from quark.onnx.placement.placement import Placement
 
 
@@ -26,20 +26,42 @@ def with_values(observers: Mapping[ir.Value, Observer], placement: Placement) ->
     if len(empty) == len(observers):
         raise CalibrationError("No calibration sample has values: every tensor of a static scale is empty in all.")
     if empty:
-        leave_in_float(empty, placement)
+        placement.leave_in_float(empty)
         names = ", ".join(sorted(root.name or "" for root in empty))
         logger.info("These tensors have no values in any calibration sample, and stay in float: %s.", names)
     return {root: observer for root, observer in observers.items() if root not in empty}
 
 
-def leave_in_float(roots: Collection[ir.Value], placement: Placement) -> None:
-    """Take the classes of these tensors out of a placement."""
-    for value in [value for value in placement.activations if placement.root(value) in roots]:
-        del placement.activations[value]
+def leave_masks_in_float(
+    graph: ir.Graph, observers: Mapping[ir.Value, Observer], placement: Placement, made: Collection[ir.Value]
+) -> set[ir.Value]:
+    """Take what carries an attention mask out of a placement: no scale serves that and its other values.
+
+    Args:
+        graph: Of the float model.
+        observers: What was seen of the tensors that stand for a class.
+        placement: Changed in place: activations and constants.
+        made: The tensors on the way from an input that masks to a Softmax, which bare samples do not show.
+
+    Returns:
+        Those of the observed tensors that are taken out.
+    """
+
+    def seen(value: ir.Value) -> Range | None:
+        observer = observers.get(placement.root(value)) if value in placement.activations else None
+        if observer is None or observer.low is None or observer.high is None:
+            return None
+        return float(np.min(np.asarray(observer.low))), float(np.max(np.asarray(observer.high)))
+
+    masks = {root for root, observer in observers.items() if carries_mask(observer, placement.half)}
+    added = added_masks(graph, seen) | set(made)
+    masks |= {placement.root(value) for value in added} & set(observers)
+    placement.leave_in_float(masks | added)
+    return masks
 
 
 def carries_mask(observer: Observer, half: bool) -> bool:
-    """Whether a tensor carries an attention mask: no scale serves both -3e38, or -inf, and its other values.
+    """Whether a tensor holds -3e38, or -inf, with which it is an attention mask wherever it stands.
 
     NaN and +inf are no mask: an observer refuses them.
     """

@@ -1,25 +1,54 @@
-"""Attention masks: tensors that carry the most negative float, or -inf, beside other values.
+"""Attention masks: tensors that carry, beside other values, a number which only makes weights zero.
 
-No scale serves both, and in a block format one such value takes the exponent of its block: the others become 0. Where
-data is seen, calibration finds them by their range. Block formats see none; there they are found by where they come
-from: a huge constant, and what it is added to, selected with, or moved.
+No scale serves both, and in a block format one such value takes the exponent of its block: the others become 0.
+
+    the most negative float, -inf     is a mask wherever it stands
+    any other number                  is one where it is added, or selected, on the way to a Softmax, or to what else
+                                      only its largest inputs matter to
+
+What is added on the way to a Softmax is a mask if it spreads over more than `MOST_NATS` and no layer computes it: it
+alone decides then which weights are 0, as e^-64 of another is less than float32 adds to 1. Finite masks (-100 in Swin,
+-1e4 in BERT, -1e9 in TensorFlow) and the slopes of ALiBi are such. What layers compute is one beyond `MOST_LOGITS`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op
-from quark.onnx.graph.model_file import constant
-from quark.onnx.operators import RULES
+from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import ON_REQUEST, RULES, SIMULATED, rule_of
 
 MASK = 1e30
 """Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
 HALF_MASK = 6e4
+MOST_NATS = 64.0
+"""A step of 8 bits over this range is 1/4: weights of a Softmax are then off by 7 % (23 dB), beyond it by more."""
+MOST_LOGITS = 1e3
+"""The same for what layers compute, which spreads for other reasons, and before an operator without an exponent."""
 
-CARRIES = {"Add", "Sub", "Mul", "Where", "Min", "Max", "Cast", "ScatterND"}
-CARRIES |= {name for name, rule in RULES.items() if rule.shares_scale}
+ADDS = {"Add", "Sub", "Sum"}
+SELECTS = {"Where", "Min", "Max", "ScatterND", "ScatterElements", "Concat", "Pad"}
+"""Op types whose output holds values of one input or of another."""
+SCALES = {"Mul", "Div", "Neg", "Cast", "Clip", "Log", "LogSoftmax"}
+MOVES = {name for name, rule in {**RULES, **ON_REQUEST}.items() if rule.shares_scale}
+CARRIES = ADDS | SELECTS | SCALES | MOVES
+
+EXPONENTIAL = {"Softmax", "LogSoftmax", "Exp", "ReduceLogSumExp", "Sigmoid"}
+"""Op types to which inputs many nats below the largest, or below 0, are all the same."""
+LARGEST = {"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK", "Hardmax"}
+"""Op types that look for the largest, or smallest, of their inputs."""
+ADDED_WITHIN = {("", "Attention"): 3, ("com.microsoft", "Attention"): 5, ("com.microsoft", "MultiHeadAttention"): 5,
+                ("com.microsoft", "GroupQueryAttention"): 10, ("com.microsoft", "BiasSoftmax"): 1}  # fmt: skip
+"""Operators with a Softmax inside -> index of the input that they add before it."""
+LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "LSTM", "GRU", "RNN"}
+
+Range = tuple[float, float]
+RangeOf = Callable[[ir.Value], Range | None]
+"""The smallest and the largest value of a tensor; None where that is not known."""
 
 
 def is_mask(value: ir.Value) -> bool:
@@ -38,9 +67,173 @@ def limit(dtype: str) -> float:
 
 
 def masked_values(graph: ir.Graph) -> set[ir.Value]:
-    """The tensors of a graph that hold values of a mask."""
+    """The tensors of a graph that hold values of a mask, the most negative float or -inf."""
     found: set[ir.Value] = set()
     for node in graph:
         if node.op_type in CARRIES and any(v is not None and (v in found or is_mask(v)) for v in node.inputs):
             found.update(node.outputs)
     return found
+
+
+def added_masks(graph: ir.Graph, range_of: RangeOf) -> set[ir.Value]:
+    """The masks that are added or selected on the way to a Softmax, and every tensor there that carries one.
+
+    Args:
+        graph: Its nodes in order.
+        range_of: The ranges of tensors that are no constants. A tensor without one that no layer computes may be a
+            mask, and counts as one.
+    """
+    least, computed = _ways(graph), _computed_by_layers(graph)
+    possible = _possible_ranges(graph, range_of, computed)
+
+    def is_wide(value: ir.Value, most: float, about: Callable[[Range], float], unknown: bool = True) -> bool:
+        limits = possible.get(value)
+        if value in computed:
+            return limits is not None and most < MOST_LOGITS < about(limits)
+        return unknown if limits is None else about(limits) > most
+
+    found: set[ir.Value] = set()
+    for node in graph:
+        for output in [value for value in node.outputs if value in least and node.op_type in CARRIES]:
+            seen, operands = range_of(output), _operands(node)
+            if node.op_type in ADDS | SELECTS:
+                about = _spread if node.op_type in ADDS else _magnitude
+                unknown = seen is None or _spread(seen) > least[output]
+                found.update(value for value in operands if is_wide(value, least[output], about, unknown))
+            if any(value in found for value in operands):
+                found.add(output)
+    for node in reversed(graph):
+        if not any(output in found for output in node.outputs):
+            continue
+        given = [value for value in node.inputs if value is not None and value not in computed]
+        found.update(value for value in given if value in least and is_wide(value, least[value], _spread))
+        if not any(output in computed for output in node.outputs):
+            # A mask is what is computed here: an error of 1 - m is magnified to one of (1 - m) * -1e4.
+            found.update(value for value in given if _may_be_float(value) and _only_for(value, found))
+    return {value for value in found if _may_be_float(value)}
+
+
+def _ways(graph: ir.Graph) -> dict[ir.Value, float]:
+    """The tensors that reach a Softmax, or the like, with nothing but sums, choices and moves between.
+
+    Returns:
+        Each -> how far a mask among them spreads at least.
+    """
+    least: dict[ir.Value, float] = {}
+    for node in reversed(graph):
+        op_type, inputs = SIMULATED.get(node.op_type, node.op_type), list[ir.Value | None]()
+        reached = [least[output] for output in node.outputs if output in least and op_type in CARRIES]
+        if reached:
+            inputs += _operands(node)
+        if op_type in EXPONENTIAL | LARGEST:
+            inputs += node.inputs[:1]
+            reached.append(MOST_NATS if op_type in EXPONENTIAL else MOST_LOGITS)
+        within = ADDED_WITHIN.get((node.domain, op_type))
+        if within is not None:
+            inputs += node.inputs[within : within + 1]
+            reached.append(MOST_NATS)
+        for value in inputs:
+            if value is not None:
+                least[value] = min([*reached, least.get(value, MOST_LOGITS)])
+    return least
+
+
+def _computed_by_layers(graph: ir.Graph) -> set[ir.Value]:
+    """What layers compute, alone or with others; not a product of two tensors that nothing but integers make."""
+    computed = set[ir.Value]()
+    floats = {value for value in graph.inputs if _may_be_float(value)}
+    for node in graph:
+        given = [value for value in node.inputs if value is not None]
+        from_layers = any(value in computed for value in given)
+        if node.op_type in LAYERS:
+            from_layers |= any(value in floats or is_constant(value) for value in given)
+        outputs = [value for value in node.outputs if _may_be_float(value)]
+        if from_layers:
+            computed.update(outputs)
+        if any(value in floats for value in given):
+            floats.update(outputs)
+    return computed
+
+
+def _possible_ranges(graph: ir.Graph, range_of: RangeOf, computed: set[ir.Value]) -> dict[ir.Value, Range]:
+    """What values tensors have, or may have: a mask of 1 and 0 is all 1 where samples are not padded.
+
+    An input, and what is computed of integers, may be 0 and 1. Of what layers compute, only what was seen is known.
+    """
+    possible: dict[ir.Value, Range] = {}
+
+    def note(value: ir.Value, limits: Range | None) -> None:
+        seen = range_of(value)
+        both = [one for one in (limits, seen) if one is not None]
+        if both:
+            possible[value] = min(one[0] for one in both), max(one[1] for one in both)
+
+    for value in graph.inputs:
+        if range_of(value) is not None or not _may_be_float(value):
+            note(value, (0.0, 1.0))
+    for node in graph:
+        for read in node.inputs:
+            if read is not None and read not in possible and is_constant(read):
+                possible[read] = _constant_range(read)
+        operands = [possible.get(value) for value in _operands(node)]
+        known = [limits for limits in operands if limits is not None]
+        complete = len(known) == len(operands) and known and node.op_type in CARRIES
+        for output in node.outputs:
+            if output in computed:
+                note(output, None)
+            elif complete:
+                note(output, _result(node.op_type, known))
+            else:
+                note(output, None if _may_be_float(output) else (0.0, 1.0))
+    return possible
+
+
+def _result(op_type: str, given: list[Range]) -> Range | None:
+    """The range of what an operator that carries a mask gives for these; None where it is not told."""
+    if op_type in ("Log", "LogSoftmax"):
+        return None
+    if op_type == "Neg":
+        return -given[0][1], -given[0][0]
+    if op_type == "Sub" and len(given) == 2:
+        given = [given[0], (-given[1][1], -given[1][0])]
+    if op_type in ADDS:
+        return sum(low for low, _ in given), sum(high for _, high in given)
+    if op_type == "Mul" and len(given) == 2:
+        # 0 times the -inf of a mask is none of its values.
+        ends = [x * y for x in given[0] for y in given[1] if not (x == 0 or y == 0)]
+        return min(ends, default=0.0), max([*ends, 0.0])
+    if op_type == "Div":
+        return None
+    return min(low for low, _ in given), max(high for _, high in given)
+
+
+def _operands(node: ir.Node) -> list[ir.Value]:
+    """The inputs whose values a node gives on, or adds."""
+    indices = [*rule_of(node.op_type).inputs(node), *([2] if node.op_type == "Pad" else [])]
+    values = [node.inputs[index] for index in indices if index < len(node.inputs)]
+    return [value for value in values if value is not None]
+
+
+def _only_for(value: ir.Value, found: set[ir.Value]) -> bool:
+    """Whether whatever reads a value gives one of those that were found."""
+    readers = [use.node for use in value.uses()]
+    return not value.is_graph_output() and all(any(out in found for out in node.outputs) for node in readers)
+
+
+def _may_be_float(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _constant_range(value: ir.Value) -> Range:
+    array = constant(value)
+    if not array.size or array.dtype.kind not in "fiub":
+        return 0.0, 0.0
+    return float(array.min()), float(array.max())
+
+
+def _spread(limits: Range) -> float:
+    return limits[1] - limits[0]
+
+
+def _magnitude(limits: Range) -> float:
+    return max(abs(limits[0]), abs(limits[1]))

@@ -17,7 +17,7 @@ from quark.errors import NothingToQuantizeError
 from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
-from quark.onnx.graph.masks import is_mask, masked_values
+from quark.onnx.graph.masks import added_masks, is_mask, masked_values
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
@@ -58,12 +58,16 @@ def place(model: ir.Model, settings: Settings) -> Placement:
     if not settings.specs.weights_only:
         _arrange_scales(placement, settings)
     blocks = any(spec.is_block for spec in placement.activations.values())
-    # Calibration finds masks by their range; NaN, with which outputs are filled, has none.
-    for value in masked_values(model.graph) if blocks else [v for v in placement.activations if is_mask(v)]:
-        placement.activations.pop(value, None)
+    # Calibration finds masks by their range; NaN, with which outputs are filled, has none. Blocks see no data.
+    placement.leave_in_float(_masks(model.graph) if blocks else {v for v in placement.activations if is_mask(v)})
     refine_block_axes(placement, settings.specs.refine_block_axis)
     refuse_too_many(model, placement)
     return placement
+
+
+def _masks(graph: ir.Graph) -> set[ir.Value]:
+    """What may carry an attention mask, as far as the graph alone tells."""
+    return masked_values(graph) | added_masks(graph, lambda value: None)
 
 
 def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement, before_log: bool) -> None:

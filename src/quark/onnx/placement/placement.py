@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -61,6 +62,14 @@ class Placement:
         one, other = self.root(one), self.root(other)
         if one is not other:
             self.shared[other] = one
+
+    def leave_in_float(self, values: Collection[ir.Value]) -> None:
+        """Take tensors out, with all that share their scale, and constants of nodes."""
+        roots = {self.root(value) for value in values}
+        for value in [value for value in self.activations if self.root(value) in roots]:
+            del self.activations[value]
+        for node, index in [operand for operand in self.weights if operand[0].inputs[operand[1]] in values]:
+            del self.weights[node, index]
 
     def is_float(self, value: ir.Value, if_unknown: bool = True) -> bool:
         """Whether a value is a tensor of the model's float type; `if_unknown` where it has no type."""
