@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from quark.core.array import NumpyArray
+from quark.errors import StructureError
 from quark.onnx.graph.model_file import constant
 
 ONNX_DOMAINS = ("", "ai.onnx")
@@ -17,6 +19,15 @@ KNOWN_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
 STANDS_FOR = "stands for"
 """Key of a node's `meta`: the name of the node of the user's model that it is a part of."""
+
+CONTRIB_ATTRIBUTES = {
+    "DynamicQuantizeLSTM": (
+        *("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "input_forget"),
+    ),
+    "GatherBlockQuantized": ("bits", "block_size", "gather_axis", "quantize_axis"),
+    "MatMulNBits": ("K", "N", "accuracy_level", "bits", "block_size"),
+}
+"""Attributes of the operators of com.microsoft that nodes are rewritten to."""
 
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:
@@ -60,6 +71,45 @@ def replace(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attr
     old.replace_all_uses_with(new.outputs[0], replace_graph_outputs=True)
     prune(node)
     return new
+
+
+def carried_over(node: ir.Node, op_type: str, domain: str = "", **changed: Any) -> dict[str, Any]:
+    """The attributes of a node for the operator that takes its place.
+
+    Args:
+        node: Which is rewritten.
+        op_type, domain: Of the other operator.
+        changed: Attributes that differ; None for one whose meaning the caller takes over.
+
+    Raises:
+        StructureError: The node has an attribute, not at its default, that the other operator does not know.
+    """
+    known = _attribute_names(op_type, domain)
+    kept = {}
+    for name, attribute in node.attributes.items():
+        if name in changed:
+            continue
+        if name in known:
+            kept[name] = attribute.value
+        elif attribute.value != _default(node, name):
+            raise StructureError(
+                f"{node.name} has {name}={attribute.value}, which {op_type} does not know. Possible: exclude it."
+            )
+    return kept | {name: value for name, value in changed.items() if value is not None}
+
+
+def _attribute_names(op_type: str, domain: str) -> Collection[str]:
+    if domain not in ONNX_DOMAINS:
+        return CONTRIB_ATTRIBUTES[op_type]
+    return onnx.defs.get_schema(op_type).attributes.keys()
+
+
+def _default(node: ir.Node, name: str) -> Any:
+    """The default of an attribute of a standard operator; None where it has none."""
+    attribute = onnx.defs.get_schema(node.op_type).attributes.get(name)
+    if attribute is None or not attribute.default_value.name:
+        return None
+    return ir.from_proto(attribute.default_value).value
 
 
 def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any],

@@ -33,7 +33,8 @@ SMALLEST_TABLE = 1024
 
 def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> dict[int, TensorSpec]:
     """Index -> spec of the constants of a node that are stored as codes; none where activations have Q/DQ."""
-    dynamic, spec = layer.input is not None and layer.input.dynamic, layer.weight
+    dynamic = layer.input is not None and layer.input.dynamic and not layer.input.is_block
+    spec = layer.weight
     if not (settings.specs.weights_only or dynamic) or settings.qdq.matmul_nbits is not None:
         return {}
     if spec is None or spec.is_block or spec.is_cast or not spec.has_zero_point:
@@ -110,7 +111,7 @@ def _table(node: ir.Node, spec: TensorSpec) -> dict[int, TensorSpec]:
     """The spec of a table that only Gathers read: of 8 bits with a scale for each row or for all, or of 4 in blocks."""
     table = node.inputs[0]
     array = constant(table)
-    if array.ndim != 2 or array.size < SMALLEST_TABLE or node.attributes.get_int("axis", 0):
+    if array.ndim != 2 or array.size < SMALLEST_TABLE or node.attributes.get_int("axis", 0) not in (0, -2):
         return {}
     assert table is not None
     if not all(is_op(use.node, "Gather") and use.idx == 0 for use in table.uses()):

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.spec import TensorSpec
+from quark.onnx.graph.edit import carried_over
 from quark.onnx.graph.model_file import constant
 from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.kernels import DYNAMIC_KERNELS
@@ -40,9 +41,10 @@ def write_dynamic(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec
         scale = _over_outputs(writer, node, scale)
         zero = writer.shared(f"{zero.name}_scalar", np.asarray(constant(zero).reshape(-1)[0]))
     quantized, input_scale, input_zero = _quantized_input(writer, data)
-    attributes = {key: attribute.value for key, attribute in node.attributes.items()} if is_conv else {}
-    inputs = [quantized, codes, input_zero, zero]
-    product = writer.node(DYNAMIC_KERNELS[node.op_type], inputs, f"{name}_quant", attributes)
+    inputs, kernel = [quantized, codes, input_zero, zero], DYNAMIC_KERNELS[node.op_type]
+    # `fits_dynamic` knows what else a Gemm says.
+    attributes = carried_over(node, kernel, transB=None)
+    product = writer.node(kernel, inputs, f"{name}_quant", attributes)
     product = writer.node("Cast", [product], f"{name}_cast", {"to": int(ir.DataType.FLOAT)})
     scales = writer.node("Mul", [input_scale, scale], f"{name}_scales")
     result = writer.node("Mul", [product, scales], f"{name}_scaled")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark.core.granularity import PerGroup
+from quark.core.granularity import PerGroup, PerTensor
 from quark.core.spec import TensorSpec
+from quark.onnx.graph.edit import carried_over, is_op
 from quark.onnx.graph.model_file import constant
 from quark.onnx.qdq.constants import ConstantStore
 from quark.onnx.qdq.qdq_nodes import CONTRIB, QdqNodes
@@ -40,12 +41,25 @@ def write_lstm(writer: GraphWriter, store: ConstantStore, node: ir.Node, specs: 
             # One for each direction, or for each output of each direction.
             shape = (directions,) if array.size == directions else (directions, array.size // directions)
             inputs[position] = writer.shared(f"{value.name}_{node.name}", array.reshape(shape))
+    attributes = carried_over(node, LSTM_KERNEL, CONTRIB)
+    for attribute in set(node.attributes) - set(attributes):
+        del node.attributes[attribute]
     node.op_type, node.domain = LSTM_KERNEL, CONTRIB
     node.version = None
     node.resize_inputs(LSTM_INPUTS)
     for index, input_value in enumerate(inputs):
         node.replace_input_with(index, input_value)
     writer.model.opset_imports.setdefault(CONTRIB, 1)
+
+
+def picks_codes(node: ir.Node, spec: TensorSpec) -> bool:
+    """Whether a node is a Gather that can pick codes: under one scale, or rows with what decodes them."""
+    if not is_op(node, "Gather") or spec.is_block:
+        return False
+    table = constant(node.inputs[0])
+    return isinstance(spec.granularity, PerTensor) or (
+        table.ndim == 2 and node.attributes.get_int("axis", 0) in (0, -2)
+    )
 
 
 def write_table(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec) -> ir.Value:
@@ -57,12 +71,20 @@ def write_table(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: 
     name, indices = node.name or "", node.inputs[1]
     codes, scale, zero = store.encoded((node, 0), spec)
     if isinstance(spec.granularity, PerGroup):
-        attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": spec.granularity.size}
+        attributes = carried_over(
+            node,
+            "GatherBlockQuantized",
+            CONTRIB,
+            axis=None,
+            gather_axis=0,
+            quantize_axis=1,
+            block_size=spec.granularity.size,
+        )
         inputs = [codes, indices, scale, zero]
         result = writer.node("GatherBlockQuantized", inputs, f"{name}_quantized", attributes, domain=CONTRIB)
         writer.replace(node, result, keep_name=True)
         return result
-    rows = writer.node("Gather", [codes, indices], f"{name}_quantized")
+    rows = writer.node("Gather", [codes, indices], f"{name}_quantized", carried_over(node, "Gather"))
     if constant(scale).ndim == 0:
         nodes = QdqNodes(writer, store.settings, codes.name or "", reader=node)
         result = nodes.linear("DequantizeLinear", [rows, scale, zero], spec)

@@ -13,7 +13,7 @@ from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import ConstantStore
 from quark.onnx.qdq.dynamic_quantize import write_dynamic
 from quark.onnx.qdq.matmul_nbits import write_nbits
-from quark.onnx.qdq.stored_weights import LSTM_KERNEL, write_lstm, write_table
+from quark.onnx.qdq.stored_weights import LSTM_KERNEL, picks_codes, write_lstm, write_table
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 
 
@@ -40,7 +40,7 @@ def write_qdq(
             write_lstm(writer, store, node, {index: placement.weights[node, index] for index in (1, 2)})
         elif node.op_type == LSTM_KERNEL:
             continue  # written with its other matrix
-        elif is_op(node, "Gather"):
+        elif picks_codes(node, spec):
             replaced[node] = producer_of(write_table(writer, store, node, spec))
         elif node in dynamic:
             replaced[node] = producer_of(write_dynamic(writer, store, node, spec))
