@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from quark.core.metrics import sqnr
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
@@ -112,3 +113,33 @@ def test_what_shares_a_scale_follows_or_does_not() -> None:
     assert kinds("a_conv_node") == [["int8"], ["int16"], ["int16"]]
     assert kinds("a_conv_node", dual_pairs=True) == [["int8", "int16"], ["int16"], ["int16"]]
     assert kinds("a_conv_node", propagate_specs=True, dual_pairs=True) == [["int8"], ["int8"], ["int8", "int16"]]
+
+
+def aligned(moved: bool) -> onnx.ModelProto:
+    """A Concat of small values, which a convolution reads too, and of values 500 times as large."""
+    b = Builder()
+    small = b.node("Relu", [b.conv("x", "a", (3, 8, 3), norm=False)], "small")
+    large = b.node("Mul", [b.conv(small, "c", (8, 8, 3), norm=False), b.constant("k", np.full((1, 8, 1, 1), 500.0))],
+                   "large")  # fmt: skip
+    bounds = [b.integers(name, [value]) for name, value in (("starts", 0), ("ends", 8), ("axes", 1))]
+    joined = b.node("Slice", [small, *bounds], "part") if moved else small
+    both = b.node("Concat", [joined, large], "both", axis=1)
+    b.node("Identity", [b.conv(both, "e", (16, 4, 3), norm=False)], "z")
+    b.node("Identity", [b.conv(small, "d", (8, 8, 3), norm=False)], "y")
+    return b.model({"x": ["n", 3, 16, 16]}, {"y": ["n", 8, 16, 16], "z": ["n", 4, 16, 16]})
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_others_read_too_keeps_its_scale_beside_an_aligned_concat(moved: bool) -> None:
+    source, (feed, *_) = aligned(moved), images()
+    for name in ("A8W8", "XINT8"):
+        made = ModelQuantizer(name).quantize_model(source, None, Reader(images()))
+        assert made is not None
+        onnx.checker.check_model(made, full_check=True)
+        assert sqnr(run(source, feed), run(made, feed)) > 25
+        codes = {n.output[0]: n for n in made.graph.node if n.op_type == "QuantizeLinear"}
+        concat = next(n for n in made.graph.node if n.op_type == "Concat")
+        decoders = [next(n for n in made.graph.node if name in n.output) for name in concat.input]
+        scales = [codes[decoder.input[0]].input[1] for decoder in decoders]
+        values = {i.name: float(numpy_helper.to_array(i)) for i in made.graph.initializer if i.name in scales}
+        assert len(set(values.values())) == 1  # what the Concat reads has one scale

@@ -47,12 +47,14 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     ],
     "Gemm": [{"alpha": 0.5}, {"beta": 2.0}, {"transB": 1}, {"transA": 1}],
     "MatMul": [],
-    "LSTM": [{"layout": 1}, {"direction": "reverse"}, {"clip": 0.5}, {"input_forget": 1},
+    "LSTM": [{"direction": "reverse"}, {"clip": 0.5}, {"input_forget": 1},
              {"activations": ["Sigmoid", "Tanh", "Relu"]}],
-    "GRU": [{"layout": 1}, {"direction": "reverse"}, {"clip": 0.5}, {"linear_before_reset": 1}],
-    "RNN": [{"layout": 1}, {"direction": "reverse"}, {"activations": ["Relu"]}],
+    "GRU": [{"direction": "reverse"}, {"clip": 0.5}, {"linear_before_reset": 1}],
+    "RNN": [{"direction": "reverse"}, {"activations": ["Relu"]}],
 }  # fmt: skip
 """Op type -> attributes that change what it computes."""
+NOT_IN_RUNTIME = {"layout"}
+"""Attributes that ONNX Runtime knows at their default only."""
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
@@ -103,10 +105,7 @@ def defaults(op_type: str) -> dict[str, Any]:
 
 def check(preset: str, op_type: str, attributes: dict[str, Any]) -> None:
     source, sample = model(op_type, {**BASE[op_type], **attributes})
-    try:
-        expected = outputs(source, sample)[0]
-    except Exception:  # what the runtime itself has no kernel for
-        return
+    expected = outputs(source, sample)[0]
     try:
         done = ModelQuantizer(config(preset)).quantize_model(source, None, [sample])
     except NothingToQuantizeError:
@@ -122,7 +121,7 @@ def test_every_operator_that_is_rewritten_is_here() -> None:
     stored = {name for name, rule in {**RULES, **RECURRENT}.items() if rule.stored}
     assert set(BASE) == set(OTHERS) == {*DYNAMIC_KERNELS, *stored}
     for op_type, others in OTHERS.items():
-        told = {name for other in others for name in other}
+        told = {name for other in others for name in other} | NOT_IN_RUNTIME
         assert {*defaults(op_type)} <= told, op_type
 
 

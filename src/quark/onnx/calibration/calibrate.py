@@ -43,7 +43,7 @@ from quark.onnx.graph.proto_file import reason
 from quark.onnx.graph.sessions import run_sample, session_over
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.operators.targets import TARGETS
-from quark.onnx.placement.dual_pairs import source_name
+from quark.onnx.placement.dual_pairs import REQUANTIZED, source_name
 from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.custom_libraries import session_options
 from quark.progress import progress
@@ -197,7 +197,7 @@ def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:
         root = placement.root(value)
         names = classes.setdefault(root, [])
         producer = value.producer()
-        moved = producer is not None and rule_of(producer.op_type).moves(producer)
+        moved = producer is not None and REQUANTIZED not in producer.meta and rule_of(producer.op_type).moves(producer)
         if value is root or not moved:
             names.append(source_name(value))
     return classes

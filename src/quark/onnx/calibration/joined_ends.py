@@ -27,6 +27,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.sessions import run_sample
+from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import Placement
 
@@ -131,7 +132,7 @@ def _ranges(
     """The smallest and the largest value of each tensor that is joined, and 0."""
     joined = [value for end in ends for value in end.node.inputs if value is not None]
     found = {value.name or "": _range(constant(value)) for value in joined if is_constant(value)}
-    names = list(dict.fromkeys(value.name or "" for value in joined if value.name not in found))
+    names = list(dict.fromkeys(name for name in map(source_name, joined) if name not in found))
     with model_session(model, names, settings) as session:
         for feed in feeds:
             made = [name for name in names if name not in feed]
@@ -150,7 +151,7 @@ def _range(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> tuple[fl
 
 def _costs_a_part(end: JoinedEnd, ranges: Mapping[str, tuple[float, float]]) -> bool:
     """Whether one scale would leave a part that holds anything too few codes."""
-    parts = [ranges[value.name or ""] for value in end.node.inputs if value is not None]
+    parts = [ranges[source_name(value)] for value in end.node.inputs if value is not None]
     step = (max(high for _, high in parts) - min(low for low, _ in parts)) / end.codes
-    live = [ranges[value.name or ""] for value in end.node.inputs if value is not None and not is_constant(value)]
+    live = [ranges[source_name(value)] for value in end.node.inputs if value is not None and not is_constant(value)]
     return any(0 < high - low < FEWEST_CODES * step for low, high in live)

@@ -165,7 +165,12 @@ class QuantizedNode:
     @property
     def branch(self) -> str:
         """The first int8 tensor beside the node that more than one node reads."""
-        encoders = [self.graph.producers.get(d.input[0]) for d in self.decoders]
+        decoders = [*self.decoders]
+        for decoder in decoders:  # one more where a tensor is quantized twice
+            encoder = self.graph.producers.get(decoder.input[0])
+            source = None if encoder is None else self.graph.producers.get(encoder.input[0])
+            decoders += [source] if source is not None and source.op_type in DECODERS else []
+        encoders = [self.graph.producers.get(decoder.input[0]) for decoder in decoders]
         encoders += [n for reader in (self.node, self.follower) if reader for n in self._after(reader)]
         for encoder in encoders:
             if encoder is None or encoder.op_type not in ENCODERS or self.graph.kind(encoder) != TensorProto.INT8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -33,20 +34,53 @@ def remove_fused(placement: Placement, settings: Settings) -> None:
 
 
 def share_scales(placement: Placement, settings: Settings) -> None:
-    """Give one scale to what only moves data, and to the inputs and outputs of the op types that are aligned."""
+    """Give one scale to what only moves data, and to the inputs and outputs of the op types that are aligned.
+
+    An input that other nodes read, too, has a scale of its own, and is quantized once more for the aligned node.
+    """
     aligned = {op_type for name in settings.qdq.align for op_type in ALIGN_GROUPS[name]}
-    for node in list(placement.nodes):
-        outputs = [value for value in node.outputs if value in placement.activations]
+    for node in placement.nodes:
         inputs = [value for value in node.inputs if value is not None and value in placement.activations]
         if rule_of(node.op_type).moves(node) and inputs and inputs[0] is node.inputs[0]:
-            for output in outputs:
+            for output in [value for value in node.outputs if value in placement.activations]:
                 join(placement, inputs[0], output, settings.specs.layer if settings.qdq.propagate_specs else None)
-        elif node.op_type in aligned:
-            if len(inputs) > 1 and "hard_sigmoid" in settings.npu.rules:
+    to_align = [node for node in placement.nodes if node.op_type in aligned and not rule_of(node.op_type).moves(node)]
+    readers = _readers_of_classes(placement) if to_align else {}
+    for node in to_align:
+        outputs = [value for value in node.outputs if value in placement.activations]
+        inputs = [value for value in node.inputs if value is not None and value in placement.activations]
+        if len(inputs) > 1:
+            if "hard_sigmoid" in settings.npu.rules:
                 inputs = _without_sigmoids(node, placement)
-            members = [*inputs, *(outputs or _factored_outputs(node, placement))]
-            for value in members[1:]:
-                join(placement, members[0], value)
+            inputs = _own_edges(node, placement, readers)
+        members = [*inputs, *(outputs or _factored_outputs(node, placement))]
+        for value in members[1:]:
+            join(placement, members[0], value)
+
+
+def _readers_of_classes(placement: Placement) -> dict[ir.Value, set[ir.Node | None]]:
+    """What stands for a class -> the quantized nodes that read it and do more than move it; None for an output."""
+    quantized, readers = set(placement.nodes), dict[ir.Value, set[ir.Node | None]]()
+    for value in placement.activations:
+        root = placement.root(value)
+        found = readers.setdefault(root, set())
+        for use in value.uses():
+            moved = any(
+                output in placement.activations and placement.root(output) is root for output in use.node.outputs
+            )
+            if use.node in quantized and not (moved and rule_of(use.node.op_type).moves(use.node)):
+                found.add(use.node)
+        if value.is_graph_output():
+            found.add(None)
+    return readers
+
+
+def _own_edges(node: ir.Node, placement: Placement, readers: Mapping[ir.Value, set[ir.Node | None]]) -> list[ir.Value]:
+    """The quantized inputs of a node, each of which it alone reads."""
+    for index, value in enumerate(node.inputs):
+        if value is not None and value in placement.activations and readers.get(placement.root(value), set()) - {node}:
+            node.replace_input_with(index, requantized(value, node, placement.activations[value], placement))
+    return [value for value in node.inputs if value is not None and value in placement.activations]
 
 
 def _without_sigmoids(node: ir.Node, placement: Placement) -> list[ir.Value]:

@@ -15,6 +15,7 @@ from quark.onnx.calibration.qparams import CAST
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op, replace_output
 from quark.onnx.operators.targets import TARGETS
+from quark.onnx.placement.dual_pairs import REQUANTIZED
 from quark.onnx.placement.placement import FACTOR, Operand, Placement
 from quark.onnx.qdq.qdq_nodes import QdqNodes
 from quark.onnx_ops.graph_writer import GraphWriter
@@ -38,9 +39,12 @@ class ActivationWriter:
     ) -> None:
         self.writer, self.settings, self.placement, self.qparams = writer, settings, placement, qparams
         self._quantized = set(placement.nodes)
+        self._by_name = {value.name: value for value in placement.activations}
 
     def write(self, value: ir.Value, spec: TensorSpec) -> None:
-        """Put Q/DQ between a tensor and its readers."""
+        """Put Q/DQ between a tensor and its readers; none where it has these codes already."""
+        if self._is_repeated(value, spec):
+            return
         name = value.name or ""
         uses, is_output = self.reads(value)
         params = CAST if spec.is_cast or spec.is_block else self.qparams[self.placement.root(value)]
@@ -57,6 +61,15 @@ class ActivationWriter:
             if is_output and not suffix:
                 value.name, result.name = f"{name}_QuantizeLinear_Input", name
                 replace_output(self.writer.graph, value, result)
+
+    def _is_repeated(self, value: ir.Value, spec: TensorSpec) -> bool:
+        """Whether a tensor is quantized a second time as it was the first time."""
+        producer = value.producer()
+        source = None if producer is None else self._by_name.get(producer.meta.get(REQUANTIZED, ""))
+        if source is None or self.placement.activations.get(source) != spec or not spec.has_zero_point:
+            return False
+        first, second = (self.qparams[self.placement.root(one)] for one in (source, value))
+        return bool(first.scale == second.scale and first.zero_point == second.zero_point)
 
     def reads(self, value: ir.Value) -> tuple[list[Operand], bool]:
         """What reads the quantized tensor: uses, and whether it is an output of the graph."""
