@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
@@ -15,6 +16,14 @@ from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.sessions import run_sample
 
 OpenSession = Callable[[ir.Model], AbstractContextManager[onnxruntime.InferenceSession]]
+
+
+def where_finite(expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+    """A float output and another, both 0 where the float one is NaN or infinite: there is nothing to be near to."""
+    if expected.shape != array.shape or expected.dtype.kind != "f":
+        return expected, array
+    finite = np.isfinite(expected)
+    return (expected, array) if finite.all() else (np.where(finite, expected, 0), np.where(finite, array, 0))
 
 
 class FloatOutputs:
@@ -62,7 +71,9 @@ class FloatOutputs:
     def paired(self, outputs: Iterable[Sequence[NumpyArray]]) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
         """The same for what was run elsewhere: the outputs of the first samples, one after another."""
         for sample, arrays in enumerate(outputs):
-            yield [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
+            yield [
+                where_finite(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)
+            ]
 
     def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:
         with self._open_session(model) as session:

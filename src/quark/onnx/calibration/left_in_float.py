@@ -10,6 +10,7 @@ import onnx_ir as ir
 from quark.core.observers import Observer
 from quark.errors import CalibrationError
 from quark.log import logger
+from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.masks import Range, added_masks, limit
 from quark.onnx.placement.placement import Placement
 
@@ -35,7 +36,7 @@ def with_values(observers: Mapping[ir.Value, Observer], placement: Placement) ->
 def leave_masks_in_float(
     graph: ir.Graph, observers: Mapping[ir.Value, Observer], placement: Placement, made: Collection[ir.Value]
 ) -> set[ir.Value]:
-    """Take what carries an attention mask out of a placement: no scale serves that and its other values.
+    """Take what carries an attention mask, or NaN that is meant, out of a placement: no scale serves it.
 
     Args:
         graph: Of the float model.
@@ -54,6 +55,10 @@ def leave_masks_in_float(
         return float(np.min(np.asarray(observer.low))), float(np.max(np.asarray(observer.high)))
 
     masks = {root for root, observer in observers.items() if carries_mask(observer, placement.half)}
+    nan = {root for root, observer in observers.items() if _holds_nan(observer)}
+    if nan:
+        members = [value for value in placement.activations if placement.root(value) in nan]
+        masks |= nan - {placement.root(value) for value in set(members) - _meant_nan(graph)}
     added = added_masks(graph, seen) | set(made)
     masks |= {placement.root(value) for value in added} & set(observers)
     placement.leave_in_float(masks | added)
@@ -70,6 +75,30 @@ def carries_mask(observer: Observer, half: bool) -> bool:
         return False
     largest = limit("float16" if half else "float32")
     return bool((abs(low) > largest).any() or (abs(high) > largest).any())
+
+
+def _holds_nan(observer: Observer) -> bool:
+    return bool(np.isnan(np.asarray(observer.low)).any() or np.isnan(np.asarray(observer.high)).any())
+
+
+def _meant_nan(graph: ir.Graph) -> set[ir.Value]:
+    """The tensors in which NaN is meant: the model replaces it wherever it gets to, or gives it as an output at once.
+
+    A Softmax of rows that are masked as a whole is NaN, and exporters write Where(IsNaN(p), 0, p) behind it.
+    """
+    meant: set[ir.Value] = set()
+
+    def is_replaced(value: ir.Value, node: ir.Node, beside: set[str]) -> bool:
+        if is_op(node, "IsNaN") or (is_op(node, "Where") and "IsNaN" in beside):
+            return True
+        return all(output in meant and output.uses() for output in node.outputs)
+
+    for node in reversed(graph):
+        for value in node.outputs:
+            beside = {use.node.op_type for use in value.uses()}
+            if all(is_replaced(value, use.node, beside) for use in value.uses()):
+                meant.add(value)
+    return meant
 
 
 def final_range(observer: Observer, mask: bool) -> tuple[float, float]:

@@ -53,15 +53,17 @@ def output_metrics(reference: ir.Model, model: ir.Model, data: Samples, settings
 
     Raises:
         NotSupportedError: The model has no float output, or one whose shape follows from values.
-        NonFiniteError: An output of one of the models holds NaN or Inf.
+        NonFiniteError: An output of the quantized model holds NaN or Inf where that of the float model does not.
     """
     expected = FloatOutputs(reference, float_outputs(reference), data, lambda each: model_session(each, [], settings))
     cosines, distances = [], []
     for outputs in expected.beside(model):
         for name, (x, y) in zip(expected.names, outputs, strict=True):
             same_shape(name, x, y)
-            if not (np.isfinite(x).all() and np.isfinite(y).all()):
-                raise NonFiniteError(f"EvalMetrics: the output {name} holds NaN or Inf.")
+            if not np.isfinite(y).all():
+                raise NonFiniteError(
+                    f"EvalMetrics: the output {name} holds NaN or Inf, which the float model's does not."
+                )
             comparison = Comparison().update(x, y)
             cosines.append(comparison.cosine)
             distances.append(comparison.l2)
