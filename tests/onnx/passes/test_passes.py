@@ -13,6 +13,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError, StructureError
 from quark.onnx.config.settings import Settings, SpecSettings
@@ -605,3 +606,29 @@ def test_whatever_the_converter_of_onnx_says_is_one_error() -> None:
     del model.opset_import[1]
     with pytest.raises(QuarkError, match="opset 17 and cannot be converted to 21: .*com.microsoft"):
         PASSES["convert_opset_version"](read(model), 21)
+
+
+@pytest.mark.parametrize("kind", ["Conv", "Relu", "MaxPool"])
+def test_factors_behind_a_concat_go_into_what_it_joins(kind: str) -> None:
+    """A BatchNormalization written out behind branches of very different size: each keeps a scale of its own."""
+    b = Builder()
+    parts, sizes = [], [100, 0.01, 1]
+    for name, size in zip("acd", sizes, strict=True):
+        weight = b.constant(f"{name}_w", b.random.normal(0, 0.3, (8, 3, 3, 3)) * size)
+        parts.append(b.node("Conv", ["x", weight], f"{name}_conv", pads=[1] * 4))
+        if kind == "Relu":
+            parts.append(b.node("Relu", [parts.pop()], name))
+    if kind == "MaxPool":
+        parts.append(b.node("MaxPool", ["x"], "pooled", kernel_shape=[3, 3], pads=[1] * 4))
+    channels = 24 + 3 * (kind == "MaxPool")
+    factor = np.concatenate([1 / np.repeat(sizes, 8), np.ones(3)])[:channels].reshape(1, -1, 1, 1)
+    scaled = b.node("Mul", [b.node("Concat", parts, "joined", axis=1), b.constant("f", factor)], "scaled")
+    b.node("Add", [scaled, b.constant("s", b.random.normal(size=factor.shape))], "y")
+    source = b.model({"x": ["n", 3, 16, 16]}, {"y": ["n", channels, 16, 16]})
+    folded = passed(source, "fold_batch_norm")
+    sample = {"x": b.random.normal(size=(2, 3, 16, 16)).astype(np.float32)}
+    np.testing.assert_allclose(outputs(folded, sample)[0], outputs(source, sample)[0], rtol=1e-4, atol=1e-4)
+    left = [node.op_type for node in folded.graph.node if node.op_type in ("Mul", "Add")]
+    assert left == {"Conv": [], "Relu": ["Add"], "MaxPool": ["Add"]}[kind]
+    done = to_proto(quantize(load(source), U8S8, Reader([sample])))
+    assert sqnr(outputs(source, sample)[0], outputs(done, sample)[0]) > 30

@@ -109,7 +109,7 @@ def _default(node: ir.Node, name: str) -> Any:
     attribute = onnx.defs.get_schema(node.op_type).attributes.get(name)
     if attribute is None or not attribute.default_value.name:
         return None
-    return ir.from_proto(attribute.default_value).value
+    return ir.serde.deserialize_attribute(attribute.default_value).value
 
 
 def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any],

@@ -4,21 +4,23 @@
     BatchNormalization      f = gamma / sqrt(var + eps)     s = beta - mean * f
     Mul, Div, Add, Sub      x * c    x / c    x + c    x - c, and the same with x second but for Div
 
-The last four behind convolutions only, for one constant, or one for each channel. A BatchNormalization behind a Concat
-is folded into all that the Concat joins. Not folded: a convolution whose output or whose weight anything else reads
-(its float values would change there).
+The last four behind convolutions only, for one constant, or one for each channel. What stands behind a Concat is folded
+into all that the Concat joins: a positive factor through what gives on factors, too (Relu, pools), and where it can be
+folded into some of them, the others get a Mul or Add of their own. Each then has its own range where it is quantized.
+Not folded: a convolution whose output or whose weight anything else reads (its float values would change there).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.onnx.graph.channels import output_channels, weight_by_output
-from quark.onnx.graph.edit import is_op, prune, read_once, set_initializer
+from quark.onnx.graph.edit import dims, insert, is_op, prune, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
@@ -29,6 +31,27 @@ ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 FOLDS_INTO = ("Conv", "ConvTranspose", "Gemm")
 
 
+HOMOGENEOUS = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "Identity")
+"""Op types that give a positive factor of each channel on."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A part of the channels that a factor and a shift are of.
+
+    Attributes:
+        node: The layer to fold into; or the Concat that reads what they are written before.
+        affine: Of its channels.
+        index: Which input of the Concat; None for a layer.
+        behind: The values between the layer and the Concat, which change.
+    """
+
+    node: ir.Node
+    affine: Affine
+    index: int | None = None
+    behind: tuple[ir.Value, ...] = ()
+
+
 def fold_batch_norm(model: ir.Model) -> int:
     """Fold every BatchNormalization, and every constant that is multiplied or added, that can be; return how many."""
     count = 0
@@ -37,16 +60,20 @@ def fold_batch_norm(model: ir.Model) -> int:
         producer = source.producer() if source is not None else None
         if source is None or producer is None or not read_once(source):
             continue
-        affine = affine_of(norm) if is_op(norm, "BatchNormalization") else _arithmetic(norm, producer)
+        affine = affine_of(norm) if is_op(norm, "BatchNormalization") else _arithmetic(norm, source, producer)
         if affine is None:
             continue
         members, name = _members(producer, affine), norm.outputs[0].name
-        if members is None or not redirect(norm.outputs[0], source):
+        if not any(member.index is None for member in members) or not redirect(norm.outputs[0], source):
             continue
-        for node, (factor, shift) in members:
-            _fold(model.graph, node, factor, shift)
-            if node is not producer:
-                node.outputs[0].name = f"{node.outputs[0].name}_normalized"
+        for member in members:
+            factor, shift = member.affine
+            if member.index is not None:
+                _write(model.graph, member.node, member.index, member.affine)
+                continue
+            _fold(model.graph, member.node, factor, shift)
+            for value in member.behind:
+                value.name = f"{value.name}_normalized"
         prune(norm)
         # A name stands for the same values as in the user's model: reports and statistics go by it.
         source.name = name
@@ -64,21 +91,27 @@ def affine_of(norm: ir.Node) -> Affine | None:
     return factor, beta - mean * factor
 
 
-def _arithmetic(node: ir.Node, layer: ir.Node) -> Affine | None:
-    """What a Mul, Div, Add or Sub does to each channel of a convolution; None where that is not linear, or no constant.
+def _arithmetic(node: ir.Node, source: ir.Value, producer: ir.Node) -> Affine | None:
+    """What a Mul, Div, Add or Sub does to each channel of a convolution, or of what a Concat joins.
 
-    A constant with more axes than the convolution's output, or with several values along another axis, is none.
+    None where that is not linear, or no constant. A constant with more axes than the tensor, or with several values
+    along another axis, is none.
     """
     index = 0 if is_constant(node.inputs[0]) else 1
-    if not is_op(layer, "Conv", "ConvTranspose") or not _can_fold(layer) or not is_constant(node.inputs[index]):
+    if not is_constant(node.inputs[index]) or (index == 0 and is_op(node, "Div")):
         return None
-    if index == 0 and is_op(node, "Div"):
+    if is_op(producer, "Conv", "ConvTranspose") and _can_fold(producer):
+        weight = constant(producer.inputs[1])
+        channels, rank, kind = output_channels(producer), weight.ndim, weight.dtype
+    elif is_op(producer, "Concat") and (shape := dims(source)) and len(shape) > 2 and shape[1] is not None:
+        channels, rank, kind = shape[1], len(shape), constant(node.inputs[index]).dtype
+    else:
         return None
-    array, channels, rank = constant(node.inputs[index]), output_channels(layer), constant(layer.inputs[1]).ndim
+    array = constant(node.inputs[index])
     padded = (1,) * (rank - array.ndim) + array.shape
     if array.ndim > rank or padded[0] != 1 or padded[1] not in (1, channels) or math.prod(padded[2:]) != 1:
         return None
-    if array.dtype != constant(layer.inputs[1]).dtype:
+    if array.dtype != kind or kind.kind != "f":
         return None
     values = np.broadcast_to(array.astype(np.float64).reshape(-1), channels)
     if is_op(node, "Add"):
@@ -90,18 +123,60 @@ def _arithmetic(node: ir.Node, layer: ir.Node) -> Affine | None:
     return values, np.zeros(channels)
 
 
-def _members(producer: ir.Node, affine: Affine) -> list[tuple[ir.Node, Affine]] | None:
-    """The nodes to fold into, each with its channels' share; None where one of them cannot be."""
+def _members(producer: ir.Node, affine: Affine) -> list[Member]:
+    """The parts that a factor and a shift are of; none where a layer alone cannot take them."""
     if is_op(producer, *FOLDS_INTO):
-        return [(producer, affine)] if _can_fold(producer) else None
-    if not is_op(producer, "Concat") or producer.attributes["axis"].as_int() != 1:
-        return None
-    branches = [value.producer() for value in producer.inputs if value is not None and read_once(value)]
-    nodes = [node for node in branches if node is not None and is_op(node, "Conv", "ConvTranspose")]
-    if len(nodes) != len(producer.inputs) or not all(map(_can_fold, nodes)):
-        return None
-    ends = np.cumsum([output_channels(node) for node in nodes])[:-1]
-    return list(zip(nodes, zip(*(np.split(array, ends) for array in affine), strict=True), strict=True))
+        return [Member(producer, affine)] if _can_fold(producer) else []
+    return _branches(producer, affine) if _joins_channels(producer) else []
+
+
+def _joins_channels(node: ir.Node) -> bool:
+    """Whether a node is a Concat of channels, of which each part has a known number."""
+    sizes = [dims(value) for value in node.inputs] if is_op(node, "Concat") else []
+    if not all(shape and len(shape) > 2 and shape[1] is not None for shape in sizes):
+        return False
+    return bool(sizes) and node.attributes["axis"].as_int() % len(sizes[0] or ()) == 1
+
+
+def _branches(concat: ir.Node, affine: Affine) -> list[Member]:
+    """The parts of a Concat: each a layer, with what gives its factors on, or the edge into the Concat."""
+    sizes = [(dims(value) or [])[1] or 0 for value in concat.inputs]
+    members: list[Member] = []
+    parts = zip(*(np.split(array, np.cumsum(sizes)[:-1]) for array in affine), strict=True)
+    for index, (value, part) in enumerate(zip(concat.inputs, parts, strict=True)):
+        assert value is not None
+        members += _branch(value, part, ()) or [Member(concat, part, index)]
+    return members
+
+
+def _branch(value: ir.Value, affine: Affine, behind: tuple[ir.Value, ...]) -> list[Member]:
+    """The layers that write one part; none where it cannot be changed."""
+    node, (factor, shift) = value.producer(), affine
+    if node is None or not read_once(value):
+        return []
+    behind = (*behind, value)
+    if is_op(node, "Conv", "ConvTranspose"):
+        return [Member(node, affine, behind=behind)] if _can_fold(node) else []
+    if is_op(node, *HOMOGENEOUS) and len(node.outputs) == 1 and (factor > 0).all() and not shift.any():
+        source = node.inputs[0]
+        return [] if source is None else _branch(source, affine, behind)
+    return []
+
+
+def _write(graph: ir.Graph, concat: ir.Node, index: int, affine: Affine) -> None:
+    """Multiply and add on one edge into a Concat."""
+    value = concat.inputs[index]
+    assert value is not None and value.dtype is not None
+    shape = (-1, *[1] * (len(dims(value) or ()) - 2))
+    for op_type, array, nothing in (("Mul", affine[0], 1), ("Add", affine[1], 0)):
+        if (array == nothing).all():
+            continue
+        name = f"{concat.name}_{index}_{op_type}"
+        operand = add_constant(graph, f"{name}_operand", array.astype(value.dtype.numpy()).reshape(shape))
+        output = insert(concat, op_type, [value, operand], {}, name)
+        output.type, output.shape = value.type, value.shape
+        value = output
+    concat.replace_input_with(index, value)
 
 
 def _can_fold(node: ir.Node) -> bool:
