@@ -24,6 +24,7 @@ from tests.models.onnx_zoo import Array, outputs
 
 OPSET = 17
 QUICK = ("A8W8", "BF16", "INT8_CPU_DYNAMIC", "INT8_CPU_WEIGHTS")
+DYNAMIC = ("INT8_CPU_DYNAMIC", "UINT8_DYNAMIC_QUANT")
 LEAST = {"MX4": 2, "MXFP4E2M1": 5, "MX6": 9, "MATMUL_NBITS": 9}
 """Least SQNR in dB; 12 where nothing is said: another axis, or order, gives less than 3."""
 
@@ -46,13 +47,13 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"kernel_shape": [3, 3]},
     ],
     "Gemm": [{"alpha": 0.5}, {"beta": 2.0}, {"transB": 1}, {"transA": 1}],
-    "MatMul": [],
+    "MatMul": [{"stacked": True}],
     "LSTM": [{"direction": "reverse"}, {"clip": 0.5}, {"input_forget": 1},
              {"activations": ["Sigmoid", "Tanh", "Relu"]}],
     "GRU": [{"direction": "reverse"}, {"clip": 0.5}, {"linear_before_reset": 1}],
     "RNN": [{"direction": "reverse"}, {"activations": ["Relu"]}],
 }  # fmt: skip
-"""Op type -> attributes that change what it computes."""
+"""Op type -> attributes that change what it computes; `stacked`: a weight of several matrices."""
 NOT_IN_RUNTIME = {"layout"}
 """Attributes that ONNX Runtime knows at their default only."""
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -60,6 +61,7 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 def model(op_type: str, attributes: dict[str, Any]) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """A node of this op type with constant weights, and a sample."""
+    attributes = dict(attributes)
     random = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
     inputs: dict[str, Array] = {"x": random.normal(size=(16, 40)).astype(np.float32)}
@@ -74,6 +76,8 @@ def model(op_type: str, attributes: dict[str, Any]) -> tuple[onnx.ModelProto, di
     elif op_type in ("Gemm", "MatMul"):
         rows = 16 if attributes.get("transA") else 40
         shape = (24, rows) if attributes.get("transB") else (rows, 24)
+        if attributes.pop("stacked", False):
+            shape, inputs = (3, *shape), {"x": random.normal(size=(2, 3, 16, 40)).astype(np.float32)}
         arrays["w"] = random.normal(size=shape).astype(np.float32)
         if op_type == "Gemm":
             arrays["b"] = random.normal(size=24).astype(np.float32)
@@ -109,6 +113,7 @@ def check(preset: str, op_type: str, attributes: dict[str, Any]) -> None:
     try:
         done = ModelQuantizer(config(preset)).quantize_model(source, None, [sample])
     except NothingToQuantizeError:
+        assert op_type not in DYNAMIC_KERNELS or preset not in DYNAMIC
         return
     assert done is not None
     onnx.checker.check_model(done, full_check=True)

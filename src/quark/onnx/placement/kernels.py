@@ -12,20 +12,14 @@ from quark.onnx.placement.placement import Placement
 
 DYNAMIC_KERNELS = {"MatMul": "MatMulInteger", "Gemm": "MatMulInteger", "Conv": "ConvInteger"}
 """Op type -> the op that computes it in integers from an input that is quantized as it comes."""
-PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
-"""Attributes of a Gemm that MatMulInteger computes."""
 
 
 def fits_dynamic(node: ir.Node) -> bool:
-    """Whether a node has an integer kernel for its form: constant weight that is not empty, a Gemm without factors."""
+    """Whether a node has an integer kernel for its form: a constant weight that is not empty, matrices or a kernel."""
     if node.op_type not in DYNAMIC_KERNELS or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
         return False
-    if not constant(node.inputs[1]).size:
-        return False
-    if node.op_type == "Gemm":
-        given = {name: node.attributes[name].value for name in PLAIN_GEMM if name in node.attributes}
-        return all(value == PLAIN_GEMM[name] for name, value in given.items())
-    return node.op_type == "Conv" or constant(node.inputs[1]).ndim == 2
+    weight = constant(node.inputs[1])
+    return bool(weight.size) and weight.ndim >= 2
 
 
 def is_depthwise(node: ir.Node) -> bool:

@@ -194,4 +194,4 @@ def _request(settings: Settings) -> str:
         # Where an algorithm alone asks for quantization, of the op types that it knows.
         chosen = [op_type for op_types, layer in settings.specs.by_type if layer is not None for op_type in op_types]
         names = f"{', '.join(chosen)} ({', '.join(type(algorithm).__name__ for algorithm in settings.algorithms)})"
-    return names + (" with a constant weight" if settings.specs.weights_only else "")
+    return names + (" with a constant weight" if settings.specs.weights_apart else "")

@@ -3,7 +3,8 @@
     q, s, z = DynamicQuantizeLinear(x)                            uint8, range of each tensor
     y = float(MatMulInteger(q, w, z, zw)) * (s * sw) + bias       ConvInteger likewise
 
-ONNX Runtime fuses the MatMul form into one kernel.
+ONNX Runtime fuses the MatMul form into one kernel. The factors of a Gemm go into the scales and the bias, and codes of
+its first matrix are transposed where it says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import onnx_ir as ir
 
 from quark.core.spec import TensorSpec
 from quark.onnx.graph.edit import carried_over
-from quark.onnx.graph.model_file import constant
+from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.kernels import DYNAMIC_KERNELS
 from quark.onnx.qdq.constants import ConstantStore
@@ -41,16 +42,18 @@ def write_dynamic(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec
         scale = _over_outputs(writer, node, scale)
         zero = writer.shared(f"{zero.name}_scalar", np.asarray(constant(zero).reshape(-1)[0]))
     quantized, input_scale, input_zero = _quantized_input(writer, data)
+    if node.attributes.get_int("transA", 0):
+        quantized = writer.node("Transpose", [quantized], f"{name}_turned", {"perm": [1, 0]})
+    scale = _multiplied(writer, node, scale, "alpha")
     inputs, kernel = [quantized, codes, input_zero, zero], DYNAMIC_KERNELS[node.op_type]
-    # `fits_dynamic` knows what else a Gemm says.
-    attributes = carried_over(node, kernel, transB=None)
+    attributes = carried_over(node, kernel, alpha=None, beta=None, transA=None, transB=None)
     product = writer.node(kernel, inputs, f"{name}_quant", attributes)
     product = writer.node("Cast", [product], f"{name}_cast", {"to": int(ir.DataType.FLOAT)})
     scales = writer.node("Mul", [input_scale, scale], f"{name}_scales")
     result = writer.node("Mul", [product, scales], f"{name}_scaled")
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None:
-        bias = _over_outputs(writer, node, bias) if is_conv else bias
+        bias = _over_outputs(writer, node, bias) if is_conv else _multiplied(writer, node, bias, "beta")
         result = writer.node("Add", [result, bias], f"{name}_bias")
     writer.replace(node, result, keep_name=True)
     return result
@@ -64,6 +67,17 @@ def _quantized_input(writer: GraphWriter, data: ir.Value) -> Sequence[ir.Value]:
     outputs = writer.dynamic_codes(data, f"{data.name}_QuantizeLinear")
     writer.insert_after(data.producer())
     return outputs
+
+
+def _multiplied(writer: GraphWriter, node: ir.Node, value: ir.Value, factor: str) -> ir.Value:
+    """A scale or bias times alpha or beta of a Gemm."""
+    number = node.attributes.get_float(factor, 1.0)
+    if number == 1.0:
+        return value
+    name = f"{value.name}_{node.name}_{factor}"
+    if is_constant(value):
+        return writer.shared(name, np.asarray(constant(value), np.float32) * np.float32(number))
+    return writer.node("Mul", [value, writer.shared(f"{name}_factor", np.asarray(number, np.float32))], name)
 
 
 def _over_outputs(writer: GraphWriter, node: ir.Node, channels: ir.Value) -> ir.Value:
