@@ -18,6 +18,7 @@ from quark.onnx.graph.model_file import infer_shapes, name_nodes, opset
 from quark.onnx.graph.scopes import nodes_of, outside
 from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.passes import run_passes
+from quark.onnx.passes.balance_columns import balance_columns
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32
 from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
@@ -43,6 +44,7 @@ def prepare(model: ir.Model, settings: Settings) -> Settings:
     infer_shapes(model)
     run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
     _join_weights(model, settings)
+    _balance_weights(model, settings)
     check_float_type(model, settings)
     return _drop_removed(settings, model)
 
@@ -69,6 +71,7 @@ def prepare_body(model: ir.Model, settings: Settings) -> None:
     infer_shapes(model)
     run_passes(model, passes)
     _join_weights(model, settings)
+    _balance_weights(model, settings)
 
 
 def _join_weights(model: ir.Model, settings: Settings) -> None:
@@ -77,6 +80,16 @@ def _join_weights(model: ir.Model, settings: Settings) -> None:
     if simplifies and settings.specs.weights_apart and settings.qdq.matmul_nbits is None:
         join_constants(model)
         hoist_constants(model)
+
+
+def _balance_weights(model: ir.Model, settings: Settings) -> None:
+    """Make columns of stacked matrices alike where a kernel of integers has one scale for them."""
+    specs, weight = settings.specs, settings.specs.layer.weight
+    in_integers = weight is not None and weight.has_zero_point and not (specs.weights_only or weight.is_block)
+    asked = specs.all_op_types or not specs.op_types or "MatMul" in specs.op_types
+    if in_integers and asked and settings.qdq.matmul_nbits is None:
+        excluded = {name for scope in specs.exclude if isinstance(scope, frozenset) for name in scope}
+        balance_columns(model, excluded)
 
 
 def _pin_scopes(settings: Settings, model: ir.Model) -> Settings:

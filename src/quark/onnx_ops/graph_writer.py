@@ -199,6 +199,25 @@ class GraphWriter:
         if keep_name:
             old.name, result.name = None, name
 
+    def multiply(self, node: ir.Node, factor: ir.Value, suffix: str) -> ir.Node:
+        """Multiply the output of a node by a factor; the product takes its name and readers.
+
+        Args:
+            node: With one output, which then has the name of the product with the suffix and `_Input` behind.
+            factor: Broadcasts over it.
+            suffix: Of the name of the Mul.
+        """
+        old = node.outputs[0]
+        name = old.name or ""
+        new = self.node("Mul", [old, factor], f"{node.name}{suffix}")
+        self.insert_after(node)
+        new.type, new.shape = old.type, old.shape
+        old.name, new.name = f"{name}{suffix}_Input", name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        product = producer_of(new)
+        product.replace_input_with(0, old)
+        return product
+
     # Constants -------------------------------------------------------------------------------------------------------
 
     def constant(

@@ -179,16 +179,9 @@ def _scale(model: ir.Model, node: ir.Node, factor: float) -> bool:
     """Multiply the output of a node, which keeps its name."""
     if factor == 1 or any(FACTOR in use.node.meta for use in node.outputs[0].uses()):
         return False
-    old = node.outputs[0]
-    name = old.name or ""
     writer = GraphWriter(model)
-    new = writer.node("Mul", [old, writer.constant(f"{name}_Factor", np.array(factor, np.float32))], f"{node.name}_Mul")
-    producer_of(new).meta[FACTOR] = True
-    writer.insert_after(node)
-    new.type, new.shape = old.type, old.shape
-    old.name, new.name = f"{name}_Mul_Input", name
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    producer_of(new).replace_input_with(0, old)
+    constant = writer.constant(f"{node.outputs[0].name}_Factor", np.array(factor, np.float32))
+    writer.multiply(node, constant, "_Mul").meta[FACTOR] = True
     return True
 
 
