@@ -20,7 +20,7 @@ def convert(
     model: Annotated[Path, typer.Argument(help="A quantized folder, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Folder or GGUF file to make.")],
     format: Annotated[
-        str, typer.Option("--format", "--export-format", help="quark, awq, fp8, compressed-tensors or gguf.")
+        str, typer.Option("--format", "--export-format", help="quark, awq, gptq, fp8, compressed-tensors or gguf.")
     ],
     requantize: Annotated[
         str | None,

@@ -78,7 +78,7 @@ ExportFormat = Annotated[
     str | None,
     folder_option(
         "--export-format", "--format",
-        help="quark (default), awq, fp8, compressed-tensors; gguf or onnx (one file). Default for -o FILE.gguf: gguf.",
+        help="quark (default), awq, gptq, fp8, compressed-tensors; gguf, onnx (a file). Default for -o X.gguf: gguf.",
     ),
 ]  # fmt: skip
 WeightFormat = Annotated[str, folder_option(help="real_quantized or fake_quantized.")]

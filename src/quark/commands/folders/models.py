@@ -67,7 +67,10 @@ def inputs_of(folder: Path, model: Any) -> ModelInputs:
 def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """The float model of a folder without weights: parameters on the meta device."""
     if read_config(folder).get("quantization_config"):
-        raise ConfigError(f"{folder} is quantized already; give the float model.")
+        raise ConfigError(
+            f"{folder} is quantized already; give the float model. Possible: quark convert, whose --requantize rounds "
+            "its values anew."
+        )
     _quiet_transformers()
     try:
         shapes = shapes_of(stored_metas(folder))

@@ -19,6 +19,7 @@ from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
 from quark.torch.formats.format import layers_in
+from quark.torch.formats.gptq.auto_round import AUTO_ROUND, as_known
 from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.blocks.offloading import with_weights
@@ -41,7 +42,7 @@ def import_model_from_safetensors(
 ) -> nn.Module:
     """Load a checkpoint written by `export_safetensors`, or one of these formats by another program.
 
-    The format is what its config.json names: quark, awq, fp8 or compressed-tensors.
+    The format is what its config.json names: quark, awq, gptq, fp8, compressed-tensors or auto-round.
 
     Args:
         model: The float model to load into (its layers are replaced in place; on any error it is as it was), or None
@@ -73,7 +74,7 @@ def import_model_from_safetensors(
         fill_buffers(model)  # rotary tables: no checkpoint holds them
     files = shard_files(folder)
     content = replace(_resolved(form, stored, files, model), dtype=saved_dtype(folder))
-    load_stored(model, form, content, read_tensors(files))
+    load_stored(model, content.form or form, content, read_tensors(files))
     return model if device is None else model.to(device)
 
 
@@ -94,15 +95,20 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
 
 
 def read_quantization_config(folder: Path) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint folder. Raises FormatError for one of another quantizer."""
+    """The `quantization_config` of a checkpoint folder, as a format here calls it.
+
+    Raises:
+        FormatError: It is of another quantizer.
+        NotSupportedError: It is of auto-round, in a form that is not read.
+    """
     path = folder / "config.json"
     stored = read_config(folder).get("quantization_config")
     if not isinstance(stored, dict):
         raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
-    if stored.get("quant_method") not in tuple(FORMATS):
-        known = ", ".join(FORMATS)
+    if stored.get("quant_method") not in (*FORMATS, *AUTO_ROUND):
+        known = ", ".join((*FORMATS, AUTO_ROUND[0]))
         raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; can be imported: {known}.")
-    return stored
+    return as_known(stored)
 
 
 def load_into(model: nn.Module, config: QConfig, export: dict[str, Any], files: list[Path]) -> None:

@@ -28,6 +28,7 @@ from quark.torch.formats.layout import CodedLayout, Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import cached_layers
 from quark.torch.layers.attention.probabilities import attention_quantizers, quantize_attention
+from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.low_rank import hold_branches
 from quark.torch.layers.online_rotation import hold_rotations
@@ -210,7 +211,7 @@ def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:
 
 
 def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
-    for suffix in ("scale_2", "zero_point_2", "shift"):
+    for suffix in EXTRA_SUFFIXES:
         if suffix in tensors:
             layer.register_buffer(f"{role}_{suffix}", tensors[suffix])
 

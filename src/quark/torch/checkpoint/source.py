@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from quark.core.array import row_chunks
-from quark.core.packing import unpack_bits
 from quark.core.scales import exp2
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.formats.layout import unpack_words
 
 SCALES = ("weight_scale_inv", "weight_scale")
 PACKED, SHAPE, ZERO, ORDER = "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"
@@ -186,7 +186,8 @@ def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | No
         raise ConfigError(f"{folder} is quantized by quark already; give the model that it was made from.")
     if method not in ("fp8", "compressed-tensors"):
         raise NotSupportedError(
-            f"{folder} is quantized ({method!r}). Possible: float checkpoints, 'fp8' and 'compressed-tensors'."
+            f"{folder} is quantized ({method!r}). Possible: float checkpoints, 'fp8' and 'compressed-tensors'; or "
+            "quark convert, whose --requantize rounds the values anew."
         )
     return stored
 
@@ -225,5 +226,4 @@ def _width(parent: str, stored: torch.Tensor, shape: tuple[int, ...]) -> int:
 
 def _integers(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Signed integers of int32 words, stored with an offset of half their range, least significant first."""
-    codes = unpack_bits(words.contiguous().view(torch.uint8), bits)
-    return codes[:, :count].float() - (1 << (bits - 1))
+    return unpack_words(words, bits, count).float() - (1 << (bits - 1))

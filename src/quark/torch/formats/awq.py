@@ -21,10 +21,20 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerGroup
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
-from quark.errors import FormatError, NotSupportedError, ShapeError
+from quark.errors import FormatError, ShapeError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.formats.format import Folder, FolderFormat, Named, Stored, one_spec, only_weight, require
+from quark.torch.formats.format import (
+    Folder,
+    FolderFormat,
+    Named,
+    Stored,
+    check_scale_dtype,
+    one_spec,
+    only_weight,
+    renamed,
+    require,
+)
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
 
@@ -73,11 +83,7 @@ class AwqFormat(FolderFormat):
                 )
             assert spec.weight is not None
             scales = AwqLayout(spec.weight, weight.dtype).scale_dtype()
-            if weight.dtype.itemsize == 2 and scales != weight.dtype:
-                raise NotSupportedError(
-                    f"{name}: the awq format holds scales in the dtype of the model, {weight.dtype}; these "
-                    f"are {scales}. Possible: scale_type=float, or the quark format."
-                )
+            check_scale_dtype(self.name, name, scales, weight.dtype)
 
     def describe(self, folder: Folder) -> dict[str, Any]:
         weight = one_spec(self.name, folder.specs.values()).weight
@@ -115,9 +121,3 @@ class AwqFormat(FolderFormat):
 
     def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
         return renamed(stored, SOURCES), tensor
-
-
-def renamed(name: str, leaves: Mapping[str, str]) -> str:
-    """A full name whose last part is replaced by what `leaves` has for it."""
-    parent, _, leaf = name.rpartition(".")
-    return f"{parent}.{leaves[leaf]}" if leaf in leaves else name

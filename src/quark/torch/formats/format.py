@@ -81,12 +81,14 @@ class Stored:
         config: A config under which a float model gets the layers of the checkpoint.
         pack_method, weight_format: How its tensors lie in the files.
         dtype: Of the float model that was quantized; None where the folder does not say it.
+        form: The format as this folder has it, where folders of one format differ in how their tensors are read.
     """
 
     config: QConfig
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
     dtype: torch.dtype | None = None
+    form: Format | None = None
 
 
 class Format(ABC):
@@ -254,6 +256,21 @@ def one_spec(name: str, specs: Iterable[LayerSpec]) -> LayerSpec:
             "Possible: the quark and compressed-tensors formats, or one scheme for all layers."
         )
     return distinct[0]
+
+
+def check_scale_dtype(form: str, name: str, stored: torch.dtype, model: torch.dtype) -> None:
+    """Raise NotSupportedError for scales of another dtype than a half-precision model, to which loaders cast them."""
+    if model.itemsize == 2 and stored != model:
+        raise NotSupportedError(
+            f"{name}: the {form} format holds scales in the dtype of the model, {model}; these are {stored}. "
+            "Possible: scale_type=float, or the quark format."
+        )
+
+
+def renamed(name: str, leaves: Mapping[str, str]) -> str:
+    """A full name whose last part is replaced by what `leaves` has for it."""
+    parent, _, leaf = name.rpartition(".")
+    return f"{parent}.{leaves[leaf]}" if leaf in leaves else name
 
 
 def kv_name(source: str, suffix: str) -> str | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
 
+from quark.core.packing import pack_bits, unpack_bits
 from quark.core.quantize import quantize, recover_codes
 from quark.core.scales import QParams
-from quark.core.spec import TensorSpec
+from quark.core.spec import ScaleType, TensorSpec
 
 Tensors = dict[str, torch.Tensor]
 """Stored tensors by their suffix: "" is the tensor itself, then "scale", "zero_point", "scale_2", ..."""
+WORD = 32
+"""Bits of a word; after as many codes a packed row is at a whole word again, whatever their width."""
 
 
 class Layout(ABC):
@@ -81,3 +85,25 @@ class CodedLayout(Layout):
     @abstractmethod
     def load_params(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> QParams:
         """Scale and zero point of a tensor of `shape`, from its stored tensors."""
+
+
+def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes (uint8) along the last axis of a matrix as one stream of bits, least significant first, in int32 words.
+
+    The last word of a row is filled up with zeros: (n, m) gives (n, ceil(m bits / 32)).
+    """
+    rows = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % WORD))
+    words = pack_bits(rows, bits).contiguous().view(torch.int32)
+    return words[:, : math.ceil(codes.shape[-1] * bits / WORD)].contiguous()
+
+
+def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Inverse of `pack_words`: the first `count` codes of each row, as uint8."""
+    whole = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
+    return unpack_bits(whole.contiguous().view(torch.uint8), bits)[:, :count]
+
+
+def float_scale_dtype(kind: ScaleType, model_dtype: torch.dtype) -> torch.dtype:
+    """Of a stored scale that is a plain float, and not the only one of its tensor."""
+    named = {ScaleType.float: model_dtype, ScaleType.float16: torch.float16, ScaleType.bfloat16: torch.bfloat16}
+    return named.get(kind, torch.float32)

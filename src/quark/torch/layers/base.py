@@ -17,8 +17,8 @@ ROLES = ("weight", "bias", "input", "output")
 """The tensors of a layer that can be quantized; `<role>_quantizer` is the module that does it."""
 
 
-EXTRA_SUFFIXES = ("scale_2", "zero_point_2", "shift")
-"""Second-level scale and zero point, and the pair shifts of the micro-exponent formats."""
+EXTRA_SUFFIXES = ("scale_2", "zero_point_2", "shift", "g_idx")
+"""Second-level scale and zero point, the pair shifts of the micro-exponent formats, and the group of each input."""
 
 
 class QuantLayer(nn.Module):

@@ -21,7 +21,7 @@ from quark.errors import CalibrationError
 from quark.torch.layers.learned_scales import TrainableFakeQuantize, learned_scale, learned_value
 
 Extras = Mapping[str, torch.Tensor]
-"""Tensors of one role beside scale and zero point, by their suffix in the file: "scale_2", "zero_point_2", "shift"."""
+"""Tensors of one role beside scale and zero point, by their suffix in the file (EXTRA_SUFFIXES)."""
 
 
 class Mode(Enum):

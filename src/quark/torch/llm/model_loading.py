@@ -16,6 +16,7 @@ from quark.log import logger
 from quark.torch.checkpoint.float_model import load_float_model, load_whole, shapes_of, stored_metas
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.formats import FORMATS
+from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 from quark.torch.model.batches import evaluating, input_device, named_device
 from quark.torch.model.meta_model import build_skeleton, fill_buffers
 from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-FOREIGN = frozenset(FORMATS) - {"quark"}
+FOREIGN = frozenset((*FORMATS, *AUTO_ROUND)) - {"quark"}
 """Values of `quant_method` for which transformers would need packages of others, or a GPU, and quark needs neither."""
 PLACEMENTS: dict[object, str | None] = {None: None, False: None, True: "auto", "auto": "auto", "balanced": "balanced"}
 """`multi_gpu` -> the `device_map` of transformers."""

@@ -15,7 +15,6 @@ Codes of an unsigned type are stored as the signed ones that are half the range 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -27,12 +26,10 @@ from quark.core.packing import decode, encode, pack_bits, unpack_bits
 from quark.core.quantize import dequantize
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
-from quark.torch.formats.layout import CodedLayout, Tensors
+from quark.torch.formats.layout import CodedLayout, Tensors, pack_words, unpack_words
 
 E8M0 = ScaleType.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
-WORD = 32
-"""Codes after which a packed row is at a whole word again, whatever their width."""
 
 
 class CompressedTensorsLayout(CodedLayout):
@@ -95,17 +92,10 @@ class CompressedTensorsLayout(CodedLayout):
 
     def _pack_words(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes along the last axis as one stream of bits, cut into int32 words."""
-        dtype, columns = self.spec.dtype, codes.shape[-1]
-        unsigned = (codes - dtype.min).to(torch.uint8)
-        rows = torch.nn.functional.pad(unsigned, (0, -columns % WORD))
-        words = pack_bits(rows, dtype.bits).contiguous().view(torch.int32)
-        return words[:, : math.ceil(columns * dtype.bits / WORD)].contiguous()
+        return pack_words((codes - self.spec.dtype.min).to(torch.uint8), self.spec.dtype.bits)
 
     def _unpack_words(self, words: torch.Tensor, columns: int) -> torch.Tensor:
-        dtype = self.spec.dtype
-        whole = torch.nn.functional.pad(words, (0, -words.shape[-1] % dtype.bits))
-        codes = unpack_bits(whole.contiguous().view(torch.uint8), dtype.bits)
-        return codes[:, :columns].float() + dtype.min
+        return unpack_words(words, self.spec.dtype.bits, columns).float() + self.spec.dtype.min
 
     # Scales --------------------------------------------------------------------------------------------------------
 

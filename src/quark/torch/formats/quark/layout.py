@@ -42,7 +42,7 @@ from quark.core.runs import packed_codes
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
-from quark.torch.formats.layout import CodedLayout, Tensors
+from quark.torch.formats.layout import CodedLayout, Tensors, float_scale_dtype
 
 PACK_METHODS: Registry[Sequence[int]] = Registry("pack_method")
 PACK_METHODS.register("reorder", AWQ_ORDER)
@@ -238,10 +238,9 @@ class QuarkLayout(CodedLayout):
     def scale_dtype(self) -> torch.dtype:
         """Of a stored scale that is a plain float."""
         kind = self.spec.scale_type
-        if kind is ScaleType.float:
-            exact = isinstance(self.spec.granularity, PerTensor) and not self.spec.dtype.is_float
-            return torch.float32 if exact else self.model_dtype
-        return {ScaleType.float16: torch.float16, ScaleType.bfloat16: torch.bfloat16}.get(kind, torch.float32)
+        if kind is ScaleType.float and isinstance(self.spec.granularity, PerTensor) and not self.spec.dtype.is_float:
+            return torch.float32
+        return float_scale_dtype(kind, self.model_dtype)
 
     def _store_micro(self, step: torch.Tensor) -> Tensors:
         e = _exponent(step) + (self.spec.dtype.bits - 2)
