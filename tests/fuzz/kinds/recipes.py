@@ -21,7 +21,6 @@ LINES = (
 def make(random: Random, place: Place) -> Case:
     import yaml
 
-
     source, output = place.bases.get("llama"), place.outputs / "result"
     content: Any = {
         "recipe": 1,
