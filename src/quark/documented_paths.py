@@ -154,6 +154,15 @@ ABSENT: dict[str, tuple[str, str]] = {
     "quark.onnx.algorithm.sq.smooth_quant": ("smooth_transforms", f"{NAMED}: SmoothQuantConfig"),
     "quark.onnx.algorithm.quarot.quarot": ("rotation_transforms", f"{NAMED}: QuarotConfig"),
     "quark.onnx.algorithm.finetuning.fast_finetune": ("fast_finetune", f"{NAMED}: AdaRoundConfig, AdaQuantConfig"),
+    "quark.onnx.quantization.output_eval": (
+        "calculate_cos calculate_l1_distance calculate_l2_distance calculate_psnr calculate_ssim",
+        "quark.core.metrics has cosine, sqnr and more, and `quark evaluate FLOAT QUANTIZED` prints them",
+    ),
+    "quark.common.utils.testing_utils": (
+        "TestCase skip_if_no_gpu slow_test slow_test_if use_temporary_directory torch_device",
+        "pytest has skipif and tmp_path",
+    ),
+    "quark.torch.utils.debug": ("collect_quantization_statistics", "`quark evaluate` lists the error of every layer"),
     "quark.onnx.algorithm.mprecision": ("auto_mixprecision", f"{NAMED}: AutoMixprecisionConfig"),
 }
 """Documented path -> its names that this version does not have, and what is possible instead."""

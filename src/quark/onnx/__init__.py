@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quark.__version__ import __version__ as __version__
 from quark.errors import did_you_mean, require_packages
 from quark.onnx.lazy_sympy import let_sympy_wait
 

@@ -20,7 +20,13 @@ HOMES = {
     "quark.onnx.calibration.data.readers": ("CachedDataReader", "CalibrationDataReader"),
     "quark.onnx.calibration.data.path_reader": ("PathDataReader",),
     "quark.onnx.calibration.data.random_reader": ("RandomDataReader",),
-    "quark.onnx.config.not_supported": ("create_calibrator_float_scale", "create_calibrator_power_of_two"),
+    "quark.onnx.config.not_supported": (
+        "create_calibrator_float_scale",
+        "create_calibrator_power_of_two",
+        "fake_calibration",
+        "get_data_reader",
+        "run_calibration",
+    ),
 }
 """Where the documented names are defined."""
 

@@ -9,6 +9,9 @@ from quark.errors import NotSupportedError
 __all__ = [
     "create_calibrator_float_scale",
     "create_calibrator_power_of_two",
+    "fake_calibration",
+    "get_data_reader",
+    "run_calibration",
 ]
 
 
@@ -28,3 +31,6 @@ create_calibrator_power_of_two = _later(
 create_calibrator_float_scale = _later(
     "create_calibrator_float_scale", "ModelQuantizer calibrates, and option Statistics keeps what it saw of each tensor"
 )
+fake_calibration = _later("fake_calibration", "option UseRandomData calibrates without samples")
+get_data_reader = _later("get_data_reader", "ModelQuantizer takes a reader, or calibration_data_path, a folder of .npy")
+run_calibration = _later("run_calibration", "ModelQuantizer calibrates, and option Statistics keeps what it saw")
