@@ -20,6 +20,7 @@ from quark.torch.kernels.mx_emulation import (
     qdq_mxfp4,
     reshape_to_blocks,
 )
+from tests.pretended_gpu import PretendedGpu, on_host
 
 TYPES = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn"}
 LARGEST = {"fp4": 6.0, "fp6_e2m3": 7.5, "fp6_e3m2": 28.0}
@@ -84,6 +85,26 @@ def test_another_axis_and_a_last_group_that_is_cut() -> None:
     along = fake_quantize_fp4_fp6_per_group_with_scale(x, scale, -1, 32, "fp4")
     across = fake_quantize_fp4_fp6_per_group_with_scale(x.transpose(1, 2), scale.transpose(1, 2), 1, 32, "fp4")
     assert torch.equal(across, along.transpose(1, 2)) and torch.equal(along, qdq_mxfp4(x))
+
+
+def test_tensors_are_made_on_the_device_and_nothing_waits_for_it() -> None:
+    scale = scales(X, "fp6_e2m3")
+    values = fake_quantize_fp4_fp6_per_group_with_scale(X, scale, -1, 32, "fp6_e2m3")
+    exponents = (torch.log2(scale) + 127).to(torch.uint8).reshape(3, 5, 2)
+    packed = torch.arange(3 * 5 * 32, dtype=torch.uint8).reshape(3, 5, 32)
+    wanted = (values, qdq_mxfp4(X), dq_mxfp4(packed, exponents, torch.bfloat16))
+    with PretendedGpu() as gpu:
+        x = X.to("cuda")
+        scale = even_round(reshape_to_blocks(x, 32, -1).abs().amax(-1), "fp6_e2m3")
+        found = (
+            fake_quantize_fp4_fp6_per_group_with_scale(x, scale, -1, 32, "fp6_e2m3"),
+            qdq_mxfp4(x),
+            dq_mxfp4(packed.to("cuda"), exponents.to("cuda"), torch.bfloat16),
+        )
+        waited = dict(gpu.meter.waited_at)
+        on_cpu = [on_host(tensor) for tensor in found]
+    assert not [line for line in waited if not line.startswith("tests")], waited
+    assert all(torch.equal(one, other) for one, other in zip(on_cpu, wanted, strict=True))
 
 
 def test_what_does_not_fit_is_refused() -> None:
