@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from quark.core.dtypes import DTYPES
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config import algo_configs
 from quark.onnx.config import tensor_specs as specs
 from quark.onnx.config.algo_configs import (
@@ -166,6 +167,15 @@ def test_mixed_precision_needs_a_target_and_known_metrics() -> None:
         algo_configs.AutoMixprecisionConfig()
     with pytest.raises(ConfigError, match="metric_default: 'l3'"):
         algo_configs.AutoMixprecisionConfig(object(), metric_default="l3")
+
+
+@pytest.mark.parametrize("name", algo_configs.FORMER_MIX_FIELDS)
+def test_former_names_of_mixed_precision_say_what_says_it_today(name: str) -> None:
+    fields = {entry.name for entry in dataclasses.fields(algo_configs.AutoMixprecisionConfig)}
+    with pytest.raises(NotSupportedError, match=f"{name} is of versions before") as told:
+        algo_configs.AutoMixprecisionConfig(object(), **{name: 1})
+    possible = str(told.value).partition("Possible: ")[2]
+    assert name not in fields and (fields & set(re.findall(r"\w+", possible)) or "algo_config" in possible)
 
 
 def test_unknown_algorithms_and_entries_name_the_nearest() -> None:

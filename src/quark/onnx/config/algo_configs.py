@@ -15,7 +15,7 @@ from typing_extensions import dataclass_transform
 
 from quark.checked import as_dict, checked, known_keys
 from quark.core.registry import Registry
-from quark.errors import ConfigError, did_you_mean
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 
 __all__ = [
     "AdaQuantConfig",
@@ -35,6 +35,26 @@ A_ = TypeVar("A_", bound="AlgoConfig")
 ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
 ACRONYMS = {"cle": "CLE", "gds": "GDS", "lr": "LR", "mse": "MSE", "qdq": "QDQ"}
 TUNED = ["Conv", "ConvTranspose", "Gemm", "MatMul", "InstanceNormalization", "LayerNormalization"]
+
+
+_TARGET = "target_layer_config=QLayerConfig(input_tensors=Int16Spec(), weight=Int16Spec())"
+_LIMIT = "metric_threshold, with metric_default or metric_evaluate_fn, and metric_optimize_object"
+FORMER_MIX_FIELDS = {
+    "target_quant_type": _TARGET,
+    "act_target_quant_type": _TARGET,
+    "weight_target_quant_type": _TARGET,
+    "bias_target_quant_type": _TARGET,
+    "output_index": "metric_output_index",
+    "l2_target": _LIMIT,
+    "top1_acc_target": _LIMIT,
+    "evaluate_function": "metric_evaluate_fn",
+    "num_target": "include_layers, or metric_threshold",
+    "target_tensors": "include_layers",
+    "target_indices": "include_layers",
+    "exclude_indices": "exclude_layers",
+    "auto_mix_use_fast_ft": "AdaRoundConfig or AdaQuantConfig behind it in algo_config",
+}
+"""Fields of mixed precision in versions before 0.13 of the documented system -> what says it today."""
 
 
 @dataclass
@@ -282,6 +302,16 @@ class AutoMixprecisionConfig(AlgoConfig):
     no_input_qdq_shared: bool = False
     shared_param_mode: str = "propagate"
     size_budget: float | None = None
+
+    @classmethod
+    def _gather(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for name in kwargs:
+            if name in FORMER_MIX_FIELDS:
+                possible = FORMER_MIX_FIELDS[name]
+                raise NotSupportedError(
+                    f"AutoMixprecisionConfig.{name} is of versions before 0.13. Possible: {possible}."
+                )
+        return args, kwargs
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
