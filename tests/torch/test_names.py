@@ -33,7 +33,9 @@ PATHS = {
     "quark.torch.quantization.observer.lsq_observer": "LSQObserver",
     "quark.torch.quantization.config.template": "LLMTemplate",
     "quark.torch.quantization.graph.ops.quant_stubs": "QuantStub DeQuantStub",
-    "quark.torch.quantization.utils": "RuntimeOptions enable_native_inference disable_native_inference",
+    "quark.torch.quantization.utils": """RuntimeOptions enable_native_inference disable_native_inference set_op_by_name
+        even_round reshape_to_blocks""",
+    "quark.torch.utils": "TPDeviceManager setattr_recursive",
     "quark.torch.pruning.api": "ModelPruner",
     "quark.torch.export": "ExporterConfig JsonExporterConfig OnnxExporterConfig",
     "quark.torch.export.config.config": "ExporterConfig JsonExporterConfig OnnxExporterConfig",

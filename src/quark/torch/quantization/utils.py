@@ -1,7 +1,14 @@
-"""Address of the names of native inference, and of what serving engines take for MX formats."""
+"""Address of native inference, of what serving engines take for MX formats, and of the setter of a module by name."""
 
-from quark.torch.kernels.mx_emulation import even_round as even_round
-from quark.torch.kernels.mx_emulation import reshape_to_blocks as reshape_to_blocks
-from quark.torch.kernels.native import RuntimeOptions as RuntimeOptions
-from quark.torch.kernels.native import disable_native_inference as disable_native_inference
-from quark.torch.kernels.native import enable_native_inference as enable_native_inference
+from quark.torch.kernels.mx_emulation import even_round, reshape_to_blocks
+from quark.torch.kernels.native import RuntimeOptions, disable_native_inference, enable_native_inference
+from quark.torch.layers.replace import set_submodule as set_op_by_name
+
+__all__ = [
+    "RuntimeOptions",
+    "disable_native_inference",
+    "enable_native_inference",
+    "even_round",
+    "reshape_to_blocks",
+    "set_op_by_name",
+]
