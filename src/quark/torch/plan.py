@@ -188,7 +188,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         if any(isinstance(module, QuantLayer) for module in model.modules()):
             raise ConfigError(
                 "The model holds quantized layers already, and none that is left in float gets a scheme from this "
-                "config. Possible: to name such layers, or the float model."
+                "config. Possible: to name such layers, the float model, or quark convert --requantize."
             )
         kinds = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
         raise ConfigError(

@@ -49,12 +49,17 @@ class Written:
         dtype: torch.dtype = torch.float16,
         other: dict[str, dict[str, Any]] | None = None,
         least_zero: int = 1,
+        biased: bool = False,
         **entries: Any,
     ) -> None:
-        self.folder, self.model, self.other = folder, tiny_llama(dtype=dtype), other or {}
+        self.folder, self.other = folder, other or {}
+        self.model = tiny_llama(dtype=dtype, attention_bias=biased)
+        for name, bias in self.model.named_parameters():
+            if name.endswith("bias"):
+                bias.data.uniform_(-1, 1).copy_(bias.half())
         self.model.save_pretrained(folder)
         tensors, draw = load_file(folder / "model.safetensors"), np.random.default_rng(3)
-        for name in [n.removesuffix(".weight") for n in tensors if "_proj." in n]:
+        for name in [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]:
             one = {"bits": bits, "group_size": group, "sym": symmetric, **self.other.get(name, {})}
             rows, columns = tensors.pop(f"{name}.weight").shape
             size = columns if one["group_size"] == -1 else one["group_size"]
@@ -62,6 +67,8 @@ class Written:
             weight = made.pop("weight")
             self.model.get_submodule(name).weight.data = weight.to(dtype)
             tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in made.items()}
+            if f"{name}.bias" in tensors:
+                tensors[f"{name}.bias"] = tensors[f"{name}.bias"].half()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {
@@ -149,7 +156,7 @@ def test_a_folder_is_converted_to_the_bit_or_refused(tmp_path: Path) -> None:
         again = import_model_from_safetensors(tiny_llama(seed=7, dtype=torch.float16), folder)
         assert torch.equal(logits(again), logits(made.model)), form
     made = Written(tmp_path / "ordered", ordered=True)
-    with pytest.raises(NotSupportedError, match=r"no runs of inputs \(desc_act\).*--requantize"):
+    with pytest.raises(NotSupportedError, match=r"layers.*weight: .*no runs of inputs \(desc_act\).*--requantize"):
         export_safetensors(made.check(), tmp_path / "out", "compressed-tensors")
     assert not (tmp_path / "out").exists()
     assert torch.equal(logits(dequantize_layers(made.check())), logits(made.model))
@@ -176,6 +183,18 @@ def test_zeros_of_old_programs_and_their_biases(tmp_path: Path) -> None:
     made.change(lambda t: t[f"{Q}.bias"].fill_(1))
     with pytest.raises(FormatError, match=f"nothing takes: {Q}.bias"):
         import_model_from_safetensors(tiny_llama(dtype=torch.float16), made.folder)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["into a model", "a model of its own"])
+def test_float16_biases_of_a_bfloat16_model(given: bool, tmp_path: Path) -> None:
+    """gptqmodel and auto-round write biases and scales in float16, whatever the model is in."""
+    made = Written(tmp_path / "made", biased=True, dtype=torch.bfloat16)
+    model = tiny_llama(seed=9, dtype=torch.bfloat16, attention_bias=True) if given else None
+    options: dict[str, Any] = {"device": "cpu", "attn_implementation": None}
+    loaded = import_model_from_safetensors(model, made.folder, **options)
+    assert torch.equal(logits(loaded), logits(made.model))
+    folder = export_safetensors(loaded, tmp_path / "out", "compressed-tensors")
+    assert torch.equal(logits(import_model_from_safetensors(None, folder, **options)), logits(made.model))
 
 
 def test_a_zero_point_of_0_in_version_1_is_read_only_where_it_is_known(tmp_path: Path) -> None:

@@ -145,7 +145,10 @@ def _fill(model: nn.Module, form: Format, tensors: Iterable[tuple[str, torch.Ten
     _untie(model, own, loaded)
     for name, tensor in loaded.items():
         parent, _, leaf = name.rpartition(".")
-        _assign(model.get_submodule(parent), leaf, tensor, quantized=parent in layers)
+        layer = layers.get(parent)
+        # A bias that is no code is added in the dtype of the model, as any float tensor.
+        quantized = layer is not None and not (leaf == "bias" and layer.spec.bias is None)
+        _assign(model.get_submodule(parent), leaf, tensor, quantized)
 
 
 def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:

@@ -123,7 +123,11 @@ def _stored_entry(name: str, x: torch.Tensor, quantizer: StoredTensor, extras: E
 
     def make() -> Tensors:
         values = quantizer(x, extras)
-        stored = layout.store(values, quantizer.params(extras, x), frozen=True)
+        try:
+            params = quantizer.params(extras, x)
+        except NotSupportedError as error:
+            raise NotSupportedError(f"{name}: {error}") from None
+        stored = layout.store(values, params, frozen=True)
         if not torch.equal(layout.load(stored, quantizer.shape), values):
             raise NotSupportedError(
                 f"{name} ({quantizer.spec}) would not keep its values to the bit: the new form rounds its scales or "

@@ -208,7 +208,10 @@ def _read_layer(name: str, stored: dict[str, Any], module: nn.Module | None) -> 
     if size > 0 and inputs % size:
         raise NotSupportedError(f"{name}: groups of {size} do not divide its {inputs} inputs; whole groups are read.")
     split: Granularity = PerChannel(0) if size == -1 else PerGroup(-1, size)
-    return TensorSpec(DTYPES[f"int{bits}"], split, symmetric=symmetric, scale_type=ScaleType.float)
+    # Those of files are float16, in models of any dtype.
+    half = isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.dtype == torch.float16
+    scale_type = ScaleType.float if half else ScaleType.float32
+    return TensorSpec(DTYPES[f"int{bits}"], split, symmetric=symmetric, scale_type=scale_type)
 
 
 def _override(name: str, dynamic: Mapping[str, Any]) -> dict[str, Any]:
