@@ -52,7 +52,7 @@ HOMES: dict[str, dict[str, str]] = {
 """Documented path -> home -> names that it defines; "new=old" where the home calls it otherwise."""
 
 NAMED = "name it in QConfig(algo_config=[...]), and ModelQuantizer runs it"
-PRUNING = "pruning is not part of this version; quark quantizes"
+PRUNING = "a model that another program has pruned, which is quantized as it is"
 TUNING = "AutoRoundConfig and DistillationConfig train the blocks of a quantized model (algo_config), QAT all of it"
 BUDGET = "`quark quantize MODEL --bits 4.5` and quark.torch.bit_budget choose a scheme for each layer"
 GRAPHS = "the options of quark.onnx.QConfig change graphs, with ShapeShifterYaml as a YAML file names them"
@@ -116,7 +116,7 @@ ABSENT: dict[str, tuple[str, str]] = {
         "process_model_transformation",
         "ModelQuantizer.quantize_model replaces the layers",
     ),
-    "quark.torch.extensions.brevitas": ("config mapping algos", "models of Brevitas are not part of this version"),
+    "quark.torch.extensions.brevitas": ("config mapping algos", "ModelQuantizer on the float model, before Brevitas"),
     "quark.integrations.diffusers": (
         "QuarkDiffusersQuantizer QuarkQuantizationConfig",
         "quantize pipe.unet or pipe.transformer with ModelQuantizer; save_params and load_params keep it",
