@@ -12,7 +12,7 @@ from quark.core.scheme_families import family_of, named_in, suggestion
 from quark.errors import ConfigError, UsageError, did_you_mean
 from quark.log import logger
 
-FOLDER_FORMS = ("quark", "awq", "fp8", "compressed-tensors")
+FOLDER_FORMS = ("quark", "awq", "gptq", "fp8", "compressed-tensors")
 FILE_FORMS = ("gguf", "onnx")
 """Forms that are one file, not a folder of safetensors."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")

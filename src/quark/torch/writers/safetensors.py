@@ -61,7 +61,7 @@ def export_safetensors(
     Args:
         model: A transformers model from `ModelQuantizer.quantize_model`, frozen or not; not changed.
         output_dir: Folder to make. It appears when all of it is written.
-        custom_mode: The format: "quark" (takes every scheme), "awq", "fp8" or "compressed-tensors".
+        custom_mode: The format: "quark" (takes every scheme), "awq", "gptq", "fp8" or "compressed-tensors".
         weight_format: "real_quantized" (default: integer codes, small) or "fake_quantized" (float values; quark only).
         pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order" (quark only).
         tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
