@@ -44,8 +44,6 @@ COME_WITH_OTHERS = {
     "tokenizers": "transformers brings the one version that it works with",
 }
 NEVER_IMPORTED = {
-    "safetensors": "transformers imports it, to read the files of a folder",
-    "accelerate": "transformers imports it, for the `device_map` of import_model_from_safetensors(None, ...)",
     "onnxscript": "torch.onnx.export imports it, on which export_onnx is built",
 }
 
