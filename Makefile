@@ -1,5 +1,5 @@
-# make demo | quick | test | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill, each from a bare clone;
-# quick is for the edit loop.
+# make demo | quick | test | contracts | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill, each from a
+# bare clone; quick is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: demo quick test check coverage docs bench gpu fingerprint fuzz kill format clean
+.PHONY: demo quick test contracts check coverage docs bench gpu fingerprint fuzz kill format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,10 @@ quick: $(STAMP)
 
 test: $(STAMP)
 	$(TEST)
+
+# The contracts over whole registries, of which `make test` runs a tenth: every scheme, algorithm and family. Hours.
+contracts: $(STAMP)
+	$(TEST) --every-contract tests/contracts tests/core
 
 # All tests, and the share of the lines that they reach, which must not fall.
 coverage: $(STAMP)

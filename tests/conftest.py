@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,3 +19,40 @@ import quark  # noqa: F401 - before onnxruntime, whose telemetry it switches off
 
 settings.register_profile("quark", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.load_profile("quark")
+
+
+OVER_REGISTRIES = (
+    "contracts/test_attention_masks.py",
+    "contracts/test_device_maps.py",
+    "contracts/test_gpu.py",
+    "contracts/test_kv_cache.py",
+    "contracts/test_observers.py",
+    "contracts/test_padding.py",
+    "core/test_block_solvers.py",
+    "core/test_group_kernels.py",
+)
+"""Contracts over products of registries, hours in all: `make test` runs one in ten of their slow tests, always the
+same, and `make contracts` all of them."""
+ONE_IN = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-contract", action="store_true", help="all slow tests of the contracts over registries")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out nine in ten of the slow tests of the contracts over registries, unless all are asked for.
+
+    A test that is named on the command line runs, too.
+    """
+    if config.getoption("--every-contract") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if _is_left_out(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_left_out(item)]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    over_registries = item.nodeid.removeprefix("tests/").startswith(OVER_REGISTRIES)
+    return over_registries and "slow" in item.keywords and zlib.crc32(item.nodeid.encode()) % ONE_IN != 0

@@ -1,8 +1,10 @@
-"""The kernels that solve blocks of columns, under every element rule, beside the plain form on the same device.
+"""The kernels of Triton beside the plain form: those that solve blocks of columns, and those that fake-quantize groups.
 
 A kernel that is taken has passed the check of `quark.core.solvers.kernels`: every code is that of the formula, every
 sum is one in float32. Codes that differ from those of the plain form are then ties that another order of a sum decides,
 and what follows from them; both sides are as good. So the share of equal codes is told, and has no bound.
+
+Fake quantization sums nothing: a kernel must give the bits that the CPU gives, under the spec of every named scheme.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ import torch
 from tests.models.column_rules import RULES, grid_of, weights
 
 from benchmarks.gpu_parts.rows import Found, Report, one_line
+from quark.core.kernels.groups import TRUST
 from quark.core.kernels.trust import kernel_module
+from quark.core.quantize import fake_quantize
+from quark.core.scales import QParams
+from quark.core.schemes import SCHEMES
 from quark.core.solvers.kernels import MODULE, Kernels
 from quark.core.solvers.plain_columns import PlainBlocks
 from quark.core.spec import TensorSpec
+from quark.torch.calibration.calibrate import tensor_qparams
 
 UNTIL = 0.65
 """Share of the time after which none is begun."""
@@ -94,8 +101,34 @@ class Unchecked:
     refine: Any
 
 
+def fake_quantized(spec: TensorSpec, report: Report) -> Found:
+    """Values under one spec, with given scales or with their own: on the device, beside those of the CPU."""
+    rows, columns = (SMALL_ROWS, ROWS) if report.small else (ROWS, 4 * ROWS)
+    x = torch.from_numpy(weights(rows, columns)).float()
+    params = None if spec.dynamic or spec.is_cast else tensor_qparams(x, spec)
+    before = len(TRUST.passed)
+    found = fake_quantize(x.to(report.device), None if params is None else on_device(params, report.device), spec)
+    wrong = int((found.cpu() != fake_quantize(x, params, spec)).sum())
+    how = "by its kernel" if len(TRUST.passed) > before else "in plain steps"
+    return Found(f"{wrong} of {x.numel()} values differ, {how}", "0", "BEYOND" if wrong else "equal")
+
+
+def on_device(params: QParams, device: torch.device) -> QParams:
+    """Scales and zero points on a device."""
+    zero, second = params.zero_point, params.second
+    return QParams(
+        params.scale.to(device),
+        None if zero is None else zero.to(device),
+        None if second is None else on_device(second, device),
+    )
+
+
 def run(report: Report) -> None:
-    """One row for each element rule."""
+    """One row for each element rule, and for each spec of a weight or an input of the named schemes."""
     for rule in RULES:
         name = f"{rule}, float zero points" if rule.float_zero_point else str(rule)
         report.run("kernels", name, partial(compared, rule, report), UNTIL)
+    specs = dict.fromkeys(spec for layer in SCHEMES.values() for spec in (layer.weight, layer.input) if spec)
+    for spec in specs:
+        live = "live " if spec.dynamic else ""
+        report.run("kernels", f"fake-quantize {live}{spec}", partial(fake_quantized, spec, report), UNTIL)
