@@ -68,7 +68,7 @@ def test_what_loses_or_is_no_model_is_refused(folder: Path, tmp_path: Path) -> N
         (tmp_path / "none", "awq", "o"): "none",
         (tmp_path / "none.gguf", "awq", "o"): "is not a file",
         (tmp_path / "text.gguf", "awq", "o"): "is no GGUF file",
-        (folder, "gptq", "o"): "is unknown",
+        (folder, "exl2", "o"): "is unknown",
         (folder, "onnx", "o"): "export_onnx",
         (folder, "awq", "there"): "exists already",
         (folder, "awq", "o --requantize int8"): "needs|need calibration data",

@@ -32,7 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SCHEMES = {"quark": "mxfp4", "awq": "uint4_wo_32", "fp8": "fp8", "compressed-tensors": "int8_dynamic"}
+SCHEMES = {
+    "quark": "mxfp4",
+    "awq": "uint4_wo_32",
+    "gptq": "int4_wo_32",
+    "fp8": "fp8",
+    "compressed-tensors": "int8_dynamic",
+}
 
 
 @pytest.mark.slow
