@@ -17,7 +17,7 @@ from quark.torch.flows.predicted_size import planned
 from quark.torch.model.meta_model import empty_twin
 from tests.models.families import MOE, family
 
-SCHEMES = {"compressed-tensors": "int4_wo_32", "awq": "uint4_wo_32", "fp8": "fp8"}
+SCHEMES = {"compressed-tensors": "int4_wo_32", "awq": "uint4_wo_32", "gptq": "int4_wo_32", "fp8": "fp8"}
 BUILDING = {"num_layers": 2, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_decoder_layers": 2}
 
 
