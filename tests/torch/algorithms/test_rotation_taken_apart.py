@@ -70,13 +70,14 @@ def test_r3_spreads_outlying_keys_in_the_cache(tmp_path: Path) -> None:
     int8 = Int8PerTensorSpec("min_max", symmetric=True, scale_type="float", round_method="half_even", is_dynamic=False)
     cache = {k: replace(v, output_tensors=int8.to_quantization_spec()) for k, v in config.kv_cache_quant_config.items()}
     config = replace(config, kv_cache_quant_config=cache, kv_cache_post_rope=True)
-    errors = []
+    errors, scales = [], []
     for algorithms in (None, [RotationConfig(r1=False, r3=True)]):
         quantizer = ModelQuantizer(replace(config, algo_config=algorithms))
         model = quantizer.quantize_model(with_outlying_keys(), token_batches())
         with torch.no_grad():
             errors.append(float((model(ids).logits - expected).norm()))
-    assert errors[1] < errors[0] / 3
+        scales.append(float(model.get_buffer("model.layers.0.self_attn.k_proj.output_quantizer.scale")))
+    assert scales[1] < scales[0] / 3 and errors[1] < 0.9 * errors[0]  # the rest is of weights and values
     export_safetensors(model, tmp_path / "quark")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "quark")
     with torch.no_grad():

@@ -42,7 +42,7 @@ def check_readers(model: nn.Module, form: FolderFormat, folder: Folder, tensors:
     """
     if not is_transformers_model(model):
         return
-    twin = _as_loaded(empty_twin(model))
+    twin = empty_twin(model) if form.own_loader else _as_loaded(empty_twin(model))
     _check_names(model, twin, form, tensors)
     _check_building(twin, form, folder.specs)
 
