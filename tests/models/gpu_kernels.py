@@ -6,9 +6,11 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +76,18 @@ def compiled(
     source = triton.compiler.ASTSource(kernel, types, {(names.index(n),): value for n, value in constants.items()})
     asm = triton.compile(source, target=GPUTarget(*target), options=dict(options)).asm
     return (asm["cubin"], asm["ptx"]) if target[0] == "cuda" else (asm["hsaco"], asm["amdgcn"])
+
+
+def check_compiles(made: Callable[[Any], list[tuple[bytes, str]]], target: Any) -> None:
+    """Compile kernels to machine code, by the options of a launch: divisions are those of IEEE 754, nothing is fused.
+
+    Args:
+        made: Compiles them for a target; called in a process of its own, as the interpreter leaves changes in triton.
+        target: One of `TARGETS`.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        for machine_code, assembly in fresh.submit(made, target).result():
+            assert machine_code and (target[0] == "hip" or is_exact(assembly))
 
 
 def is_exact(assembly: str) -> bool:
