@@ -82,8 +82,8 @@ def _check_names(model: nn.Module, twin: Any, form: FolderFormat, tensors: Itera
         raise NotSupportedError(
             f"transformers would not find the tensors of this {form.name} folder: {type(model).__name__} "
             f"{_listed('has no place for', lost)}{' and ' if lost and missing else ''}"
-            f"{_listed('would make up', missing)}. Possible: the quark format, or to leave them in float "
-            f"({_excluding(missing or lost)})."
+            f"{_listed('would make up', missing)}. Possible: {'' if form.own_loader else 'the quark format, or '}"
+            f"to leave them in float ({_excluding(missing or lost)})."
         )
 
 
