@@ -18,7 +18,7 @@ from quark.torch.algorithms.score_passes import SEED
 from quark.torch.algorithms.tape import Tape
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, QronosConfig
 from quark.torch.model.blocks import find_blocks, record_calls
-from tests.models.torch_zoo import language_model, text_windows
+from tests.models.torch_zoo import language_model, text_windows, tiny_llama, token_batches
 
 
 def test_scores_are_those_of_one_backward_pass_through_the_whole_model() -> None:
@@ -134,3 +134,15 @@ def test_held_out_divergence_falls(algorithm: Any, scheme: str, most: float) -> 
     expected = log_probabilities(language_model())
     one, other = replace(algorithm, fisher=False), replace(algorithm, fisher=True)
     assert divergence(other) < most * divergence(one)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptaq", "qronos", "autoround"])
+def test_codes_that_are_quantized_once_more_are_refused_before_any_work(name: str) -> None:
+    """No element of such a weight has a grid of its own."""
+    model = tiny_llama()
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    config = LLMTemplate.get("llama").get_config("int4_fp8", [name])
+    with pytest.raises(ConfigError, match=r"layers\.0.*quantized once more.*Possible: importance") as caught:
+        ModelQuantizer(config).quantize_model(model, token_batches())
+    assert "may have changed" not in str(caught.value)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())

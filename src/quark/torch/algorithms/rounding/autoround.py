@@ -60,21 +60,6 @@ class AutoRound(ByScores):
         enough = SCORED * hidden_width(model) or float("inf")
         return data[: next((index for index, count in enumerate(tokens, 1) if count >= enough), len(data))]
 
-    def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
-        """Refuse what it cannot learn.
-
-        Raises:
-            ConfigError: The codes of a weight are quantized once more; names it.
-        """
-        super().prepare(model, blocks, layers)
-        for name, layer in layers.items():
-            spec = layer.spec.weight
-            if spec is not None and spec.code_spec is not None:
-                raise ConfigError(
-                    f"AutoRound does not learn {name}, whose codes are quantized once more ({spec.dtype} to "
-                    f"{spec.code_spec.dtype}). Possible: gptq, qronos, importance, or exclude the layer."
-                )
-
     def enter(self, block: Block) -> None:
         names = sorted({leaf for group in block.groups for leaf in group})
         chosen = self.config.inside_layer_modules

@@ -21,7 +21,7 @@ from torch import nn
 from quark.core.solvers.columns import compiles
 from quark.core.solvers.coupled import shrunk, trace_and_square
 from quark.core.spec import TensorSpec
-from quark.errors import NonFiniteError, NotSupportedError
+from quark.errors import ConfigError, NonFiniteError, NotSupportedError
 from quark.log import logger
 from quark.memory_and_disk import available_memory, free_disk
 from quark.torch.algorithms.base import Algorithm, Block
@@ -163,7 +163,20 @@ class ByScores(Algorithm):
         self.scores: OutputScores | None = None
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
-        self.blocks = blocks
+        """Refuse what cannot be rounded element by element.
+
+        Raises:
+            ConfigError: The codes of a weight are quantized once more; names it.
+        """
+        self.blocks, chosen = blocks, self.config.inside_layer_modules
+        for name, layer in layers.items():
+            spec = layer.spec.weight
+            named = not chosen or any(name.endswith(f".{leaf}") for leaf in chosen)
+            if named and isinstance(layer, nn.Linear) and spec is not None and spec.code_spec is not None:
+                raise ConfigError(
+                    f"{type(self).__name__} rounds weights element by element, and the codes of {name} are quantized "
+                    f"once more ({spec.dtype} to {spec.code_spec.dtype}). Possible: importance, or exclude the layer."
+                )
 
     @property
     def name(self) -> str:
