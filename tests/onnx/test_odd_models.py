@@ -51,7 +51,7 @@ SCHEMES: dict[str, tuple[Any, float]] = {
 
 NOTHING = "Nothing to quantize"
 LEFT = {"ort_x64": {"weights_that_are_inputs", "divisors_of_all_sizes"}}
-LEFT["dynamic"] = {"factors_of_gemm", "weights_that_are_inputs", "divisors_of_all_sizes"}
+LEFT["dynamic"] = {"weights_that_are_inputs", "divisors_of_all_sizes"}
 LEFT["int4 weights"] = {"weights_that_are_inputs", "divisors_of_all_sizes"}
 """Scheme -> models without a node that it can quantize."""
 
