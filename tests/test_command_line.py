@@ -85,6 +85,7 @@ def test_every_failure_is_one_line(
 ) -> None:
     function, code, message = FAILURES[kind]
     monkeypatch.setenv("QUARK_DEBUG", "1" if how == "variable" else "0")
+    monkeypatch.delitem(sys.modules, "onnxslim", raising=False)  # as where it is absent, whatever ran before
     assert ended(function, *(["--debug"] if how == "flag" else [])) == code
     shown = capsys.readouterr()
     *before, line = shown.err.splitlines()

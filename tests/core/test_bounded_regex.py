@@ -43,12 +43,12 @@ NAMES = [
 @pytest.mark.parametrize("pattern", BOMBS)
 def test_bombs_end_at_once(pattern: str) -> None:
     for text in ("a" * 60, "a" * 200):
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             assert not full_match(pattern, text) or re.fullmatch(r"\(a\|aa\)\+\$", pattern)
         except ConfigError as error:
             assert "takes too long" in str(error)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 20  # seconds on the slowest machine; years where ways are tried
 
 
 @pytest.mark.parametrize("pattern", [*REAL, *BOMBS])
