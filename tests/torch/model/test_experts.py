@@ -64,9 +64,23 @@ PUBLISHED = {
     "gpt2": "transformer.h.1.mlp.c_fc.weight_scale",
     "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight_scale",
     "qwen3_moe": "model.layers.1.mlp.experts.3.down_proj.weight_scale",
-    "gpt_oss": "model.layers.1.mlp.experts.3.gate_proj.weight_scale",
+    "gpt_oss": "model.layers.1.mlp.experts.3.gate_up_proj.weight_scale",
     "llama4_text": "model.layers.1.feed_forward.experts.3.gate_proj.weight_scale",
 }
+
+
+def test_rows_that_alternate_are_one_layer_with_the_values_of_the_model(tmp_path: Path) -> None:
+    """The form of vLLM 0.33.0 (gpt_oss.py, "For quark format"): (2I, H), and the bias, row by row as in the model."""
+    model = family("gpt_oss")
+    block = model.model.layers[1].mlp.experts
+    weight, bias = block.gate_up_proj.detach()[3].t().clone(), block.gate_up_proj_bias.detach()[3].clone()
+    export_safetensors(quantize(model, "mxfp4"), tmp_path / "out", weight_format="fake_quantized")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as handle:
+        leaves = {name.split("experts.3.")[1] for name in handle.keys() if "1.mlp.experts.3." in name}  # noqa: SIM118
+        stored = handle.get_tensor("model.layers.1.mlp.experts.3.gate_up_proj.weight")
+        assert torch.equal(handle.get_tensor("model.layers.1.mlp.experts.3.gate_up_proj.bias"), bias)
+    assert {leaf.partition(".")[0] for leaf in leaves} == {"gate_up_proj", "down_proj"}
+    assert stored.shape == weight.shape and float((stored - weight).norm() / weight.norm()) < 0.15
 
 
 EVERY = ["uint4_wo_32", "uint4_wo_per_channel", "fp8", "int8", "mxfp4", "nvfp4"]

@@ -97,8 +97,7 @@ class ReceivingExperts(UnfusedExperts):
             NotSupportedError: The experts are not stored alike, so that their rows cannot be merged.
         """
         experts.__class__ = cls
-        gate, up, down = experts.names
-        for target, leaves in {"gate_up_proj" if gate else "up_proj": (gate, up), "down_proj": (down,)}.items():
+        for target, leaves in {experts.first: experts.names[:2], "down_proj": experts.names[2:]}.items():
             layers = [expert.get_submodule(leaf) for leaf in leaves if leaf for expert in experts.children()]
             weights = [layer._parameters.pop("weight") for layer in layers]
             stored = {(tuple(weight.shape), weight.dtype) for weight in weights if weight is not None}

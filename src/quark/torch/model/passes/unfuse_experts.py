@@ -2,6 +2,7 @@
 
     fused      gate_up_proj (E, 2I, H), down_proj (E, H, I): transformers' mixture-of-experts blocks since version 5
     unfused    experts.0.gate_proj (I, H), experts.0.up_proj (I, H), experts.0.down_proj (H, I), experts.1.gate_proj ...
+    or         experts.0.gate_up_proj (2I, H), experts.0.down_proj ..., where rows of gate and up alternate (GPT-OSS)
 
 A block gets its tokens and a routing of them, or (Llama 4) as many rows for each expert, one expert after the other,
 already scaled by the router, in a product with transposed weights: gate_up_proj (E, H, 2I), down_proj (E, I, H).
@@ -34,7 +35,7 @@ TOLERANCE = 1e-6
 """Largest difference of the two forms, of the largest value, in float64; a wrong layout differs by about 1."""
 
 Names = tuple[str | None, str, str]
-"""Names of the gate (None for experts without one), up and down projections of an expert."""
+"""Names of the gate (None for experts without a layer of its own for it), up and down projections of an expert."""
 
 IN_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
@@ -50,6 +51,7 @@ class UnfusedExperts(nn.Module):
         names: What its projections are called.
 
     Attributes:
+        first: What the fused block calls its first weight: "gate_up_proj", or "up_proj" where there is no gate.
         sorted: Whether its input holds as many rows for each expert, sorted by expert, and no routing comes with it.
         ahead: Called before each expert's turn, if set: (whether it is for the down projection, index of the expert,
             function from any expert's index to its input of that turn). No input depends on the turns of others.
@@ -60,12 +62,13 @@ class UnfusedExperts(nn.Module):
     def __init__(self, fused: nn.Module, names: Names) -> None:
         super().__init__()
         self.names = names
+        self.first = _first(fused)
         self.post_expert_norm: Any = fused.post_expert_norm if getattr(fused, "has_post_expert_norm", False) else None
         # In a tuple: it is no child. It keeps the gate function with its attributes, and none of the weights.
         self.origin = (_shell(fused, {}),)
         for index in range(_leading(fused)):
             expert = nn.Module()
-            for name, (weight, bias) in zip([n for n in names if n], _projections(fused, index), strict=True):
+            for name, (weight, bias) in zip([n for n in names if n], _projections(fused, index, names), strict=True):
                 grad = next(fused.parameters()).requires_grad
                 expert.add_module(name, linear_of(weight, bias, grad))
             self.add_module(str(index), expert)
@@ -124,13 +127,13 @@ class UnfusedExperts(nn.Module):
         """The activations between the two phases, (rows, I)."""
         gate_name, up_name, _ = self.names
         fused: Any = self.origin[0]
+        up = expert.get_submodule(up_name)(x)
         if gate_name is None:
-            return fused.act_fn(expert.get_submodule(up_name)(x))
-        gate, up = expert.get_submodule(gate_name)(x), expert.get_submodule(up_name)(x)
+            return fused._apply_gate(up) if self.first == "gate_up_proj" else fused.act_fn(up)
+        gate = expert.get_submodule(gate_name)(x)
         if not hasattr(fused, "_apply_gate"):
             return fused.act_fn(gate) * up
-        both = torch.cat((gate, up), -1) if _concatenated(fused) else torch.stack((gate, up), -1).flatten(-2)
-        return fused._apply_gate(both)
+        return fused._apply_gate(torch.cat((gate, up), -1))
 
     def extra_repr(self) -> str:
         return f"{self.count} experts of {type(self.origin[0]).__name__}"
@@ -139,14 +142,13 @@ class UnfusedExperts(nn.Module):
         """The block with all experts in one tensor again, of the weights that are here now."""
         origin: Any = self.origin[0]
         merged: dict[str, nn.Parameter] = {}
-        inner = "gate_up_proj" if self.names[0] else "up_proj"
-        for target, leaves in ((inner, self.names[:2]), ("down_proj", self.names[2:])):
+        for target, leaves in ((self.first, self.names[:2]), ("down_proj", self.names[2:])):
             layers = [[self.get_submodule(f"{i}.{leaf}") for leaf in leaves if leaf] for i in range(self.count)]
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 if getattr(layers[0][0], kind) is None:
                     continue
                 parts = [[cast(torch.Tensor, getattr(layer, kind)).detach() for layer in expert] for expert in layers]
-                rows = [torch.cat(p) if _concatenated(origin) else torch.stack(p, 1).flatten(0, 1) for p in parts]
+                rows = [torch.cat(part) for part in parts]
                 if kind == "weight" and _transposed(origin):
                     rows = [weight.t() for weight in rows]
                 grad = cast(nn.Parameter, getattr(layers[0][0], kind)).requires_grad
@@ -215,9 +217,14 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _names(known: list[Any], block: str, module: nn.Module) -> Names:
-    """Names of published checkpoints where they are known, else gate_proj, up_proj and down_proj."""
+    """Names of published checkpoints where they are known, else gate_proj, up_proj and down_proj.
+
+    Gate and up whose rows alternate are one layer: that is how readers of quantized experts look for them.
+    """
     (down,) = expert_leaves(known, f"{block}.down_proj") or ("down_proj",)
     if hasattr(module, "gate_up_proj"):
+        if not getattr(module, "is_concatenated", True):
+            return None, "gate_up_proj", down
         gate, up = expert_leaves(known, f"{block}.gate_up_proj") or ("gate_proj", "up_proj")
         return gate, up, down
     (up,) = expert_leaves(known, f"{block}.up_proj") or ("up_proj",)
@@ -229,9 +236,9 @@ def _leading(fused: nn.Module) -> int:
     return len(down)
 
 
-def _concatenated(fused: nn.Module) -> bool:
-    """Whether the rows of gate come before those of up; else they alternate (GPT-OSS)."""
-    return bool(getattr(fused, "is_concatenated", True))
+def _first(fused: nn.Module) -> str:
+    """What a fused block calls the weight that reads its input."""
+    return "gate_up_proj" if hasattr(fused, "gate_up_proj") else "up_proj"
 
 
 def _sorted(fused: nn.Module) -> bool:
@@ -244,23 +251,18 @@ def _transposed(fused: nn.Module) -> bool:
     return bool(getattr(fused, "is_transposed", _sorted(fused)))
 
 
-def _projections(fused: nn.Module, index: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Weight (out, in) and bias of gate (if there is one), up and down of one expert: views."""
+def _projections(fused: nn.Module, index: int, names: Names) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weight (out, in) and bias of gate (if it has a layer), up and down of one expert: views."""
     out = []
-    for name in ("gate_up_proj" if hasattr(fused, "gate_up_proj") else "up_proj", "down_proj"):
+    for name in (_first(fused), "down_proj"):
         weight = getattr(fused, name).detach()[index]
         bias = getattr(fused, f"{name}_bias", None)
         bias = None if bias is None else bias.detach()[index]
         weight = weight.t() if _transposed(fused) else weight
-        rows = [slice(None)] if name != "gate_up_proj" else _gate_and_up(fused, len(weight))
+        half = len(weight) // 2
+        rows = [slice(0, half), slice(half, None)] if names[0] and name != "down_proj" else [slice(None)]
         out += [(weight[r], None if bias is None else bias[r]) for r in rows]
     return out
-
-
-def _gate_and_up(fused: nn.Module, rows: int) -> list[slice]:
-    if _concatenated(fused):
-        return [slice(0, rows // 2), slice(rows // 2, rows)]
-    return [slice(0, rows, 2), slice(1, rows, 2)]
 
 
 def _shell(fused: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
@@ -280,7 +282,7 @@ def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
     )
     if hasattr(probe, "num_experts"):
         probe.num_experts = len(ends)
-    device, hidden = probe.down_proj.device, _projections(fused, 0)[0][0].shape[1]
+    device, hidden = probe.down_proj.device, _projections(fused, 0, unfused.names)[0][0].shape[1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, hidden, generator=generator, dtype=torch.float64).to(device)
     index = torch.tensor([[0, 1], [1, 0]] * 4, device=device)

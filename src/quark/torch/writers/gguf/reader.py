@@ -152,8 +152,7 @@ class TensorReader:
         Raises:
             NonFiniteError: A value, or the scale of a block, is NaN or infinite.
         """
-        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
-        value = torch.from_numpy(data.copy())
+        value = torch.from_numpy(_data_of(self.tensor, self.expert).copy())
         if self.tensor.tensor_type.name == "BF16":
             value = value.view(torch.bfloat16)
         if not _is_finite(value, self.tensor.tensor_type.name):
@@ -201,22 +200,35 @@ def _shape(parameter: torch.Tensor, tensor: Any, changed: bool) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class _Joined:
-    """Tensors of a file that are one in the model, as one of gguf.ReaderTensor."""
+    """Tensors of a file whose rows are one tensor in the model, as one of gguf.ReaderTensor."""
 
     name: str
-    data: Any
+    parts: list[Any]
     tensor_type: Any
     shape: Any
 
 
 def _joined(name: str, parts: list[Any]) -> _Joined:
-    alike = {(part.tensor_type, *part.shape[:-1].tolist()) for part in parts if part is not None}
-    if None in parts or len(alike) > 1:
+    rows = -1 if expert_of(name) is None else -2  # shapes are from the last axis to the first, that of experts
+    kinds, shapes = [], []
+    for part in parts:
+        shape = [] if part is None else part.shape.tolist()
+        kinds.append(None if part is None else (part.tensor_type, *shape[:rows], *shape[len(shape) + rows + 1 :]))
+        shapes.append(shape)
+    if None in kinds or len(set(kinds)) > 1:
         raise FormatError(
             f"{name} is {len(parts)} tensors of the file, of which one is missing, or of another type or shape."
         )
-    shape = [*parts[0].shape[:-1], sum(int(part.shape[-1]) for part in parts)]
-    return _Joined(name, np.concatenate([part.data for part in parts]), parts[0].tensor_type, shape)
+    whole = list(shapes[0])
+    whole[rows] = sum(int(shape[rows]) for shape in shapes)
+    return _Joined(name, parts, parts[0].tensor_type, whole)
+
+
+def _data_of(tensor: Any, expert: int | None) -> Any:
+    """The rows of a tensor as the file has them, of one expert where there are several."""
+    parts = tensor.parts if isinstance(tensor, _Joined) else [tensor]
+    found = [part.data if expert is None else part.data[expert] for part in parts]
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _of_architecture(reader: Any, file: Path, arch: str) -> Any:

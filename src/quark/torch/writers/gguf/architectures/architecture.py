@@ -44,6 +44,8 @@ class Architecture:
         layer_norm: Whether its norms subtract the mean (else they are RMS norms).
         fused_heads: Name of the layer in which the queries, key and value of each group of heads lie together; files
             hold all queries, then all keys, then all values.
+        alternating: Name of the layer of an expert in which rows of gate and up alternate; files hold all of the one,
+            then all of the other.
         window_period: Every so many layers one has full attention, and the others have a sliding window; 0: readers
             know no window.
         window_layers: How many layers models have in which readers know windows, where only such have them.
@@ -68,6 +70,7 @@ class Architecture:
     plain_norms: tuple[str, ...] = ()
     layer_norm: bool = False
     fused_heads: str = ""
+    alternating: str = ""
     window_period: int = 0
     window_layers: int | None = None
     mixture: bool = False
@@ -89,6 +92,8 @@ class Architecture:
             groups, size = kv_heads(config), head_size(config)
             rows = torch.arange((config.num_attention_heads + 2 * groups) * size).reshape(groups, -1, size)
             return torch.cat([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
+        if leaf == self.alternating:
+            return torch.arange(2 * config.intermediate_size).reshape(-1, 2).t().reshape(-1)
         if not self.pairs or leaf not in ("q_proj", "k_proj"):
             return None
         heads, size = config.num_attention_heads if leaf == "q_proj" else kv_heads(config), head_size(config)

@@ -327,6 +327,10 @@ for _type, _row in {
         refuse=_gpt_oss,
         window_period=2,
         details={"intermediate_size": "add_expert_feed_forward_length"},
+        alternating="gate_up_proj",
+        splits=lambda config: {
+            f"gate_up_proj.{leaf}": (f"ffn_gate_exps.{leaf}", f"ffn_up_exps.{leaf}") for leaf in ("weight", "bias")
+        },
     ),
     "llama4_text": Architecture(
         "llama4",
