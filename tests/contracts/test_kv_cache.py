@@ -17,10 +17,11 @@ from quark.core.metrics import sqnr
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec
+from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
 FP8 = QLayerConfig(output_tensors=FP8E4M3PerTensorSpec())
+EACH_HEAD = QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=-3))
 LARGEST = 448.0
 NORM = 20.0
 """Weights of the norms of keys: 1 in a fresh model, and as large as this in trained ones."""
@@ -159,6 +160,49 @@ def test_scales_cover_what_the_cache_of_every_family_holds(name: str) -> None:
     from benchmarks.architectures.isolated import isolated
 
     found = isolated(lambda: verdict(name), seconds=60)
+    if found.startswith("not built"):
+        pytest.skip(found)
+
+
+def verdict_of_heads(name: str) -> str:
+    """What became of a scale for each head: "right", or why it is refused, before any data; AssertionError otherwise.
+
+    Of a decoder with an encoder, whose cache has two parts, nothing is looked at.
+    """
+    try:
+        model, data = built(name)
+        with torch.no_grad():
+            cache = model(**data[0], use_cache=True).past_key_values
+        layers = [x for x in cache.layers if getattr(x, "keys", None) is not None and x.keys.numel()]
+    except Exception as error:  # noqa: BLE001 - sizes that this family does not take, or no cache
+        return f"not built: {error}"
+    patterns = LLMTemplate.get(model.config.model_type).kv_layers_name
+    config = QConfig(QLayerConfig(), kv_cache_quant_config=dict.fromkeys(patterns, EACH_HEAD))
+    try:
+        with pytest.raises(CalibrationError, match="need calibration data"):
+            ModelQuantizer(config).quantize_model(model, None)
+    except (ConfigError, NotSupportedError) as error:
+        return f"refused: {error}"
+    model = ModelQuantizer(config).quantize_model(model, data[:1])
+    found: dict[str, list[torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        if path.endswith(".output_quantizer"):
+            parent = path.removesuffix(".output_quantizer").removesuffix(".linear").rpartition(".")[0]
+            found.setdefault(parent, []).append(module.scale * LARGEST)
+    assert len(found) == len(layers), name
+    for own, layer in zip(found.values(), layers, strict=True):
+        largest = [x.abs().amax((0, 2, 3)) for x in (layer.keys, layer.values)]
+        for covers, expected in zip(own, largest if len(own) == 2 else [torch.maximum(*largest)], strict=True):
+            torch.testing.assert_close(covers, expected, rtol=0.05, atol=0)
+    return "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families())
+def test_scales_of_heads_are_those_of_every_family_or_refused_before_any_data(name: str) -> None:
+    from benchmarks.architectures.isolated import isolated
+
+    found = isolated(lambda: verdict_of_heads(name), seconds=60)
     if found.startswith("not built"):
         pytest.skip(found)
 

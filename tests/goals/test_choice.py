@@ -24,7 +24,7 @@ from quark.onnx.operators.targets import TARGETS
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config.algo_configs import GPTQConfig
 from quark.torch.config.block_mixes import MIXES
-from quark.torch.config.llm_template import CACHE_SCHEMES, cache_element
+from quark.torch.config.llm_template import CACHE_SCHEMES, cache_spec
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.formats import FORMATS
 from quark.torch.writers.gguf.blocks import GgufFormat
@@ -155,10 +155,10 @@ def test_what_vllm_refuses_in_float16_is_served_in_its_own_type(kind: str) -> No
 @pytest.mark.parametrize("cache", CACHE_SCHEMES)
 @pytest.mark.parametrize("name", GOALS)
 def test_a_cache_is_written_where_the_format_holds_it_and_the_program_reads_it(name: str, cache: str) -> None:
-    goal, element = GOALS[name], cache_element(cache)
+    goal, spec = GOALS[name], cache_spec(cache)
     if goal.folder is None:
         return
-    holding = {form for form, row in FORMATS.items() if element in row.cache}
+    holding = {form for form, row in FORMATS.items() if row.holds_cache(spec)}
     if cache not in goal.cache:
         with pytest.raises(NotSupportedError, match=f"{goal.program} is not known to read a cache .* in {cache}"):
             choose(name, False, cache=cache, holding=holding)

@@ -76,11 +76,11 @@ def asked_choice(
 def _holding(cache: str) -> set[str]:
     """The formats that have a place for a cache of a scheme."""
     # They import torch: after the arguments are parsed, and where a cache is asked for.
-    from quark.torch.config.llm_template import cache_element
+    from quark.torch.config.llm_template import cache_spec
     from quark.torch.formats import FORMATS
 
-    element = cache_element(cache)
-    return {name for name, form in FORMATS.items() if element in form.cache}
+    spec = cache_spec(cache)
+    return {name for name, form in FORMATS.items() if form.holds_cache(spec)}
 
 
 def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:

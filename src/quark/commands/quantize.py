@@ -69,7 +69,9 @@ Imatrix = Annotated[
 SaveImatrix = Annotated[
     Path | None, folder_option(help="Write the importance matrix of --calib: NAME.gguf, or the older NAME.dat.")
 ]
-KvCache = Annotated[str | None, folder_option(help="Quantize the key and value cache: fp8 or int8.")]
+KvCache = Annotated[
+    str | None, folder_option(help="Quantize the key and value cache: fp8, int8, fp8_per_head, int8_per_head.")
+]
 Attention = Annotated[str | None, folder_option(help="Quantize queries and attention probabilities: fp8.")]
 Device = Annotated[str, folder_option(help="cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, folder_option(help="Compute in float32, float16, bfloat16; auto: as stored.")]

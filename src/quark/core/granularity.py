@@ -99,6 +99,10 @@ class PerChannel(Granularity):
         return (shape[_axis(self, self.axis, len(shape))],)
 
 
+HEADS = PerChannel(-3)
+"""Each head of the keys or values that a cache stores: (batch, heads, tokens, size of a head)."""
+
+
 @dataclass(frozen=True)
 class PerToken(Granularity):
     """One scale for each vector along the last axis; scale shape x.shape[:-1]. For live activations."""

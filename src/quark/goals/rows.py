@@ -54,7 +54,7 @@ GOALS.register("transformers", RuntimeGoal(
         "python -c \"import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('Once'))\" {out}",
         mixed=("quark", ()),
     ),
-    cache=("fp8", "int8"),
+    cache=("fp8", "int8", "fp8_per_head", "int8_per_head"),
 ))  # fmt: skip
 GOALS.register("llama.cpp", RuntimeGoal(
     "llama.cpp", "llama.cpp",

@@ -84,6 +84,7 @@ SCHEMES_TRIED = ("uint4_wo_32", "fp8", "int8", "mxfp4", "nvfp4")
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp8": {},
     "int8": {"cache": "int8"},
+    "each head": {"cache": "fp8_per_head"},
     "grouped": {"kv_cache_group": ["*k_proj", "*v_proj"]},
     "before RoPE": {"kv_cache_post_rope": False},
     "attention": {"attention": "fp8"},

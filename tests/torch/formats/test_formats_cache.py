@@ -23,6 +23,27 @@ def cached(scheme: str, cache: str = "fp8", post_rope: bool = False, **options: 
     return quantizer.freeze(quantizer.quantize_model(tiny_llama(), token_batches()))
 
 
+@pytest.mark.parametrize("cache", ["fp8_per_head", pytest.param("int8_per_head", marks=pytest.mark.slow)])
+def test_each_head_has_a_scale_that_transformers_computes_with(cache: str, tmp_path: Path) -> None:
+    """The readers are compressed_tensors and transformers: the model that they make gives the logits of ours."""
+    from transformers import AutoModelForCausalLM
+
+    model = cached("int4_wo_32", cache, post_rope=True)
+    with torch.no_grad():
+        stored_keys = tiny_llama()(token_batches()[0], use_cache=True).past_key_values.layers[0].keys
+    folder = export_safetensors(model, tmp_path / "out", "compressed-tensors")
+    tensors, config = stored(folder)
+    assert config["kv_cache_scheme"]["strategy"] == "attn_head"
+    scale = tensors["model.layers.0.self_attn.k_scale"]
+    assert scale.shape == (stored_keys.shape[1], 1, 1) and len(scale.unique()) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.model.layers[0].self_attn.k_scale, scale)
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(import_model_from_safetensors(tiny_llama(seed=9), folder)), logits(model))
+    one = cached("int4_wo_32", cache.partition("_")[0], post_rope=True)
+    assert not torch.equal(logits(one), logits(model))
+
+
 @pytest.mark.parametrize("post_rope", [False, True])
 @pytest.mark.parametrize(
     ("form", "scheme", "cache"),
@@ -62,6 +83,8 @@ def test_a_cache_that_has_no_place_is_refused(tmp_path: Path) -> None:
         export_safetensors(cached("uint4_wo_32"), tmp_path / "out", "awq")
     with pytest.raises(NotSupportedError, match=r"cache in int8\. Possible: a cache in fp8_e4m3"):
         export_safetensors(cached("fp8", "int8"), tmp_path / "out", "fp8")
+    with pytest.raises(NotSupportedError, match="fp8 format has no place for .* fp8_e4m3 with a scale for each head"):
+        export_safetensors(cached("fp8", "fp8_per_head", post_rope=True), tmp_path / "out", "fp8")
     with pytest.raises(NotSupportedError, match="gguf format has no place for a KV cache"):
         export_gguf(cached("int8_wo"), tmp_path / "out", "m", LANGUAGE_MODEL)
     with pytest.raises(NotSupportedError, match="quantized biases or outputs"):

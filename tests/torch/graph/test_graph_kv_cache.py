@@ -13,7 +13,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, load_params, save_params
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.tensor.enums import QuantizationMode
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from tests.models.families import family
 
 IDS = torch.arange(48).reshape(3, 16)
@@ -32,9 +32,9 @@ def built(name: str, attention: str = "sdpa") -> Any:
     return model
 
 
-def config(name: str, **options: Any) -> QConfig:
+def config(name: str, each: bool = False, **options: Any) -> QConfig:
     patterns = LLMTemplate.get(name).kv_layers_name
-    cache = QLayerConfig(output_tensors=FP8E4M3PerTensorSpec())
+    cache = QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=-3) if each else FP8E4M3PerTensorSpec())
     return QConfig(QLayerConfig(), kv_cache_quant_config=dict.fromkeys(patterns, cache), **options)
 
 
@@ -66,6 +66,20 @@ def test_it_is_what_eager_mode_gives(name: str, attention: str, least: float) ->
     assert scales(graph) == scales(eager) and scales(graph)
     assert torch.equal(graph(IDS).logits, eager(IDS).logits)
     assert not torch.allclose(graph(IDS).logits, built(name, attention)(IDS).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("qwen3", "sdpa")]
+    + [pytest.param(*row, marks=pytest.mark.slow) for row in (("gemma2", "eager"), ("phi3", "sdpa"))],
+)
+def test_heads_have_their_scales_before_they_are_repeated(name: str, attention: str) -> None:
+    eager = ModelQuantizer(config(name, True)).quantize_model(built(name, attention), [IDS])
+    graph = ModelQuantizer(config(name, True, quant_mode=GRAPH)).quantize_model(exported(name, attention), [IDS])
+    found, expected = scales(graph), scales(eager)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    assert {tuple(scale.shape) for scale in found.values()} == {(2,)}
+    assert torch.equal(graph(IDS).logits, eager(IDS).logits)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
 
 IDS = torch.arange(48).reshape(3, 16)
 FP8, INT8 = (QLayerConfig(output_tensors=spec()) for spec in (FP8E4M3PerTensorSpec, Int8PerTensorSpec))
+EACH_HEAD = QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=-3))
 PATTERNS = ["*k_proj", "*v_proj"]
 FULL = "model.layers.1.self_attn"
 
@@ -74,6 +75,30 @@ def test_the_scales_cover_the_largest_key_and_value() -> None:
     floored = quantize(cache_config(min_kv_scale=floor))
     for name, value in largest.items():
         assert scale_of(floored, name) == pytest.approx(max(value / 448, floor), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_scales_of_heads_cover_the_largest_of_each(name: str) -> None:
+    with torch.no_grad():
+        layers = family(name)(IDS, use_cache=True).past_key_values.layers
+    config = LLMTemplate.get(name).get_config("int8_wo", kv_cache_scheme="fp8_per_head", exclude_layers=["*"])
+    model = quantize(replace(config, min_kv_scale=1e-5), family(name))
+    for index, layer in enumerate(layers):
+        keys, values = (x.abs().amax((0, 2, 3)) / 448 for x in (layer.keys, layer.values))
+        made = {
+            leaf: module.output_quantizer.scale
+            for leaf, module in model.named_modules()
+            if f".{index}." in leaf and getattr(module, "output_quantizer", None)
+        }
+        wanted = [torch.maximum(keys, values)] if len(made) == 1 else [keys, values]
+        for scale, expected in zip(made.values(), wanted, strict=True):
+            torch.testing.assert_close(scale, expected, rtol=1e-6, atol=0)
+
+
+def test_heads_that_a_module_does_not_tell_apart_are_refused_before_any_data() -> None:
+    made = LLMTemplate.get("deepseek_v3").get_config("int8_wo", kv_cache_scheme="fp8_per_head")
+    with pytest.raises(NotSupportedError, match="does not say how many heads its cache stores"):
+        ModelQuantizer(made).quantize_model(family("deepseek_v3"), None)
 
 
 def test_before_rope_the_projections_are_quantized() -> None:
@@ -243,6 +268,7 @@ BAD: list[tuple[QConfig, type[Exception], str]] = [
     (QConfig(FP8, kv_cache_quant_config={"*key": FP8}), ConfigError, "kv_cache_quant_config: the pattern"),
     (cache_config(QLayerConfig(output_tensors=FP8E4M3PerTensorSpec(is_dynamic=True))), NotSupportedError, "static"),
     (cache_config(QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=0))), NotSupportedError, "per tensor"),
+    (cache_config(EACH_HEAD, kv_cache_post_rope=False), NotSupportedError, "which what a layer gives has not"),
     (cache_config(QLayerConfig(output_tensors=Uint8PerTensorSpec())), NotSupportedError, "fp8_e4m3, int8"),
     (
         QConfig(FP8, softmax_quant_spec=FP8E4M3PerTensorSpec(is_dynamic=True)),

@@ -27,6 +27,7 @@ from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import CodedLayout, Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import cached_layers
+from quark.torch.layers.attention.cache_view import CacheQuantize
 from quark.torch.layers.attention.probabilities import attention_quantizers, quantize_attention
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
@@ -148,7 +149,10 @@ def map_to_stored(
         plan = make_plan(config, model, strict=False)
         model.quant_plan = plan  # type: ignore[assignment]
         _hold_layers(model, plan, form, pack_method, real, originals)
-        quantize_attention(model, cached_layers(config, quantized_layers(model)), plan.probabilities)
+        cached = cached_layers(config, quantized_layers(model))
+        quantize_attention(model, cached, plan.probabilities)
+        for name in cached:  # a scale for each head: how many there are is known now
+            _hold_activation(quantized_layers(model)[name], "output", form)
         _hold_attention(model, form)
         rotation = config.get_rotation_config()
         if rotation is not None:
@@ -253,7 +257,9 @@ def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
         # Only the scale of the scales is static.
         assert spec.scale_spec is not None
         return {"scale_2": torch.empty((), dtype=torch.float32, device="meta")}
-    features = activation_features(layer, role)
+    quantizer = layer.quantizer(role)
+    heads = quantizer.heads if isinstance(quantizer, CacheQuantize) else None
+    features = activation_features(layer, role) if heads is None else (1, heads, 1, 1)
     params = empty_params(replace(spec, granularity=PerTensor()) if features is None else spec, features or ())
     assert params is not None
     return layout.store_params(params)

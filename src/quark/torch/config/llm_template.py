@@ -14,19 +14,27 @@ from torch import nn
 
 from quark.checked import as_dict, as_list, snapshot
 from quark.core.block_types import BLOCK_TYPES
+from quark.core.granularity import HEADS
 from quark.core.registry import Registry
 from quark.core.scheme_families import suggestion
 from quark.core.schemes import OLD_SCHEMES, SCHEMES, scheme_of
+from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean
 from quark.log import logger
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.families import EXCLUDED, with_shown
-from quark.torch.config.lowering import config_of_layer, lower_layer
+from quark.torch.config.lowering import config_of_layer, lower_layer, lower_tensor
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.selectors import SELECTORS
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
+from quark.torch.config.tensor.shorthand_specs import (
+    DataTypeSpec,
+    FP8E4M3PerChannelSpec,
+    FP8E4M3PerTensorSpec,
+    Int8PerChannelSpec,
+    Int8PerTensorSpec,
+)
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 __all__ = ["LLMTemplate"]
@@ -40,9 +48,12 @@ SHARED_SCALE_SCHEMES = ("nvfp4", "fp4_block16_scale_e4m3")
 """Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
 
 
-CACHE_SCHEMES: dict[str, type[FP8E4M3PerTensorSpec] | type[Int8PerTensorSpec]] = {
-    "fp8": FP8E4M3PerTensorSpec,
-    "int8": Int8PerTensorSpec,
+_EACH_HEAD: dict[str, Any] = {"ch_axis": HEADS.axis, "is_dynamic": False}
+CACHE_SCHEMES: dict[str, DataTypeSpec] = {
+    "fp8": FP8E4M3PerTensorSpec(),
+    "int8": Int8PerTensorSpec(),
+    "fp8_per_head": FP8E4M3PerChannelSpec(**_EACH_HEAD),
+    "int8_per_head": Int8PerChannelSpec(symmetric=True, **_EACH_HEAD),
 }
 """How a cache may be quantized, by name."""
 
@@ -196,7 +207,8 @@ class LLMTemplate:
         Args:
             scheme: For every linear layer that nothing below names.
             algorithm: Names or configs of algorithms, or one of them, in order; "rotation,gptq" is both.
-            kv_cache_scheme: "fp8" or "int8" quantizes the cache.
+            kv_cache_scheme: A name of `CACHE_SCHEMES` quantizes the cache: "fp8", "int8", or with a scale for each head
+                "fp8_per_head", "int8_per_head".
             min_kv_scale: Smallest scale of the cache.
             attention_scheme: "fp8" quantizes queries and attention probabilities.
             layer_config: Pattern -> scheme.
@@ -280,12 +292,14 @@ def _strings(value: str | list[str] | None, default: list[str]) -> list[str]:
     return default if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def cache_element(scheme: str) -> str:
-    """What a cache of a scheme holds: the name of its element type. Raises ConfigError for another name."""
-    return _tensor_scheme("kv_cache_scheme", scheme, CACHE_SCHEMES).dtype.name
+def cache_spec(scheme: str) -> TensorSpec:
+    """How a cache of a scheme is quantized. Raises ConfigError for another name."""
+    spec = lower_tensor(_tensor_scheme("kv_cache_scheme", scheme, CACHE_SCHEMES))
+    assert spec is not None
+    return spec
 
 
 def _tensor_scheme(option: str, name: str, known: Iterable[str]) -> QTensorConfig:
     if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{option}: unknown scheme {name!r}. Possible: {', '.join(map(repr, known))}.")
-    return CACHE_SCHEMES[name]().to_quantization_spec()
+    return CACHE_SCHEMES[name].to_quantization_spec()

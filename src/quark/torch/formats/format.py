@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from quark.core.granularity import HEADS
 from quark.core.schemes import SCHEMES, scheme_of
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
@@ -97,10 +98,12 @@ class Format(ABC):
     Attributes:
         name: Name of the format.
         cache: Element types of a KV cache whose scales have a place.
+        cache_heads: Whether a KV cache may have a scale for each head.
     """
 
     name: ClassVar[str]
     cache: ClassVar[tuple[str, ...]] = ()
+    cache_heads: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -138,12 +141,13 @@ class Format(ABC):
         """
         for name, spec in folder.specs.items():
             self.refuse_layer(name, layers[name], spec)
-        if folder.cache is not None and folder.cache.dtype.name not in self.cache:
-            possible = (
-                f"a cache in {', '.join(self.cache)}" if self.cache else "the quark and compressed-tensors formats"
-            )
+        if folder.cache is not None and not self.holds_cache(folder.cache):
+            element = folder.cache.dtype.name
+            heads = " with a scale for each head" if element in self.cache else ""
+            possible = f"a cache in {', '.join(self.cache)} with one scale, or " if self.cache else ""
             raise NotSupportedError(
-                f"The {self.name} format has no place for a KV cache in {folder.cache.dtype}. Possible: {possible}."
+                f"The {self.name} format has no place for a KV cache in {element}{heads}. Possible: {possible}the "
+                "quark and compressed-tensors formats."
             )
         self.check_rotations(layers, folder)
         if folder.branched:
@@ -162,6 +166,10 @@ class Format(ABC):
             raise NotSupportedError(
                 f"The {self.name} format has no place for scales of {what}. Possible: the quark format."
             )
+
+    def holds_cache(self, cache: TensorSpec) -> bool:
+        """Whether the scales of a KV cache have a place."""
+        return cache.dtype.name in self.cache and (self.cache_heads or cache.granularity != HEADS)
 
     def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         """Raise NotSupportedError for inputs that are rotated, where that cannot be said."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from quark.core.granularity import HEADS, Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.spec import FLOAT_SCALES, ScaleRule, ScaleType, TensorSpec
 from quark.core.spec import spec as make_spec
 from quark.errors import FormatError
@@ -19,6 +19,8 @@ FORMATS_OF_FLOATS = {
 """Of float weights in groups: element type, whether the scales are quantized -> form."""
 FLOATS = {4: "fp4_e2m1", 6: "fp6_e2m3", 8: "fp8_e4m3"}
 E8M0 = ScaleType.float8_e8m0fnu
+CACHE = "kv_cache_scheme"
+"""The arguments of the KV cache."""
 NUMBERS = (*FLOAT_SCALES, ScaleType.pof2)
 """Types of scales that are stored as floats."""
 
@@ -79,6 +81,8 @@ def _write_split(spec: TensorSpec) -> dict[str, Any]:
         return {"strategy": "block", "block_structure": list(split.size)}
     if isinstance(split, PerTensor):
         return {"strategy": "tensor"}
+    if split == HEADS:
+        return {"strategy": "attn_head"}
     return {"strategy": "token" if isinstance(split, PerToken) else "channel"}
 
 
@@ -118,6 +122,8 @@ def _read_split(args: dict[str, Any], where: str) -> Granularity:
         rows, columns = args["block_structure"]
         return PerBlock((int(rows), int(columns)))
     simple: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
+    if where == CACHE:
+        simple = {"tensor": PerTensor(), "attn_head": HEADS}
     if strategy not in simple:
         raise FormatError(f"{where}: the strategy {strategy!r} cannot be imported.")
     return simple[strategy]

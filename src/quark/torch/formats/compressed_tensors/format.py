@@ -23,7 +23,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, ShapeError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.formats.compressed_tensors.args import FORMATS_OF_FLOATS, read_args, refuse_args, write_args
+from quark.torch.formats.compressed_tensors.args import CACHE, FORMATS_OF_FLOATS, read_args, refuse_args, write_args
 from quark.torch.formats.compressed_tensors.layout import CompressedTensorsLayout, signed
 from quark.torch.formats.compressed_tensors.transforms import (
     STORED,
@@ -62,6 +62,7 @@ class CompressedTensorsFormat(FolderFormat):
     name = "compressed-tensors"
     layout = CompressedTensorsLayout
     cache = ("fp8_e4m3", "int8")
+    cache_heads = True
     marker = (".weight_scale",)
 
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -132,7 +133,7 @@ class CompressedTensorsFormat(FolderFormat):
         rotation = read_transforms(stored, linear)
         config = replace(config, algo_config=[rotation] if rotation else None)
         cache = stored.get("kv_cache_scheme")
-        return Stored(with_cache(config, read_args(cache, "kv_cache_scheme") if cache else None, stored))
+        return Stored(with_cache(config, read_args(cache, CACHE) if cache else None, stored))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)

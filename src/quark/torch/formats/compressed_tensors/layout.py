@@ -7,6 +7,7 @@
     float8             weight float8_e4m3 (O, I)
     fp4, fp6           weight_packed uint8, 2 codes in a byte, 4 codes in 3 bytes
     scales             weight_scale (1,), (O, 1), (O, G) or tiles; E8M0: uint8 exponent + 127
+    KV cache           k_scale, v_scale (1,), or (heads, 1, 1)
     NVFP4              weight_scale float8_e4m3 (O, G), weight_global_scale float32 (1,), which divides
                        it: scale = weight_scale / weight_global_scale; input_global_scale likewise
 
@@ -21,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import PerTensor
+from quark.core.granularity import HEADS, PerTensor
 from quark.core.packing import decode, encode, pack_bits, unpack_bits
 from quark.core.quantize import dequantize
 from quark.core.scales import QParams, exp2, exponent, flaw
@@ -109,7 +110,8 @@ class CompressedTensorsLayout(CodedLayout):
             out["scale"] = scale.to(E4M3)
             out.update(self.store_second(params.second.scale))
         else:
-            out["scale"] = scale.to(self._scale_dtype()).reshape(_with_columns(scale))
+            heads = (-1, 1, 1) if spec.granularity == HEADS else None
+            out["scale"] = scale.to(self._scale_dtype()).reshape(heads or _with_columns(scale))
         if params.zero_point is not None and spec.has_zero_point and not spec.symmetric:
             zero = (params.zero_point - self._middle()).to(torch.int8)
             out["zero_point"] = zero.reshape(_with_columns(zero))

@@ -24,6 +24,7 @@ class QuarkFormat(FolderFormat):
     layout = QuarkLayout
     options = True
     cache = ("fp8_e4m3", "int8")
+    cache_heads = True
     own_loader = True
 
     def refusal(self, spec: LayerSpec) -> str | None:

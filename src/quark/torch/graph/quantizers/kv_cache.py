@@ -2,7 +2,8 @@
 
 A graph has no cache. Keys behind their norm and rotary embedding, and values, are the second and third argument of
 `scaled_dot_product_attention`; in attention that is written out, the second ones of the products before and behind its
-softmax. Repeated for groups of queries they are the same values, so that one scale serves both.
+softmax. Repeated for groups of queries they are the same values, so that one scale serves both; a scale for each head
+acts before they are repeated, on the heads that a cache stores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import cast
 
 from torch import fx
 
+from quark.core.granularity import HEADS
 from quark.core.patterns import first_match, require_matches
 from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig
@@ -19,11 +21,14 @@ from quark.torch.config.lowering import lower_tensor
 from quark.torch.graph.operators import SOFTMAX, is_call
 from quark.torch.graph.plan import QuantizableOperator
 from quark.torch.layers.attention.cache_rules import feeds_cache
-from quark.torch.layers.attention.cache_view import holds
+from quark.torch.layers.attention.heads import holds
 from quark.torch.layers.fake_quant import FakeQuantize
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 PRODUCTS = ("aten.matmul.default", "aten.bmm.default")
+TRANSPOSE, UNSQUEEZE = "aten.transpose.int", "aten.unsqueeze.default"
+REPEATING = (*(f"aten.{name}.default" for name in ("reshape", "view", "clone", "contiguous", "expand")), UNSQUEEZE)
+"""How keys and values are repeated for groups of queries."""
 Read = tuple[str, fx.Node, fx.Node]
 """What is read ("k" or "v"), who reads it, and the tensor."""
 
@@ -67,6 +72,8 @@ def insert_caches(
         made[path] = FakeQuantize(spec)
         model.add_submodule(path, made[path])
         for _, reader, tensor in reads:
+            if spec.granularity == HEADS:
+                reader, tensor = _before_repeating(name, reader, tensor)
             if tensor in reader.all_input_nodes:  # keys that are the values, too, are quantized already
                 _call(model.graph, path, reader, tensor)
     return made
@@ -91,6 +98,26 @@ def _reads(graph: fx.Graph, owner: str) -> Iterator[Read]:
             for part, product in (("k", _product_before(node)), ("v", _product_behind(node))):
                 if product is not None:
                     yield part, product, cast(fx.Node, product.args[1])
+
+
+def _before_repeating(name: str, reader: fx.Node, tensor: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Who reads the keys or values of a layer as a cache stores them, (batch, heads, tokens, size), and these.
+
+    Raises NotSupportedError where that is no tensor of the graph.
+    """
+    if is_call(tensor, TRANSPOSE) and {axis % tensor.meta["val"].ndim for axis in tensor.args[1:]} == {2, 3}:
+        reader, tensor = tensor, cast(fx.Node, tensor.args[0])
+    chain = [tensor]  # (batch, heads, tokens, size) -> (batch, heads, 1, ...) -> (batch, heads, n, ...) -> joined
+    while is_call(chain[-1], *REPEATING):
+        chain.append(cast(fx.Node, chain[-1].args[0]))
+    if any(is_call(node, UNSQUEEZE) and node.args[1] == 2 for node in chain[-2:-1]):
+        reader, tensor = chain[-2:]
+    if tensor.meta["val"].ndim != 4:
+        raise NotSupportedError(
+            f"{name}: attention reads {tuple(tensor.meta['val'].shape)}, and no (batch, heads, tokens, size): heads "
+            "have no scale each. Possible: one scale for all of them."
+        )
+    return reader, tensor
 
 
 def _product_before(softmax: fx.Node) -> fx.Node | None:

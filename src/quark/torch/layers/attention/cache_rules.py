@@ -3,6 +3,8 @@
     scale_k = scale_v = max(scale_k, scale_v)     within one attention module, for the patterns of kv_cache_group
     scale   = max(scale, min_kv_scale)
 
+One scale for keys and one for values, or one for each of their heads (`HEADS`).
+
 The quantizer is the output quantizer of the layer that makes keys or values, so that its scale is stored as
 `k_proj.output_scale`, which runtimes read. It acts on what a cache holds (`cache_view`); with kv_cache_post_rope=False,
 on what the layer gives.
@@ -15,7 +17,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from quark.core.granularity import PerTensor
+from quark.core.granularity import HEADS, PerTensor
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
@@ -44,7 +46,13 @@ def check_cache_config(config: QConfig) -> None:
         spec = lower_tensor(layer.output_tensors)
         if spec is None:
             raise ConfigError(f"{where} is None; it says how the cache is quantized, for one Int8PerTensorSpec().")
-        require_static(spec, where, ELEMENTS)
+        by_head = spec.granularity == HEADS
+        if by_head and not config.kv_cache_post_rope:
+            raise NotSupportedError(
+                f"{where} has a scale for each head, which what a layer gives has not. Possible: "
+                "kv_cache_post_rope=True, which quantizes what a cache stores; or one scale for the tensor."
+            )
+        require_static(replace(spec, granularity=PerTensor()) if by_head else spec, where, ELEMENTS)
     if config.softmax_quant_spec is not None:
         spec = lower_tensor(config.softmax_quant_spec)
         assert spec is not None
@@ -55,8 +63,10 @@ def require_static(spec: TensorSpec, where: str, elements: tuple[str, ...]) -> N
     """Raise NotSupportedError unless the tensor has one calibrated scale and one of the element types."""
     plain = isinstance(spec.granularity, PerTensor) and not spec.dynamic and spec.scale_spec is spec.code_spec is None
     if not plain or spec.dtype.name not in elements or not (spec.symmetric or where == "softmax_quant_spec"):
+        heads = "" if where == "softmax_quant_spec" else ", or with a scale for each head (per channel, ch_axis=-3)"
         raise NotSupportedError(
-            f"{where} is {spec}; runtimes know one static symmetric scale. Possible: {', '.join(elements)} per tensor."
+            f"{where} is {spec}; runtimes know one static symmetric scale. Possible: {', '.join(elements)} per tensor"
+            f"{heads}."
         )
 
 

@@ -11,7 +11,6 @@ quantizes first. So the module computes as it would with a quantized cache, with
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.core.granularity import HEADS
 from quark.errors import NotSupportedError
+from quark.torch.layers.attention.heads import holds, stored_heads
 from quark.torch.layers.fake_quant import Extras, FakeQuantize
 
 ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "layer_state")
@@ -34,13 +35,24 @@ Stored = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 
 
 class CacheQuantize(FakeQuantize):
-    """The quantizer of keys or values that acts on the way into a cache: its layer's output passes as it is."""
+    """The quantizer of keys or values that acts on the way into a cache: its layer's output passes as it is.
+
+    Attributes:
+        heads: How many heads the cache stores, where each has a scale; None where all have one.
+    """
+
+    heads: int | None = None
 
     def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         return x
 
     def cached(self, x: torch.Tensor) -> torch.Tensor:
-        """What the cache gives back for x."""
+        """What the cache gives back for x. Raises NotSupportedError where x has other heads than its scales."""
+        if self.heads is not None and (x.ndim != 4 or x.shape[1] != self.heads):
+            raise NotSupportedError(
+                f"A cache stores {tuple(x.shape)}, and no {self.heads} heads in (batch, heads, tokens, size): they "
+                "have no scale each. Possible: one scale for all of them (--kv-cache fp8 or int8)."
+            )
         return super().forward(x)
 
 
@@ -130,8 +142,10 @@ def quantize_caches(model: nn.Module, layers: Sequence[str]) -> Callable[[], Non
         inside.setdefault(owner, []).append(name.removeprefix(f"{owner}."))
     for name in layers:
         quantizer = modules[name]._modules["output_quantizer"]
-        assert quantizer is not None
+        assert isinstance(quantizer, FakeQuantize)
         quantizer.__class__ = CacheQuantize
+    for owner, own in inside.items():
+        _count_heads(model, owner, own)
     views = {owner: GiveView(*_makers(modules[owner], own)) for owner, own in inside.items()}
     handles = [modules[name].register_forward_pre_hook(view, with_kwargs=True) for name, view in views.items()]
 
@@ -140,6 +154,23 @@ def quantize_caches(model: nn.Module, layers: Sequence[str]) -> Callable[[], Non
             handle.remove()
 
     return undo
+
+
+def _count_heads(model: Any, owner: str, layers: Sequence[str]) -> None:
+    """Let the quantizers of a module that have a scale for each head know how many. Raises NotSupportedError."""
+    module = model.get_submodule(owner)
+    for name in layers:
+        quantizer = module.get_submodule(name)._modules["output_quantizer"]
+        assert isinstance(quantizer, CacheQuantize)
+        if quantizer.spec.granularity != HEADS:
+            continue
+        config = getattr(model, "config", None)
+        quantizer.heads = stored_heads(module, name, config and config.get_text_config(decoder=True))
+        if quantizer.heads is None:
+            raise NotSupportedError(
+                f"{owner}.{name}: {type(module).__name__} does not say how many heads its cache stores of this layer, "
+                "so that they have no scale each. Possible: one scale for all of them (--kv-cache fp8 or int8)."
+            )
 
 
 def _makers(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -256,10 +287,3 @@ class NoCache:
         if "empty" not in self.__dict__:
             self.__dict__["empty"] = caches.DynamicCache(config=self.config)
         return getattr(self.__dict__["empty"], name)
-
-
-def holds(name: str) -> str:
-    """What a layer of this name makes for the cache: "k", "v", or "kv" where one layer makes both."""
-    leaf = re.sub(r"proj|query", "", name.rpartition(".")[2].lower())
-    key, value = "k" in leaf, "v" in leaf
-    return "kv" if key == value else "k" if key else "v"

@@ -1,0 +1,63 @@
+"""A scale for each head of what a cache stores, and how many heads that is, known from the module without a forward.
+
+keys, values    (batch, heads, tokens, size of a head)      scale (heads,)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+COUNTS = ("num_key_value_heads", "num_heads", "num_attention_heads")
+"""What attention modules and configs call the number of heads, that of keys and values first."""
+QUERIES = ("num_attention_heads", "num_heads")
+
+
+def holds(name: str) -> str:
+    """What a layer of this name makes for the cache: "k", "v", or "kv" where one layer makes both."""
+    leaf = re.sub(r"proj|query", "", name.rpartition(".")[2].lower())
+    key, value = "k" in leaf, "v" in leaf
+    return "kv" if key == value else "k" if key else "v"
+
+
+def stored_heads(owner: nn.Module, name: str, config: Any) -> int | None:
+    """How many heads a cache stores of what a layer makes; None where the module does not say it.
+
+    Args:
+        owner: The attention module.
+        name: Of the layer, in the module.
+        config: Of the text model, where the module has none.
+    """
+    config = getattr(owner, "config", None) or config
+    layer, parts = owner.get_submodule(name), holds(name.partition(".")[0])
+    rows, width = (getattr(layer, side, 0) for side in ("out_features", "in_features"))
+    queries, size = _first(QUERIES, owner, config), _head_size(owner, config)
+    if not rows or size is None or (parts == "kv" and width != getattr(config, "hidden_size", width)):
+        return None  # latent attention: a cache holds what the layer reads
+    if parts == "v":
+        size = _first(("v_head_dim",), owner) or size
+    # Configs may have a number of heads that the class does not read; what fits the layer is meant.
+    for count in (*_numbers(COUNTS, owner, config), 1):
+        # One layer makes both, with or without queries.
+        made = [queries + 2 * count, 2 * count] if parts == "kv" and queries else [count]
+        if rows in [n * size for n in made]:
+            return count
+    return None
+
+
+def _head_size(owner: nn.Module, config: Any) -> int | None:
+    """Size of a head: what the module says, else the config, else its width by its heads."""
+    heads, width = _first(QUERIES, owner, config), _first(("hidden_size",), config)
+    return _first(("head_dim",), owner, config) or (width // heads if heads and width else None)
+
+
+def _first(names: tuple[str, ...], *places: Any) -> int | None:
+    return next(iter(_numbers(names, *places)), None)
+
+
+def _numbers(names: tuple[str, ...], *places: Any) -> list[int]:
+    """The positive numbers that objects have under some names."""
+    found = [getattr(place, name, None) for name in names for place in places]
+    return [n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0]
