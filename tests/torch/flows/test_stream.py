@@ -138,6 +138,21 @@ def test_a_killed_run_goes_on(
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
+def test_a_run_that_was_killed_right_after_its_last_block_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one finds every block finished, and saves nothing: what the killed one held goes all the same."""
+    source = save_float(tmp_path / "float", torch.float32)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_after(2, patch)
+        stream(scheme("uint4_wo_32"), source, tmp_path / "out")
+    (tmp_path / "out.partial" / ".quark-0123abcd.tmp").mkdir()
+    (tmp_path / "out.partial" / ".quark-0123abcd.tmp" / "manifest.json").write_text("{}")
+    stream(scheme("uint4_wo_32"), source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "out"]
+
+
 def test_of_a_damaged_checkpoint_nothing_stays(tmp_path: Path) -> None:
     """The first block is finished, and a run that goes on would meet the same."""
     source = save_float(tmp_path / "float", torch.float32)

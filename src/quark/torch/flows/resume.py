@@ -23,7 +23,7 @@ import torch
 
 from quark.__version__ import __version__
 from quark.errors import ConfigError, FormatError, OutputError
-from quark.files import atomic_file, hold, is_temporary
+from quark.files import atomic_file, hold, is_temporary, remove_dead
 from quark.json_objects import differences
 from quark.torch.algorithms.block_loop import LoopState
 from quark.torch.algorithms.block_sweep import LEARNED
@@ -158,6 +158,7 @@ def in_use(folder: Path) -> Iterator[None]:
         raise ConfigError(f"Another run works in {folder}. Wait for it, or choose another output.") from None
     except OSError as error:
         raise OutputError(f"{folder}, the folder of the unfinished run, cannot be used: {error.strerror}.") from None
+    remove_dead(folder)  # a run that finds every block finished would make nothing there, and so not look
     try:
         yield
     finally:
