@@ -28,6 +28,7 @@ OVER_REGISTRIES = (
     "contracts/test_kv_cache.py",
     "contracts/test_observers.py",
     "contracts/test_padding.py",
+    "contracts/test_reader_classes.py",
     "core/test_block_solvers.py",
     "core/test_group_kernels.py",
 )

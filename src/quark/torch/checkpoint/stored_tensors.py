@@ -23,7 +23,7 @@ from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.published_names import dropped_names, published_names
+from quark.torch.model.published_names import dropped_names, names_in, published_names
 
 HALF = (torch.float16, torch.bfloat16)
 RECOMPUTED = ("rotary_emb.inv_freq", "position_ids")
@@ -76,13 +76,14 @@ def stored_tensors(
 
 def _finder(model: nn.Module, own: Mapping[str, torch.Tensor]) -> Callable[[str], str | None]:
     """The function from a name in the file to one in the model: its own or its published one, with or without the
-    prefix by which transformers tells a model with a head from one without.
+    prefix by which transformers tells a model with a head from one without, or that of a composite around it.
     """
-    publish, prefix = published_names(model), getattr(model, "base_model_prefix", "")
+    publish, prefix, renamed = published_names(model), getattr(model, "base_model_prefix", ""), names_in(model)
     names = {name: name for name in own} | {publish(name): name for name in own}
 
     def find(stored: str) -> str | None:
-        forms = (stored, stored.removeprefix(f"{prefix}."), f"{prefix}.{stored}") if prefix else (stored,)
+        around = (stored.removeprefix(f"{prefix}."), f"{prefix}.{stored}") if prefix else ()
+        forms = (stored, *around, renamed(stored))
         return next(filter(None, (_module_name(form, names) for form in forms)), None)
 
     return find
@@ -168,10 +169,14 @@ def _refuse_left(model: nn.Module, left: list[str], partial: bool) -> None:
     by_design = set(dropped_names(model, left))
     names = [name for name in left if name not in by_design and not name.endswith(RECOMPUTED)]
     if partial:
-        modules = {name for name, _ in model.named_modules() if name}
-        names = [name for name in names if name.rpartition(".")[0] in modules]
+        modules, renamed = {name for name, _ in model.named_modules() if name}, names_in(model)
+        names = [name for name in names if not modules.isdisjoint({_layer_of(name), _layer_of(renamed(name))})]
     if names:
         raise FormatError(f"The checkpoint holds {len(names)} tensors that nothing takes: {', '.join(names[:5])}.")
+
+
+def _layer_of(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
 
 
 def _flaws(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:

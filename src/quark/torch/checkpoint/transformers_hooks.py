@@ -10,7 +10,8 @@ from torch import nn
 
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
-from quark.torch.checkpoint.shards import read_tensors
+from quark.torch.checkpoint.other_class import config_for
+from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
@@ -18,7 +19,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.model.published_names import merged_names
+from quark.torch.model.published_names import merged_names, names_in
 
 
 def _map_to_quark(
@@ -30,14 +31,18 @@ def _map_to_quark(
     """
     if custom_mode != "quark":
         raise NotSupportedError(f"custom_mode={custom_mode!r} checkpoints are loaded by transformers' own quantizers.")
-    map_to_stored(model, quantization_config, pack_method, quantization_config.weight_format or REAL_QUANTIZED)
-    mark_loaded(model, quantization_config, "quark")
-    _untie(model)
     folder = _folder_of(model)
+    files = shard_files(folder)
+    find = names_in(model)
+    stored = {find(name): name for name in read_names(files)}
+    config = config_for(model, quantization_config, stored.values())
+    map_to_stored(model, config, pack_method, config.weight_format or REAL_QUANTIZED)
+    mark_loaded(model, config, "quark")
+    _untie(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
-    stored_tensors(model, FORMATS["quark"], read_tensors(shard_files(folder)), saved_dtype(folder), partial=True)
+    stored_tensors(model, FORMATS["quark"], read_tensors(files), saved_dtype(folder), partial=True)
     blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
-    for name in merged_names(model, blocks):
+    for name in merged_names(model, blocks, stored):
         ReceivingExperts.stack(blocks[name])
     for name, module in model.named_modules():
         around: Any = model.get_submodule(name.rpartition(".")[0])

@@ -121,13 +121,39 @@ def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     return lambda name: str(core.rename_source_key(name, renames, mergers, prefix, own)[0])
 
 
-def merged_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+def names_in(model: Any) -> Callable[[str], str]:
+    """The function from the name of a tensor in a checkpoint to that in a model, of any class that loads it.
+
+    As transformers renames, but that merges nothing: experts keep their numbers. So a text model finds what a composite
+    has as `model.language_model.*`, and a model without a head what one with a head has as `model.*`.
+    """
+    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
+    renames = [rule for rule in known if core is not None and isinstance(rule, core.WeightRenaming)]
+    prefix = getattr(model, "base_model_prefix", "") or ""
+    roots = {name.partition(".")[0] for name, _ in model.named_modules() if name}
+
+    def find(name: str) -> str:
+        out: str = core.apply_renamings(name, renames) if core is not None and renames else name
+        first = out.partition(".")[0]
+        if not prefix or first in roots:
+            return out
+        return f"{prefix}.{out}" if prefix in roots else out.removeprefix(f"{prefix}.")
+
+    return find
+
+
+def merged_names(model: nn.Module, names: Iterable[str], stored: Mapping[str, str] | None = None) -> set[str]:
     """The names of a module's tensors that transformers merges with others when it loads a checkpoint.
 
-    It does not where the published name is the module's own: such a tensor is taken as it is.
+    It does not where the name in the file is the module's own: such a tensor is taken as it is.
+
+    Args:
+        model: The module.
+        names: In it.
+        stored: Name in the module -> name in the file; None: the published ones.
     """
     publish, known = published_names(model), conversions(model)
-    renamed = [name for name in names if publish(name) != name]
+    renamed = [name for name in names if (publish(name) if stored is None else stored.get(name, name)) != name]
     if not renamed:
         return set()
     core = sys.modules["transformers.core_model_loading"]
