@@ -37,6 +37,8 @@ from quark.torch.plan import Plan
 
 Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
+Plain = Callable[[str, torch.Tensor], Entry]
+"""Makes the entry of a tensor of the model that is not quantized."""
 Naming = Callable[[str, str], str]
 """Name in the file of a source tensor and a suffix."""
 
@@ -50,6 +52,7 @@ def entries(
     real: bool,
     form: Format = FORMATS["quark"],
     only: Container[str] | None = None,
+    plain: Plain | None = None,
 ) -> Iterator[Entry]:
     """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once, but for
     biases of quantized layers.
@@ -60,6 +63,7 @@ def entries(
         real: Store codes; False stores float values that were quantized.
         form: The format.
         only: Names of the source tensors to make entries for, where not all are wanted.
+        plain: Makes the entries of tensors that are not quantized; default: of the model's values.
     """
     layers = quantized_layers(model)
     inside = attention_quantizers(model)
@@ -88,7 +92,7 @@ def entries(
                 continue
             seen[key] = name
         # A bias of a quantized layer is written, shared or not: such a head's config no longer says that it shares.
-        yield plain_entry(name, tensor.detach())
+        yield (plain or plain_entry)(name, tensor.detach())
     for name, layer in layers.items():
         for entry in _activation_entries(name, layer, form):
             if only is None or entry[0] in only:

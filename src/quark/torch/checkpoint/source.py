@@ -77,6 +77,10 @@ class Source:
             elif not self._quantized or leaf not in PARTS:
                 yield name
 
+    def stored_names(self) -> list[str]:
+        """Names of the tensors in the files."""
+        return list(self._files)
+
     def meta(self, name: str) -> torch.Tensor:
         """Dtype and shape of a tensor as it is stored, on the meta device."""
         return self._files[name].meta(name)

@@ -119,7 +119,7 @@ def _check_tensor(name: str, stored: torch.Tensor, wanted: torch.Tensor, dtype: 
         )
     if _fits(stored.dtype, wanted.dtype, dtype):
         return
-    if not _is_wide(stored.dtype) and _is_wide(wanted.dtype) and name.endswith(".weight"):
+    if not is_wide(stored.dtype) and is_wide(wanted.dtype) and name.endswith(".weight"):
         raise FormatError(f"{name} holds codes ({stored.dtype}), and the checkpoint has no scale for them.")
     raise FormatError(f"{name} is {stored.dtype} in the checkpoint; {wanted.dtype} is needed.")
 
@@ -129,12 +129,12 @@ def _fits(stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -
 
     Of the two half types only that which the model was saved in: bits of one read as the other are other numbers.
     """
-    if stored == wanted or not (_is_wide(stored) and _is_wide(wanted)):
+    if stored == wanted or not (is_wide(stored) and is_wide(wanted)):
         return stored == wanted
     return stored not in HALF or dtype is None or stored == dtype or dtype not in HALF
 
 
-def _is_wide(dtype: torch.dtype) -> bool:
+def is_wide(dtype: torch.dtype) -> bool:
     """Whether a float type holds values, not codes."""
     return dtype.is_floating_point and dtype.itemsize > 1
 

@@ -6,7 +6,7 @@ hold, under which names, and where in the old one each tensor is found. file2fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from quark.torch.checkpoint.shards import (
     stored_shapes,
 )
 from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.checkpoint.stored_types import StoredTypes
 from quark.torch.config.config import QConfig
 from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.model.folder_files import shard_files
@@ -102,11 +103,13 @@ class CheckpointJob:
         if self.quantization is None:
             check_metas(folder, self.model, tensors)
         _take_apart(config, self.model)
+        named = source_names(self.model, self.checkpoint.stored_names())
+        self.types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not config.algo_config)
         self.plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model))
 
     def contents(self) -> Contents:
         """What the new folder will hold; to be asked for while the layers of the plan are replaced."""
-        made = list(entries(self.model, self.pack_method, self.real))
+        made = list(self.entries())
         ties = tied_names(self.model)
         in_folder = source_names(self.model, self.checkpoint.names())
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
@@ -120,6 +123,10 @@ class CheckpointJob:
                 f"{', '.join(unexpected[:5])}."
             )
         return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
+
+    def entries(self, only: Container[str] | None = None) -> Iterator[Entry]:
+        """The tensors of the quantized model, or those of these names; what is not quantized in its stored type."""
+        return entries(self.model, self.pack_method, self.real, only=only, plain=self.types.entry)
 
     def beside(self) -> list[str]:
         """Names of the tensors of the old folder that the class of the model leaves out by design."""

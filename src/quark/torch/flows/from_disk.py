@@ -28,7 +28,7 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.shards import entries, write_entry
+from quark.torch.checkpoint.shards import write_entry
 from quark.torch.checkpoint.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
@@ -190,7 +190,7 @@ class _Run:
     def _write(self, names: set[str]) -> None:
         if rank() > 0:
             return
-        for name, make, _ in entries(self.model, self.job.pack_method, self.job.real, only=names):
+        for name, make, _ in self.job.entries(names):
             write_entry(name, make(), self.places, self.names)
 
 

@@ -110,8 +110,8 @@ def fill_buffers(model: Any) -> None:
 
 
 def _keep_wide(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
-    """Give parameters that transformers keeps in float32 that dtype."""
-    for name, parameter in model.named_parameters():
+    """Give parameters and stored buffers that transformers keeps in float32 that dtype."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
         for pattern, dtype in plan.items():
-            if re.search(pattern, name) and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+            if re.search(pattern, name) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)

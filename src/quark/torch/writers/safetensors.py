@@ -28,6 +28,7 @@ from quark.torch.checkpoint.shards import (
     read_tensors,
     write_shards,
 )
+from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
@@ -82,12 +83,13 @@ def export_safetensors(
     weight_format = weight_format or REAL_QUANTIZED
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
     _require_transformers(model, "export_safetensors")
-    source = _source_folder(model)
+    source = source_folder(model)
     dropped = _dropped_entries(model, source)
     beside = [name for name, _, _ in dropped]
     form, content = FORMATS[custom_mode], folder_of(model, config, plan, weight_format, pack_method, beside)
     form.check(dict(model.named_modules()), content)
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form))
+    plain = stored_plain(model, source, narrow=not config.algo_config)
+    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form, plain=plain))
     names = names_in_file(model, form, content.specs, as_they_are=beside)
     check_readers(model, form, content, (name for name, _, _ in items))
     if source is not None:
@@ -173,7 +175,7 @@ def export_gguf(
     _require_transformers(model, "export_gguf")
     GgufFormat().check(dict(model.named_modules()), folder_of(model, config, plan))
     file = Path(output_dir) / f"{model_type}.gguf"
-    if left := [name for name, _, _ in _dropped_entries(model, _source_folder(model))]:
+    if left := [name for name, _, _ in _dropped_entries(model, source_folder(model))]:
         logger.info("%d tensors that the model's class leaves out are not in the file: %s ...", len(left), left[0])
     write_gguf(model, file, tokenizer_path, overwrite)
     return file
@@ -275,11 +277,6 @@ def _require_transformers(model: nn.Module, function: str) -> None:
 def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{option}={value!r} is unknown. {did_you_mean(value, choices)}")
-
-
-def _source_folder(model: Any) -> Path | None:
-    path = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
-    return Path(path) if path and Path(path).is_dir() else None
 
 
 def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:

@@ -21,6 +21,7 @@ from quark.files import atomic_file
 from quark.log import logger
 from quark.progress import progress
 from quark.torch.checkpoint.shards import entries
+from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.block_mixes import MIXES, Mix, place_of
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import QuantLayer
@@ -117,12 +118,13 @@ def _stacked(items: list[GgufTensor]) -> torch.Tensor:
     return torch.stack([item.make() for item in items])
 
 
-def _items_of_layers(model: nn.Module, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
+def _items_of_layers(model: Any, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
     """The tensors under their names in the model, each expert's by itself."""
     layers = quantized_layers(model)
     file_name = tensor_names(model, architecture)
     left_out = _left_out(model)
-    for name, make, shapes in entries(model, "reorder", True, GgufFormat()):
+    floats = stored_plain(model, source_folder(model), narrow=False)
+    for name, make, shapes in entries(model, "reorder", True, GgufFormat(), plain=floats):
         if name == left_out:
             continue
         parent, _, leaf = name.rpartition(".")
