@@ -59,7 +59,7 @@ class Campaign:
     def _run(self, names: list[str], folder: Path) -> int:
         self._folder, self._bases = folder, Bases(folder / "bases")
         self._bases.folder.mkdir()
-        self._baselines: dict[str, float] = {}
+        self._bounds: dict[str, float] = {}
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for name, number in self._numbers(names):
             found = self._judge(name, number)
@@ -79,7 +79,7 @@ class Campaign:
     def _judge(self, name: str, number: int) -> Verdict:
         place = Place(self._folder / f"{name}-{number}", self._bases)
         case = KINDS[name](generator(self.seed, name, number), place)
-        found = verdict(case, place, Limits(self.seconds), lambda: self._baseline(case))
+        found = verdict(case, place, Limits(self.seconds), lambda: self._bound(case))
         if not found.good or self.case is not None:
             print(f"{found.name}: {found.why}\n    {case.said}", file=self.show)
             print(
@@ -89,24 +89,15 @@ class Campaign:
             shutil.rmtree(place.folder)
         return found
 
-    def _baseline(self, case: Case) -> float:
-        """SQNR in dB of the undamaged input."""
-        if case.undamaged is None:
+    def _bound(self, case: Case) -> float:
+        """What others leave of the undamaged input, in dB."""
+        if case.bound is None:
             return 0.0
-        if case.like not in self._baselines:
-            place = Place(self._folder / "undamaged" / str(len(self._baselines)), self._bases)
-            undamaged = case.undamaged(place)
-            self._baselines[case.like] = measured(undamaged, place, Limits(3 * self.seconds))
-        return self._baselines[case.like]
-
-
-def measured(case: Case, place: Place, limits: Limits) -> float:
-    """SQNR of an undamaged case, in dB; -inf, which bounds nothing, where it is refused: a sound case shows that."""
-    for work in (case.work, case.judge):
-        ending = in_child(work, place.folder / "logs", limits)
-        if ending.how != "returned":
-            return -np.inf
-    return float(ending.value)
+        if case.like not in self._bounds:
+            ending = in_child(case.bound, self._folder / "logs", Limits(3 * self.seconds))
+            assert ending.how == "returned", f"no bound of {case.like}: {ending.text}"
+            self._bounds[case.like] = float(ending.value)
+        return self._bounds[case.like]
 
 
 def generator(seed: int, kind: str, number: int) -> np.random.Generator:

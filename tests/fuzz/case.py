@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Random = np.random.Generator
 MARGIN = 10.0
-"""dB that a result may lie below that of the undamaged input: rounding of one layer at 4 bits costs less."""
+"""dB that a result may lie below what plain rounding leaves of the undamaged model: twice the step costs 6."""
 
 
 class WrongError(Exception):
@@ -36,9 +36,9 @@ class Case:
         work: Runs quark. Raises QuarkError to refuse.
         judge: Called where `work` ended well. Gives the SQNR of the result against the source in dB; raises WrongError.
         outputs: Paths that `work` may make or replace.
-        margin: dB that the SQNR may lie below that of the undamaged input; None where damaged values may cost anything.
-        like: Names what the undamaged case shares with others.
-        undamaged: The same case of the undamaged input, in a place of its own; None where the bound does not apply.
+        margin: dB that the SQNR may lie below the bound; None where damaged values may cost anything.
+        like: Names the bound that this case shares with others.
+        bound: SQNR in dB that others leave of the undamaged input, of `tests.fuzz.bounds`; None for 0 dB.
         sound: Whether nothing was damaged, so that refusing is wrong.
         user: Whether `work` runs as a user without rights, where this process has all of them.
     """
@@ -49,7 +49,7 @@ class Case:
     outputs: tuple[Path, ...] = ()
     margin: float | None = MARGIN
     like: str = ""
-    undamaged: Callable[[Place], Case] | None = None
+    bound: Callable[[], float] | None = None
     sound: bool = False
     user: bool = False
 

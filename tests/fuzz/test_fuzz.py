@@ -10,11 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 
 from quark.errors import ConfigError
 from tests.fuzz.bases import Bases
+from tests.fuzz.bounds import onnx_bound, rounded_rows
 from tests.fuzz.campaign import generator
 from tests.fuzz.case import Case, Place, WrongError
 from tests.fuzz.child import Limits
@@ -89,8 +93,30 @@ def test_memory_is_bounded(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("decibels", "name"), [(20.0, "right"), (19.9, "wrong"), (math.nan, "wrong"), (99.0, "right")])
-def test_a_result_may_lie_a_margin_below_the_undamaged_one(place: Place, decibels: float, name: str) -> None:
+def test_a_result_may_lie_a_margin_below_the_bound(place: Place, decibels: float, name: str) -> None:
     assert judged(place, lambda: None, judge=lambda: decibels).name == name
+
+
+def test_a_bound_is_what_the_formula_of_rounding_leaves(tmp_path: Path) -> None:
+    """Of one product and a Relu: all three tensors in 8 bits with a step that is a power of two."""
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(4, 8)).astype(np.float32), random.normal(size=(8, 3)).astype(np.float32)
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"]), onnx.helper.make_node("Relu", ["y"], ["z"])]
+    infos = [onnx.helper.make_tensor_value_info(name, 1, ["n", size]) for name, size in (("x", 8), ("z", 3))]
+    graph = onnx.helper.make_graph(nodes, "g", infos[:1], infos[1:], [onnx.numpy_helper.from_array(w, "w")])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "model.onnx")
+
+    def rounded(array: Any) -> Any:
+        step = 2.0 ** np.ceil(np.log2(np.abs(array).max() / 127))
+        return np.floor(array / step + 0.5) * step
+
+    z = np.maximum(x @ w, 0)
+    noise = rounded(np.maximum(rounded(x @ rounded(w)), 0)) - z
+    expected = 10 * np.log10((z**2).sum() / (noise**2).sum())
+    assert onnx_bound(tmp_path / "model.onnx", {"x": x}, 4) == pytest.approx(expected, abs=0.01)
+    rows = np.abs(rounded_rows(w.T) - w.T).max(axis=1)
+    assert (rows <= np.abs(w).max(axis=0) / 254 * (1 + 1e-5)).all() and (rows > np.abs(w).max(axis=0) / 1000).any()
 
 
 def test_what_the_judge_says_is_wrong(place: Place) -> None:

@@ -30,17 +30,17 @@ class Verdict:
         return self.name in (CLEAR, RIGHT)
 
 
-Baseline = Callable[[], float]
+Bound = Callable[[], float]
 
 
-def verdict(case: Case, place: Place, limits: Limits, baseline: Baseline) -> Verdict:
+def verdict(case: Case, place: Place, limits: Limits, bound: Bound) -> Verdict:
     """Run a case and judge it.
 
     Args:
         case: What to run.
         place: Where it is.
         limits: Of each of its processes.
-        baseline: SQNR in dB of the undamaged case; asked for where it counts.
+        bound: Of the SQNR, in dB, before the margin of the case; asked for where it counts.
     """
     before = snapshot([place.folder, place.bases.folder])
     ending = in_child(case.work, place.folder / LOGS / "work", limits, case.user)
@@ -56,17 +56,17 @@ def verdict(case: Case, place: Place, limits: Limits, baseline: Baseline) -> Ver
     beside = [line for line in changed if not any(_within(line, output) for output in case.outputs)]
     if beside:
         return Verdict("wrong", f"outside of the output: {beside[0]}")
-    return _judged(case, in_child(case.judge, place.folder / LOGS / "judge", limits), baseline)
+    return _judged(case, in_child(case.judge, place.folder / LOGS / "judge", limits), bound)
 
 
-def _judged(case: Case, judged: Ending, baseline: Baseline) -> Verdict:
+def _judged(case: Case, judged: Ending, bound: Bound) -> Verdict:
     if judged.how != "returned":
         how = "" if judged.how == "wrong" else f"the judge ended by {judged.how}: "
         return Verdict("wrong", how + _shown(judged))
     if case.margin is not None:
-        bound = baseline() - case.margin
-        if not judged.value >= bound:  # NaN is below every bound
-            return Verdict("wrong", f"{judged.value:.1f} dB, where {bound:.1f} are the least")
+        least = bound() - case.margin
+        if not judged.value >= least:  # NaN is below every bound
+            return Verdict("wrong", f"{judged.value:.1f} dB, where {least:.1f} are the least")
     return Verdict(RIGHT)
 
 

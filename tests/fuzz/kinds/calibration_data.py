@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.fuzz.case import Case, Place, Random, pick
 from tests.fuzz.damage import ODD_FILES, damage_bytes, hostile_pickle
-from tests.fuzz.kinds.onnx_models import feeds
+from tests.fuzz.kinds.onnx_models import bound_of, feeds
 from tests.fuzz.oracles import judge_folder, judge_onnx
 from tests.fuzz.program import quark, shown
 from tests.models.torch_zoo import TEXT
@@ -223,15 +223,9 @@ def _data_case(place: Place, base: str, file: Path, said: str, free: bool, confi
         partial(judge_onnx, source, output, one),
         (output,),
         margin=None if free else 10.0,
-        like=f"{base} {config}",
-        undamaged=lambda other: _undamaged(other, base, config),
+        like=base,
+        bound=partial(bound_of, source.parent),
     )
-
-
-def _undamaged(place: Place, base: str, config: str) -> Case:
-    file = place.inputs / "data.npz"
-    np.savez(file, **feeds(str(place.bases.get(base))))
-    return _data_case(place, base, file, "undamaged", False, config)
 
 
 def make(random: Random, place: Place) -> Case:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.bounds import rounded_rows
 from tests.fuzz.case import SOUND, Case, Place, Random, pick
 from tests.fuzz.damage import damage_bytes, damage_json, hostile_pickle
 from tests.fuzz.oracles import sqnr
@@ -45,23 +46,44 @@ NAMES = (
 )
 
 
-def make_base(file: Path) -> None:
+def _net() -> Any:
     import torch
     from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+
+def make_base(file: Path) -> None:
+    import torch
 
     from quark.core.spec import LayerSpec, spec
     from quark.torch import save_params
     from tests.models.graphs import FX, exported, quantize
 
-    torch.manual_seed(0)
-    inputs = torch.randn(4, 8)
-    graph = quantize(exported(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), inputs), LayerSpec(weight=spec("int8")))
+    net, inputs = _net(), torch.randn(4, 8)
+    graph = quantize(exported(net, inputs), LayerSpec(weight=spec("int8")))
     Path(save_params(graph, "net", (inputs,), None, file.parent / "graphs", FX)).rename(file)
+
+
+def _expect(found: Path) -> None:
+    """What the net computes whose weights NumPy rounds to 8 bits, with one scale."""
+    import numpy as np
+
+    layer = _net()[0]
+    weight, bias = (x.detach().numpy() for x in (layer.weight, layer.bias))
+    x = _inputs().numpy()
+    np.save(found, np.maximum(x @ rounded_rows(weight.reshape(1, -1)).reshape(weight.shape).T + bias, 0))
+
+
+def _inputs() -> Any:
+    import torch
+
+    return torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
 def _run(file: Path, found: Path) -> None:
     import numpy as np
-    import torch
 
     from quark.errors import FormatError
     from quark.torch import load_params
@@ -69,7 +91,7 @@ def _run(file: Path, found: Path) -> None:
 
     loaded = load_params(pth_path=str(file), quant_mode=FX)
     try:
-        np.save(found, loaded(torch.linspace(-1, 1, 32).reshape(4, 8)).detach().numpy())
+        np.save(found, loaded(_inputs()).detach().numpy())
     except (
         RuntimeError,
         TypeError,
@@ -125,7 +147,7 @@ def make(random: Random, place: Place) -> Case:
     with zipfile.ZipFile(file, "w", packed) as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
-    expected = place.bases.made("net.npy", partial(_run, base))
+    expected = place.bases.made("net.npy", _expect)
     return Case(
         said, partial(_run, file, found), partial(_judge, expected, found), (found,),
         margin=-40.0 if sound else None, sound=sound,

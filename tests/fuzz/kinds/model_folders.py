@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.bases import FOLDERS
+from tests.fuzz.bounds import folder_bound
 from tests.fuzz.case import SOUND, Case, Place, Random, nothing_to_compare, pick
 from tests.fuzz.damage import (
     damage_bytes,
@@ -191,8 +192,8 @@ def folder_case(place: Place, base: str, way: str, damage: Callable[[Path, Path]
         work,
         partial(judge_folder, source, output) if way not in WITHOUT_RESULT else nothing_to_compare,
         (output,),
-        like=f"{base} {way}",
-        undamaged=lambda other: folder_case(other, base, way, None),
+        like=base,
+        bound=partial(folder_bound, place.bases.get(base)),
         sound=damage is None,
     )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.bases import QUANTIZED
-from tests.fuzz.case import SOUND, Case, Place, Random, WrongError, pick
+from tests.fuzz.bounds import folder_bound
+from tests.fuzz.case import MARGIN, SOUND, Case, Place, Random, WrongError, pick
 from tests.fuzz.damage import Tensor, damage_json, read_tensors, write_tensors
-from tests.fuzz.oracles import sqnr
+from tests.fuzz.oracles import architecture, folder_outputs, sqnr
 from tests.fuzz.program import quark, shown
 from tests.models.torch_zoo import TEXT
 
@@ -20,6 +21,12 @@ SAME_WIDTH = {
     "F32": ("I32", "U32"), "F16": ("BF16", "I16"), "BF16": ("F16", "I16"), "I8": ("U8", "F8_E4M3"),
     "U8": ("I8", "F8_E8M0"), "F8_E4M3": ("U8", "F8_E5M2"), "I32": ("U32", "F32"), "F8_E8M0": ("U8", "I8"),
 }  # fmt: skip
+STEPS = {
+    "int8": (63, None), "uint4_wo_32": (7, 32), "mxfp4_weight_only": (3, 32), "nvfp4": (3, 16), "fp8": (15, None),
+    "int8_wo": (127, None), "int4_wo_32": (7, 32),
+}  # fmt: skip
+"""Scheme -> positive levels, and values that share a scale, of a rounding that is no finer. 8 bits of activations with
+one scale for a tensor take a bit; FP8 has 4 bits and FP4 2 for the largest values."""
 LOUD = ("nan", "inf", "negative")
 """Scales that no quantizer writes."""
 
@@ -98,6 +105,17 @@ def _load(folder: Path, logits: Path) -> None:
     np.save(logits, found)
 
 
+def _expect(folder: Path, source: Path, scheme: str, logits: Path) -> None:
+    """The same of an undamaged folder. Raises WrongError where the float model is farther than plain rounding is."""
+    import numpy as np
+
+    _load(folder, logits)
+    far = sqnr(folder_outputs(source, architecture(source)), [np.load(logits)])
+    least = folder_bound(source, *STEPS[scheme]) - MARGIN
+    if not far >= least:
+        raise WrongError(f"{folder.name} is {far:.1f} dB from the float model, where {least:.1f} are the least")
+
+
 def _judge(expected: Path, found: Path) -> float:
     import numpy as np
 
@@ -116,7 +134,8 @@ def make(random: Random, place: Place) -> Case:
         )  # fmt: skip
         return Case(f"{base}: {said}: {shown(*arguments)}", partial(quark, *arguments), sound=sound)
     found = place.outputs / "logits.npy"
-    expected = place.bases.made(f"{base}.npy", partial(_load, place.bases.get(base)))
+    expecting = partial(_expect, place.bases.get(base), place.bases.get("llama"), QUANTIZED[base][0])
+    expected = place.bases.made(f"{base}.npy", expecting)
     return Case(
         f"{base}: {said}: import_model_from_safetensors(None, {str(folder)!r})",
         partial(_load, folder, found),

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.fuzz.case import SOUND, Case, Place, Random, pick
 from tests.fuzz.damage import damage_bytes, odd_file
-from tests.fuzz.kinds.onnx_models import feeds
+from tests.fuzz.kinds.onnx_models import bound_of, feeds
 from tests.fuzz.oracles import judge_onnx
 from tests.fuzz.program import quark, shown
 
@@ -84,7 +84,7 @@ def _case(place: Place, base: str, config: str, random: Random | None) -> Case:
     one = {name: array[:4] for name, array in feeds(str(source.parent)).items()}
     return Case(
         f"{base}: {said}: {shown(*command)}", partial(quark, *command), partial(judge_onnx, source, output, one),
-        (output, file), like=f"{base} {config}", undamaged=lambda other: _case(other, base, config, None),
+        (output, file), like=base, bound=partial(bound_of, source.parent),
         sound=random is None,
     )  # fmt: skip
 
