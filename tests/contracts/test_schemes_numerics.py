@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quark.core.array import Array, dtype_name
-from quark.core.granularity import PerGroup
+from quark.core.granularity import PerBlock, PerGroup
 from quark.core.metrics import sqnr
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import (
@@ -37,7 +37,8 @@ def shapes(spec: TensorSpec) -> list[tuple[int, ...]]:
     """1-D to 4-D, as odd as the granularity allows."""
     group = isinstance(spec.granularity, PerGroup) and not spec.granularity.pad
     n = 3 * spec.granularity.size if group else 37
-    return [(n,), (5, n), (3, 7, n), (2, 3, 5, n), (1, n)]
+    first = (130, 131) if isinstance(spec.granularity, PerBlock) else (n,)  # tiles are of matrices
+    return [first, (5, n), (3, 7, n), (2, 3, 5, n), (1, n)]
 
 
 def data(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -99,6 +99,9 @@ def test_every_scheme(scheme: str, trusted: trust.Trust, on_a_device: ModuleType
         for dtype in DTYPES_OF_TENSORS:
             taken = compare(values(dtype), tensor, trusted)
             live = live_scale(tensor, dtype_name(values(dtype))) and tensor.granularity != PerTensor()
+            if isinstance(tensor.granularity, PerBlock):  # the last tiles of this tensor are cut
+                assert taken == set()
+                continue
             assert taken == ({"stored", "live"} if live else {"stored"})
 
 

@@ -169,9 +169,14 @@ class PerGroup(Granularity):
 
 @dataclass(frozen=True)
 class PerBlock(Granularity):
-    """One scale for each `size` = (rows, columns) tile of the last two axes; scale shape (..., R/r, C/c)."""
+    """One scale for each `size` = (rows, columns) tile of the last two axes; scale shape (..., R/r, C/c).
+
+    Sides that do not divide the axes raise ShapeError, unless `pad`: then zeros fill the last tiles, and are cut off
+    again.
+    """
 
     size: tuple[int, int] = (128, 128)
+    pad: bool = False
 
     def __str__(self) -> str:
         return f"block {self.size[0]}x{self.size[1]}"
@@ -184,16 +189,25 @@ class PerBlock(Granularity):
         return (*whole[:-4], whole[-4], whole[-2])
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shape) < 2 or shape[-2] % self.size[0] or shape[-1] % self.size[1]:
+        ragged = len(shape) > 1 and (shape[-2] % self.size[0] or shape[-1] % self.size[1])
+        if len(shape) < 2 or (ragged and not self.pad):
             raise ShapeError(
                 f"block_size {self.size} does not divide the last two axes of shape {tuple(shape)}. "
                 "Possible: tiles whose sides divide both axes."
             )
         (r, c), (rows, columns) = self.size, shape[-2:]
-        return (*shape[:-2], rows // r, r, columns // c, c)
+        return (*shape[:-2], -(-rows // r), r, -(-columns // c), c)
 
     def blocks(self, x: Array) -> Array:
-        return x.reshape(self.block_shape(tuple(x.shape)))
+        whole = self.block_shape(tuple(x.shape))
+        for axis, size in ((-2, self.size[0]), (-1, self.size[1])):
+            x = pad_axis(x, x.ndim + axis, -x.shape[axis] % size)
+        return x.reshape(whole)
+
+    def unblock(self, blocks: Array, shape: tuple[int, ...]) -> Array:
+        down, high, along, wide = blocks.shape[-4:]
+        whole = blocks.reshape((*shape[:-2], down * high, along * wide))
+        return whole if whole.shape == tuple(shape) else whole[..., : shape[-2], : shape[-1]]
 
 
 def _axis(granularity: Granularity, axis: int, ndim: int) -> int:

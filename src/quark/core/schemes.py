@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quark.core.block_types import BLOCK_TYPES
-from quark.core.granularity import PerChannel, PerGroup, PerTensor, PerToken
+from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.registry import Registry
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, block_spec, spec
 
@@ -46,6 +46,7 @@ def _live(tensor: TensorSpec) -> TensorSpec:
 _FP8 = spec("fp8_e4m3", scale_type=ScaleType.float)
 _INT8 = spec("int8", scale_type=ScaleType.float)
 _INT8_CHANNEL = _integer("int8")
+_FP8_TOKEN = spec("fp8_e4m3", PerToken(), scale_type=ScaleType.float, dynamic=True)
 _PROGRESSIVE = replace(
     spec("fp8_e4m3", PerTensor(), scale_type=ScaleType.float32),
     code_spec=spec("int4", PerChannel(0), scale_type=ScaleType.float32),
@@ -65,10 +66,11 @@ for _group in (32, 64, 128):
 _row("uint4_wo_per_channel", _integer("uint4", symmetric=False))
 _row("int8", _INT8, _INT8)
 _row("fp8", _FP8, _FP8)
+_row("ptpc_fp8", spec("fp8_e4m3", PerChannel(0), scale_type=ScaleType.float), _FP8_TOKEN)
 _row(
-    "ptpc_fp8",
-    spec("fp8_e4m3", PerChannel(0), scale_type=ScaleType.float),
-    spec("fp8_e4m3", PerToken(), scale_type=ScaleType.float, dynamic=True),
+    "fp8_block_128",  # the form of DeepSeek V3: tiles of weights, and as many live values of a token
+    spec("fp8_e4m3", PerBlock((128, 128), pad=True), scale_type=ScaleType.float),
+    spec("fp8_e4m3", PerGroup(-1, 128, pad=True), scale_type=ScaleType.float32, dynamic=True),
 )
 _row("mxfp4", _ocp("fp4_e2m1"), _live(_ocp("fp4_e2m1")))
 _row("mxfp4_weight_only", _ocp("fp4_e2m1"))
@@ -78,6 +80,7 @@ _row("mxfp4_mxfp6_e2m3", _ocp("fp4_e2m1"), _live(_ocp("fp6_e2m3")))
 _row("mxfp4_fp8", _ocp("fp4_e2m1"), _FP8)
 _row("amdfp4", _amdfp4(16), _live(_amdfp4(16)))
 _row("amdfp4_g32", _amdfp4(32), _live(_amdfp4(32)))
+_row("int4_fp8_128", _integer("int4", 128), _FP8_TOKEN)  # W4AFP8 of compressed-tensors
 _row("int4_fp8", _PROGRESSIVE, spec("fp8_e4m3", scale_type=ScaleType.float32, dynamic=True))
 for _name, _size in (("mx6", 16), ("mx9", 16), ("bfp16", 8)):
     _row(_name, _block(_name, _size), _live(_block(_name, _size)))

@@ -136,7 +136,7 @@ LOWERED = {
     "cast": (specs.Bfloat16Spec(), spec("bfloat16", observer="placeholder")),
     "blocks": (
         QTensorConfig("fp8_e4m3", "PerBlock2DMinMaxObserver", False, "per_block", block_size=(64, 128)),
-        spec("fp8_e4m3", PerBlock((64, 128)), scale_type=ScaleType.float),
+        spec("fp8_e4m3", PerBlock((64, 128), pad=True), scale_type=ScaleType.float),
     ),
     "percentile": (
         specs.Int8PerTensorSpec("percentile"),

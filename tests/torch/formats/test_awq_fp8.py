@@ -151,6 +151,30 @@ def test_transformers_and_a_dequantizer_load_fp8_tiles(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_transformers_decodes_tiles_that_the_rows_of_a_weight_cut(tmp_path: Path) -> None:
+    """Keys and values have 64 rows here, half a tile."""
+    from transformers import AutoModelForCausalLM
+
+    model = frozen("fp8_block_128", torch.bfloat16)
+    folder = export_safetensors(model, tmp_path / "out", "fp8")
+    tensors, _ = stored(folder)
+    assert tensors["model.layers.0.self_attn.k_proj.weight_scale_inv"].shape == (1, 1)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert all(torch.equal(theirs.get_submodule(name).weight, weight) for name, weight in weights(model).items())
+    assert torch.equal(logits(import_model_from_safetensors(tiny_llama(9, torch.bfloat16), folder)), logits(model))
+
+
+@pytest.mark.parametrize("form", ["fp8", "compressed-tensors"])
+def test_tiles_that_cut_the_inputs_are_refused(form: str, tmp_path: Path) -> None:
+    config = LLMTemplate.get("llama").get_config("fp8_block_128")
+    model = ModelQuantizer(config).quantize_model(tiny_llama(intermediate_size=192))
+    with pytest.raises(ShapeError, match=r"down_proj: .* whole groups of 128; a row has 192 values"):
+        export_safetensors(model, tmp_path / "out", form)
+    folder = export_safetensors(model, tmp_path / "quark")
+    loaded = import_model_from_safetensors(tiny_llama(9, intermediate_size=192), folder)
+    assert torch.equal(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -163,7 +187,7 @@ def test_transformers_and_a_dequantizer_load_fp8_tiles(tmp_path: Path) -> None:
     ids=str,
 )
 def test_fp8_refuses_what_its_readers_do_not_compute(layer: LayerSpec, tmp_path: Path) -> None:
-    with pytest.raises(NotSupportedError, match=r"fp8 format cannot hold .* It takes the schemes fp8\."):
+    with pytest.raises(NotSupportedError, match=r"fp8 format cannot hold .* It takes the schemes fp8, fp8_block_128\."):
         export_safetensors(frozen(layer), tmp_path / "out", "fp8")
     assert not list(tmp_path.iterdir())
 

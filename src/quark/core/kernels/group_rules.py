@@ -58,6 +58,8 @@ class Runs:
             return cls(rows, last, size, groups, period=rows)
         if isinstance(split, PerBlock):
             height, width = split.size
+            if rows % height or last % width or (len(shape) > 2 and shape[-2] % height):
+                return None  # a ragged last tile
             return cls(rows, last, width, last // width, run=height, period=rows // height)
         return None
 

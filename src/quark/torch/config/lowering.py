@@ -3,7 +3,7 @@
     per_tensor                       PerTensor()
     per_channel(ch_axis)             PerChannel(ch_axis); PerToken() for live activations of linear layers
     per_group(ch_axis, group_size)   PerGroup(ch_axis, group_size); padded under E8M0 scales
-    per_block(block_size)            PerBlock(block_size)
+    per_block(block_size)            PerBlock(block_size), the last ones padded
     mx mx4 mx6 mx9 bfp16             PerGroup(ch_axis, group_size, pad=True)
 
 `config_of_tensor` and `config_of_layer` are the inverse, so that core/schemes.py is the only list of schemes.
@@ -19,7 +19,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
-from quark.core.spec import LayerSpec, Learning, ScaleRule, ScaleType, TensorSpec
+from quark.core.spec import FLOAT_SCALES, LayerSpec, Learning, ScaleRule, ScaleType, TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig, TensorConfigs
 from quark.torch.config.tensor.enums import Dtype, QSchemeType, TQTThresholdInitMeth, ZeroPointType
@@ -154,9 +154,14 @@ def _granularity(config: QTensorConfig, scale_type: ScaleType, per_token: bool) 
         token = per_token and config.is_dynamic and axis != -1
         return PerToken() if token else PerChannel(_given(axis))
     if config.qscheme is QSchemeType.per_group:
-        pad = scale_type is ScaleType.float8_e8m0fnu
+        # What a runtime finds in live tokens as it goes needs no whole groups either.
+        live = bool(config.is_dynamic) and config.dtype.row.is_float and config.dtype.row.bits == 8
+        pad = live or scale_type is ScaleType.float8_e8m0fnu
         return PerGroup(_given(axis), _given(config.group_size), pad=pad)
-    return PerBlock(_given(config.block_size)) if config.qscheme is QSchemeType.per_block else PerTensor()
+    if config.qscheme is QSchemeType.per_block:
+        # Zeros change no range but that of a float zero point, which is not widened to 0.
+        return PerBlock(_given(config.block_size), pad=config.zero_point_type is not ZeroPointType.float32)
+    return PerTensor()
 
 
 def config_of_tensor(spec: TensorSpec | None) -> TensorConfigs:
@@ -195,7 +200,9 @@ def _config_of_stage(spec: TensorSpec) -> QTensorConfig:
             scale_calculation_mode=spec.scale_rule.value,
             mx_element_dtype=Dtype.int8 if dtype is Dtype.mx else None,
         )
-    grouped_float = spec.dtype.is_float and isinstance(split, PerGroup)
+    # Runtimes look for True beside FP8 groups under float scales, and for None beside the others.
+    plain = spec.dtype.bits == 8 and spec.scale_type in FLOAT_SCALES and spec.scale_spec is None
+    grouped_float = spec.dtype.is_float and isinstance(split, PerGroup) and not plain
     return QTensorConfig(
         dtype,
         observer,

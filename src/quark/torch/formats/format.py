@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from quark.core.granularity import HEADS
+from quark.core.granularity import HEADS, PerBlock, PerGroup
 from quark.core.schemes import SCHEMES, scheme_of
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import FormatError, NotSupportedError
+from quark.errors import FormatError, NotSupportedError, ShapeError
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.layout import Layout
 
@@ -264,6 +264,18 @@ def one_spec(name: str, specs: Iterable[LayerSpec]) -> LayerSpec:
             "Possible: the quark and compressed-tensors formats, or one scheme for all layers."
         )
     return distinct[0]
+
+
+def require_whole_groups(form: str, name: str, layer: nn.Module, spec: LayerSpec) -> None:
+    """Raise ShapeError for a weight whose rows are no whole groups or tiles: kernels of other programs need them."""
+    weight: torch.Tensor = getattr(layer, "float_weight", layer.weight)  # type: ignore[arg-type]
+    split, columns = spec.weight.granularity if spec.weight else None, weight.shape[-1]
+    size = split.size[1] if isinstance(split, PerBlock) else split.size if isinstance(split, PerGroup) else 0
+    if size > 0 and columns % size:
+        raise ShapeError(
+            f"{name}: the {form} format needs whole groups of {size}; a row has {columns} values. Possible: to leave "
+            "the layer in float (exclude), or the quark format."
+        )
 
 
 def check_scale_dtype(form: str, name: str, stored: torch.dtype, model: torch.dtype) -> None:

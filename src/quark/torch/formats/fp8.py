@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import PerBlock, PerGroup, PerTensor
+from quark.core.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from quark.core.spec import FLOAT_SCALES, LayerSpec, ScaleType, TensorSpec
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -32,6 +32,7 @@ from quark.torch.formats.format import (
     kv_name,
     kv_source,
     one_spec,
+    require_whole_groups,
     with_cache,
 )
 from quark.torch.formats.quark.layout import QuarkLayout
@@ -62,7 +63,7 @@ class Fp8Format(FolderFormat):
             return f"other weights than float8_e4m3 with one scale or one for each tile; here {weight}"
         if spec.bias or spec.output:
             return "quantized biases or outputs"
-        if live is not None and not (_plain(live) and live.granularity == _input_split(weight)):
+        if live is not None and not (_plain(live) and _padded(live.granularity) == _input_split(weight)):
             return f"the input {live} beside the weight {weight}"
         if isinstance(weight.granularity, PerBlock) and not (live and live.dynamic):
             return "tiles whose inputs have no live scales"
@@ -71,6 +72,8 @@ class Fp8Format(FolderFormat):
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
         one_spec(self.name, folder.specs.values())
+        for name, spec in folder.specs.items():
+            require_whole_groups(self.name, name, layers[name], spec)
 
     def describe(self, folder: Folder) -> dict[str, Any]:
         spec = one_spec(self.name, folder.specs.values())
@@ -88,7 +91,7 @@ class Fp8Format(FolderFormat):
 
     def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
         tile = stored.get("weight_block_size")
-        split = PerBlock((int(tile[0]), int(tile[1]))) if tile else PerTensor()
+        split = PerBlock((int(tile[0]), int(tile[1])), pad=True) if tile else PerTensor()
         weight = TensorSpec(E4M3, split, scale_type=ScaleType.float32)
         scheme = stored.get("activation_scheme")
         live = replace(weight, granularity=_input_split(weight), dynamic=scheme == "dynamic") if scheme else None
@@ -113,6 +116,13 @@ def _plain(spec: TensorSpec) -> bool:
     return spec.dtype == E4M3 and spec.scale_type in FLOAT_SCALES and not spec.scale_spec and not spec.code_spec
 
 
+def _padded(split: Granularity) -> Granularity:
+    """Groups of inputs, whether their size has to divide a row or not."""
+    return replace(split, pad=True) if isinstance(split, PerGroup) else split
+
+
 def _input_split(weight: TensorSpec) -> PerTensor | PerGroup:
     """How the inputs are split beside such a weight."""
-    return PerGroup(-1, weight.granularity.size[1]) if isinstance(weight.granularity, PerBlock) else PerTensor()
+    return (
+        PerGroup(-1, weight.granularity.size[1], pad=True) if isinstance(weight.granularity, PerBlock) else PerTensor()
+    )

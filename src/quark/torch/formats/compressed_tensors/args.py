@@ -120,7 +120,7 @@ def _read_split(args: dict[str, Any], where: str) -> Granularity:
         return PerGroup(-1, int(size or 0))
     if strategy == "block":
         rows, columns = args["block_structure"]
-        return PerBlock((int(rows), int(columns)))
+        return PerBlock((int(rows), int(columns)), pad=True)
     simple: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
     if where == CACHE:
         simple = {"tensor": PerTensor(), "attn_head": HEADS}

@@ -3,7 +3,7 @@
 `config_groups` has one entry for each distinct scheme; the only one targets "Linear", several name their layers.
 Each says how weights and inputs are quantized (bits, type, strategy) and how the weights lie in the file:
 
-    pack-quantized         integer weights alone           int-quantized      integer weights and inputs
+    pack-quantized         integer weights, float inputs   int-quantized      integer weights and inputs
     float-quantized        float8 weights and inputs       naive-quantized    float8 weights alone
     mxfp4-pack-quantized   mxfp6-pack-quantized   mxfp8-quantized   nvfp4-pack-quantized
 """
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.granularity import PerGroup
 from quark.core.patterns import matches_any
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import FormatError, ShapeError
+from quark.errors import FormatError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.compressed_tensors.args import CACHE, FORMATS_OF_FLOATS, read_args, refuse_args, write_args
@@ -41,6 +40,7 @@ from quark.torch.formats.format import (
     kv_name,
     kv_source,
     require,
+    require_whole_groups,
     with_cache,
 )
 from quark.torch.formats.layout import Layout
@@ -76,13 +76,7 @@ class CompressedTensorsFormat(FolderFormat):
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
         for name, spec in folder.specs.items():
-            weight: torch.Tensor = getattr(layers[name], "float_weight", layers[name].weight)  # type: ignore[arg-type]
-            columns = weight.shape[-1]
-            split = spec.weight.granularity if spec.weight else None
-            if isinstance(split, PerGroup) and split.size > 0 and columns % split.size:
-                raise ShapeError(
-                    f"{name}: the {self.name} format needs whole groups of {split.size}; a row has {columns} values."
-                )
+            require_whole_groups(self.name, name, layers[name], spec)
 
     def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         refuse_rotations(layers, folder.rotated)
@@ -165,7 +159,9 @@ def _compression(spec: LayerSpec) -> str | None:
     """How the weights of a layer lie in the file; None where there is no such way."""
     assert spec.weight is not None
     if not spec.weight.dtype.is_float:
-        return "pack-quantized" if spec.input is None else "int-quantized" if spec.weight.dtype.bits <= 8 else None
+        # FP8 inputs (W4AFP8) beside words of codes, as kernels take them.
+        words = spec.input is None or spec.input.dtype.is_float
+        return "pack-quantized" if words else "int-quantized" if spec.weight.dtype.bits <= 8 else None
     if spec.weight.dtype.bits == 8 and not spec.weight.is_block:
         return "naive-quantized" if spec.input is None else "float-quantized"
     return FORMATS_OF_FLOATS.get((spec.weight.dtype.name, spec.weight.scale_spec is not None))

@@ -171,8 +171,8 @@ def _blocks(
         attributes = {"axis": weight.axis(split.axis), "block_size": split.split(shape[split.axis])[1]}
     elif isinstance(split, PerBlock):
         attributes = {"axis": weight.axis(-1), "block_size": split.size[1]}
-        scale = np.repeat(scale, split.size[0], axis=-2)
-        zero = None if zero is None else np.repeat(zero, split.size[0], axis=-2)
+        scale = np.repeat(scale, split.size[0], axis=-2)[..., : shape[-2], :]
+        zero = None if zero is None else np.repeat(zero, split.size[0], axis=-2)[..., : shape[-2], :]
     turned = None if zero is None else weight.turned(zero)
     return attributes, weight.turned(scale), turned, lambda: weight.turned(codes())
 
